@@ -1,0 +1,198 @@
+"""The `libra` command.
+
+Invariant: this module parses, calls and prints; everything it prints was decided elsewhere. Exit status: 0 done,
+1 the run failed, 2 bad input, 3 no plan exists, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from libra.config import ConfigError, RunConfig, load_config
+from libra.trajectory import TrajectoryFormatError, read_trajectories
+
+app = typer.Typer(
+    help="Libra decides which GPUs train, which generate, and where every request goes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+trace_app = typer.Typer(help="Look at trajectory logs.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+
+
+class AllocationMode(StrEnum):
+    adaptive = "adaptive"
+    static = "static"
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="What to run, for example examples/calculator.yaml.")],
+    name: Annotated[str | None, typer.Option(help="Name of the run; its files go to <directory>/<name>.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Where runs are kept (default: runs).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the model, the prompts and the sampling.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="0 gives the control that learns nothing.")] = None,
+    allocation: Annotated[
+        AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
+) -> None:
+    """Post-train an agent: vLLM engines generate, tools are called, trainers learn, workers change sides.
+
+    Writes report.html, timeline.json (open it in ui.perfetto.dev), metrics.jsonl, decisions.jsonl, trajectories.jsonl
+    and the trained model to <directory>/<name>.
+
+    Exit status: 0 done, 1 failed, 2 bad input, 3 no allocation can go on, 130 interrupted.
+    """
+    overrides = {
+        "name": name,
+        "directory": str(directory) if directory is not None else None,
+        "seed": seed,
+        "training.steps": steps,
+        "training.learning_rate": learning_rate,
+        "allocation": allocation.value if allocation is not None else None,
+    }
+    try:
+        settings = load_config(config, {key: value for key, value in overrides.items() if value is not None})
+        raise typer.Exit(_run(settings, config.parent, resume, overwrite, as_json))
+    except ConfigError as error:
+        _refuse(error)
+
+
+def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
+    # Imported here: planning and reading traces must not need what running needs.
+    from libra.environments.registry import load_environment
+    from libra.exec.handles import WorkerFailedError, WorkerLostError
+    from libra.exec.launch_local import LaunchError
+    from libra.exec.preflight import check, prepare_run_directory
+    from libra.exec.run import run as run_session
+    from libra.exec.trainers import CoreLostError, DivergedError
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.html import render_report
+    from libra.report.live import make_display
+
+    environment = load_environment(settings.environment, beside)
+    check(settings, resume, overwrite)
+    run_directory = prepare_run_directory(settings, overwrite)
+    display = make_display(sys.stderr)
+    status, problem = 0, ""
+    try:
+        summary = asyncio.run(run_session(settings, environment, display, resume))
+    except KeyboardInterrupt:
+        status, problem = 130, f"interrupted; continue with --resume (files are in {run_directory})"
+    except InfeasiblePlanError as error:
+        status, problem = 3, f"the run cannot go on: {error}"
+    except (LaunchError, CoreLostError, DivergedError, WorkerFailedError, WorkerLostError, TimeoutError) as error:
+        status, problem = 1, f"{error}; logs are in {run_directory / 'logs'}, continue with --resume"
+    finally:
+        display.close()
+    report = run_directory / "report.html"
+    if (run_directory / "metrics.jsonl").exists():
+        report.write_text(render_report(run_directory), encoding="utf-8")
+    if problem:
+        typer.echo(f"libra run: {problem}", err=True)
+        return status
+    if as_json:
+        typer.echo(summary.to_json())
+    else:
+        first, last = summary.evaluations[0], summary.evaluations[-1]
+        typer.echo(
+            f"sampled accuracy {first.sampled_accuracy:.3f} -> {last.sampled_accuracy:.3f}, greedy"
+            f" {first.greedy_accuracy:.3f} -> {last.greedy_accuracy:.3f} on {last.questions} held-out questions,"
+            f" {summary.steps} steps in {summary.wall_seconds:.0f} s"
+        )
+        typer.echo(f"report: {report}")
+    return 0
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="Run configuration: cluster, engine sizes and training.")],
+    trajectories: Annotated[Path, typer.Option("--trajectories", "-t", help="JSONL log of finished trajectories.")],
+    profile: Annotated[Path, typer.Option("--profile", "-p", help="profile.json of a run: what a device costs.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
+) -> None:
+    """Plan offline: who trains, who generates, which engine sizes and buckets, for the lengths in a log.
+
+    The plan embeds its request and a proof (status, bound, gap); the same inputs give the same bytes.
+
+    Exit status: 0 a plan, 2 bad input, 3 no plan exists.
+    """
+    from libra.cost.profile_file import load_profile
+    from libra.plan.document import dump_plan
+    from libra.plan.offline import offline_request
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.plan.cpsat import solve
+    from libra.report.plan_table import plan_tables
+
+    try:
+        settings = load_config(config)
+        request = offline_request(settings, read_trajectories(trajectories), load_profile(profile))
+        found = solve(request, seed=settings.seed)
+        text = dump_plan(found)
+        if output is not None:
+            output.write_text(text, encoding="utf-8")
+    except (ConfigError, TrajectoryFormatError, ValueError, OSError) as error:
+        if isinstance(error, InfeasiblePlanError):
+            typer.echo(f"libra: no plan exists: {error}", err=True)
+            raise typer.Exit(3) from None
+        _refuse(error)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        console = Console()
+        for table in plan_tables(found):
+            console.print(table)
+
+
+@trace_app.command()
+def stats(
+    file: Annotated[Path, typer.Argument(help="JSONL, one trajectory a line.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON on standard output.")] = False,
+) -> None:
+    """Turns, lengths, tools, outcomes, and the share of tokens in the longest 10 % of trajectories.
+
+    Exit status: 0 done, 2 the file cannot be read (the message names file, line and field).
+    """
+    from libra.report.trace_table import trace_tables
+    from libra.trace import trace_stats
+
+    try:
+        found = trace_stats(read_trajectories(file))
+    except (TrajectoryFormatError, ValueError, OSError) as error:
+        _refuse(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+        return
+    console = Console()
+    for table in trace_tables(found):
+        console.print(table)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Bad input: one line, exit status 2."""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    typer.echo(f"libra: {' '.join(text.split())}", err=True)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

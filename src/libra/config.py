@@ -1,0 +1,218 @@
+"""What a run's YAML file may say.
+
+Invariant: a configuration in memory is complete and consistent; a file that is not is refused in one line that names
+the key and what would be right. Lengths are tokens, times are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run. The message is one line: file, key, what is wrong, what would be right."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EnvironmentConfig(_Section):
+    kind: str  # a built-in name, or `module:Class` found beside the file
+    tools: tuple[str, ...]  # the tools the agent may call; each must be one the environment has
+    options: dict[str, Any] = {}  # passed to the environment
+    train_prompts: PositiveInt = 512
+    heldout_prompts: PositiveInt = 200
+
+
+class ModelConfig(_Section):
+    """Either a directory in Hugging Face layout, or the shape of a tiny Qwen3 made here and warmed up."""
+
+    directory: Path | None = None
+    hidden_size: PositiveInt = 128
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+
+
+class WarmUpConfig(_Section):
+    """Supervised steps on demonstrations, before reinforcement learning. Skipped (0) for a model that can act."""
+
+    steps: int = Field(default=500, ge=0)
+    batch: PositiveInt = 64
+    learning_rate: PositiveFloat = 2e-3
+
+
+class ClusterConfig(_Section):
+    """The devices: CPU slots of fixed speed on a machine without accelerators."""
+
+    slots: PositiveInt = 4
+    core: PositiveInt = 1  # always train
+    hybrid: int = Field(default=1, ge=0)  # train or generate
+    rollout: int = Field(default=2, ge=0)  # always generate
+    share: PositiveFloat = 0.45  # of one core, per slot
+    port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.core + self.hybrid + self.rollout != self.slots:
+            raise ValueError(
+                f"slots is {self.slots}, but core + hybrid + rollout = {self.core + self.hybrid + self.rollout}:"
+                " make them equal"
+            )
+        return self
+
+
+class ShapeConfig(_Section):
+    """A size in which an engine can be started on one device."""
+
+    max_model_len: PositiveInt
+    max_num_seqs: PositiveInt
+    kv_tokens: PositiveInt
+
+
+class StartBucket(_Section):
+    shape: str
+    engines: PositiveInt
+    up_to: PositiveInt
+
+
+class StartConfig(_Section):
+    """The allocation that the run starts with (and keeps, with `allocation: static`)."""
+
+    replicas: PositiveInt
+    buckets: tuple[StartBucket, ...]
+
+
+class TrainingConfig(_Section):
+    steps: PositiveInt
+    prompts_per_step: PositiveInt = 16
+    samples_per_prompt: int = Field(default=8, ge=2)
+    max_staleness: int = Field(default=1, ge=0)
+    learning_rate: float = Field(default=5e-5, ge=0)
+    clip: tuple[PositiveFloat, PositiveFloat] = (0.8, 1.28)
+    denominator: Literal["tokens", "sequences", "constant"] = "constant"
+    token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
+    micro_batch_tokens: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    kv_on_update: Literal["keep", "refresh"] = "keep"
+
+    @property
+    def trajectories(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class PlannerConfig(_Section):
+    period: PositiveInt = 10  # steps between two decisions
+    horizon: PositiveInt = 100  # steps for which a plan is expected to hold, at most those that remain
+    half_life: PositiveFloat = 512.0  # trajectories after which evidence counts half
+    calibration: Path | None = None  # a measured profile to use instead of measuring
+
+
+class RunConfig(_Section):
+    """One run of `libra run`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(default=0, ge=0)
+    directory: Path = Path("runs")
+    allocation: Literal["adaptive", "static"] = "adaptive"
+    checkpoint_every: PositiveInt = 50  # steps
+    environment: EnvironmentConfig
+    model: ModelConfig = ModelConfig()
+    warm_up: WarmUpConfig = WarmUpConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    engines: dict[str, ShapeConfig] = Field(min_length=1)
+    start: StartConfig
+    training: TrainingConfig
+    planner: PlannerConfig = PlannerConfig()
+
+    @model_validator(mode="after")
+    def _start_is_possible(self) -> Self:
+        for bucket in self.start.buckets:
+            if bucket.shape not in self.engines:
+                raise ValueError(f"start.buckets: {_unknown('shape', bucket.shape, list(self.engines))}")
+        engines = sum(bucket.engines for bucket in self.start.buckets)
+        cluster = self.cluster
+        if not cluster.core <= self.start.replicas <= cluster.core + cluster.hybrid:
+            raise ValueError(
+                f"start.replicas is {self.start.replicas}: give cluster.core to cluster.core + cluster.hybrid, that is"
+                f" {cluster.core} to {cluster.core + cluster.hybrid}"
+            )
+        if self.start.replicas + engines != cluster.slots:
+            raise ValueError(
+                f"start uses {self.start.replicas} + {engines} slots of {cluster.slots}: give every slot one role"
+            )
+        limits = [bucket.up_to for bucket in self.start.buckets]
+        if limits != sorted(set(limits)):
+            raise ValueError("start.buckets: up_to must rise from bucket to bucket")
+        if self.training.steps < 1:
+            raise ValueError("training.steps must be >= 1")
+        return self
+
+    @property
+    def run_directory(self) -> Path:
+        return self.directory / self.name
+
+
+def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read a YAML file; `overrides` are dotted keys that replace what it says. Raises `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: give an existing YAML file") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, as in examples/calculator.yaml")
+    for key, value in (overrides or {}).items():
+        *parents, last = key.split(".")
+        section = data
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        known = _keys_of(location[:-1])
+        return f"{key}: {_unknown('key', location[-1], known)}"
+    if problem["type"] == "missing":
+        return f"{key}: this key is required; add it"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {problem['input']!r})" if key and problem["type"] != "value_error" else (
+        f"{key}: {message}" if key else message
+    )  # fmt: skip
+
+
+def _keys_of(location: list[str]) -> list[str]:
+    """The keys that the section at `location` may have."""
+    section: Any = RunConfig
+    for part in location:
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            section = section.model_fields[part].annotation
+        elif hasattr(section, "__args__"):  # a mapping or a tuple of sections
+            section = section.__args__[-1] if section.__args__[-1] is not Ellipsis else section.__args__[0]
+    if hasattr(section, "__args__"):
+        section = section.__args__[0]
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"unknown {what} {name!r}; {hint}"

@@ -1,0 +1,85 @@
+"""What one device was measured to do: the numbers every price is made of.
+
+Invariant: a profile is complete and positive. It says what hardware and model it was measured on, and how well its
+fit predicted samples that it was not fitted to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+
+def _require_measured(owner: str, values: Mapping[str, float]) -> None:
+    for field, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{owner}.{field} is {value}; a measured cost is finite and >= 0: calibrate it again")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """Seconds of one engine iteration: `step + per_sequence*b + per_context_token*S + per_prefill_token*p`.
+
+    `b` sequences decode in the iteration, `S` is their context in tokens, `p` the prompt tokens prefilled in it. Each
+    turn also pays `per_turn` once, for admission, sampling set-up and the message that carries the result.
+    """
+
+    step: float
+    per_sequence: float
+    per_context_token: float
+    per_prefill_token: float
+    per_turn: float
+
+    def __post_init__(self) -> None:
+        _require_measured("EngineCost", asdict(self))
+
+    def iteration_seconds(self, sequences: float, context_tokens: float, prefill_tokens: float = 0.0) -> float:
+        return (
+            self.step
+            + self.per_sequence * sequences
+            + self.per_context_token * context_tokens
+            + self.per_prefill_token * prefill_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainCost:
+    """Seconds of one optimiser step on one replica: `step + per_token*tokens`.
+
+    Replicas that share a step pay `exchange` more.
+    """
+
+    step: float  # optimiser, clipping, publication of the new weights
+    per_token: float  # forward and backward of one token of a packed or padded micro-batch
+    exchange: float  # one gradient all-reduce between two or more replicas
+
+    def __post_init__(self) -> None:
+        _require_measured("TrainCost", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """Seconds a device is out of service when it changes role, each measured from the order to readiness."""
+
+    engine_start: float
+    trainer_join: float
+    weight_load: float  # one engine takes a new version of the weights
+
+    def __post_init__(self) -> None:
+        _require_measured("SwitchCost", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """Measured costs of one device (a GPU, or one CPU slot of fixed speed)."""
+
+    hardware: str
+    model: str
+    engine: EngineCost
+    train: TrainCost
+    switch: SwitchCost
+    heldout_error: float  # mean absolute relative error of the engine fit on held-out samples
+
+    def __post_init__(self) -> None:
+        _require_measured("DeviceProfile", {"heldout_error": self.heldout_error})

@@ -1,0 +1,71 @@
+"""What a task must offer so that an agent can be trained on it. Everything else in Libra is task-agnostic.
+
+Invariant: an environment decides what is asked, which tools exist and what an answer is worth; it never sees tokens,
+engines or devices. Its methods are pure apart from the tools themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+Tool = Callable[[str], Awaitable[str]]
+"""A tool takes the argument text of a call and returns the text that the agent reads. It raises `ToolError` for an
+error that the agent should see; the caller cuts it off at the environment's deadline."""
+
+
+class ToolError(Exception):
+    """A tool call that failed for a reason the agent may learn from. The message is what the agent reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    id: str
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    tool: str
+    argument: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of a demonstration: written by the agent (`generated`) or returned by a tool."""
+
+    text: str
+    generated: bool
+
+
+class Environment(Protocol):
+    """One task. `libra run` calls `prompts` once per split, then `parse`, the tools and `reward` for every episode."""
+
+    name: str
+    alphabet: str  # every character of prompts, turns and returns; a tiny model's tokenizer is made from it
+    stop: str  # the one character that ends a turn
+    tools: Mapping[str, Tool]
+    deadline: float  # seconds a tool may take before the call counts as timed out
+    timeout_text: str  # what the agent reads then
+    error_text: str  # what it reads when a tool breaks, or does not exist
+    turn_tokens: int  # a turn is cut off here
+    max_turns: int  # an episode is cut off here, unanswered
+
+    def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
+        """`count` distinct prompts of `split` ("train" or "heldout"); no prompt is in both splits."""
+        ...
+
+    def parse(self, text: str) -> ToolCall | None:
+        """The tool call in a generated turn, or None when the turn is the final answer (or gives up)."""
+        ...
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        """What the final turn `text` is worth, 0 to 1."""
+        ...
+
+    def demonstration(self, rng: random.Random) -> list[Span]:
+        """One imperfect episode to imitate in the supervised warm-up, its prompt first."""
+        ...

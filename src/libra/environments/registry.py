@@ -1,0 +1,52 @@
+"""From the name in a configuration to an environment.
+
+Invariant: only names that the user wrote into the configuration are imported, and what comes back has every member of
+the protocol.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from libra.config import ConfigError, EnvironmentConfig
+from libra.environments.calculator import Calculator
+from libra.environments.protocol import Environment
+
+BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
+
+
+def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
+    """The environment of `config.kind`: a built-in name, or `module:Class` importable from the directory `beside`."""
+    factory: Any
+    if ":" in config.kind:
+        module_name, _, class_name = config.kind.partition(":")
+        if str(beside) not in sys.path:
+            sys.path.insert(0, str(beside))
+        try:
+            factory = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"environment.kind: {config.kind!r} cannot be imported ({error}); give module:Class with the module"
+                f" in {beside}"
+            ) from None
+    elif config.kind in BUILT_IN:
+        factory = BUILT_IN[config.kind]
+    else:
+        raise ConfigError(
+            f"environment.kind: unknown environment {config.kind!r}; use {', '.join(BUILT_IN)} or your own module:Class"
+        )
+    try:
+        environment: Environment = factory(**config.options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment.options: {error}") from None
+    for tool in config.tools:
+        if tool not in environment.tools:
+            close = difflib.get_close_matches(tool, environment.tools, n=1) or sorted(environment.tools)
+            raise ConfigError(f"environment.tools: unknown tool {tool!r}; {config.kind} has {', '.join(close)}")
+    if not config.tools:
+        raise ConfigError(f"environment.tools: empty; name at least one of {', '.join(environment.tools)}")
+    return environment

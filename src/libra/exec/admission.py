@@ -1,0 +1,83 @@
+"""Staleness by admission: which group may start, and which groups the next batch is made of.
+
+Invariant: at most `(1 + max_staleness) * groups_per_step` groups are between their start and the publication of the
+version they helped to make, and a group that was started under version v is in the batch that makes version
+v + 1 + max_staleness at the latest. So no token is more than `max_staleness` versions older than the policy that trains
+on it, and nothing is ever discarded: the trainer waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Episode = TypeVar("Episode")
+
+
+@dataclass(slots=True)
+class _Group(Generic[Episode]):
+    started_at: int  # version
+    size: int
+    episodes: list[Episode]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.episodes) == self.size
+
+
+class Admission(Generic[Episode]):
+    """Groups in the order in which they were started; an episode is whatever the caller wants back in its batch."""
+
+    def __init__(self, groups_per_step: int, group_size: int, max_staleness: int, version: int = 0) -> None:
+        self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
+        self.published = version  # what every engine holds
+        self.taken = version  # batches taken so far: the version in the making, or published
+        self._groups: dict[str, _Group[Episode]] = {}  # ordered by start
+
+    @property
+    def in_flight(self) -> int:
+        """Groups between their start and the publication of the version they helped to make."""
+        return len(self._groups) + (self.taken - self.published) * self.groups_per_step
+
+    def may_start(self) -> bool:
+        return self.in_flight < (1 + self.max_staleness) * self.groups_per_step
+
+    def start(self, group: str) -> None:
+        if not self.may_start():
+            raise ValueError(f"group {group}: {self.in_flight} groups are in flight, no more may start")
+        if group in self._groups:
+            raise ValueError(f"group {group} was started before")
+        self._groups[group] = _Group(self.published, self.group_size, [])
+
+    def finish(self, group: str, episode: Episode) -> None:
+        """One episode of the group is finished."""
+        entry = self._groups[group]
+        if entry.complete:
+            raise ValueError(f"group {group} has its {self.group_size} episodes already")
+        entry.episodes.append(episode)
+
+    def ready(self) -> bool:
+        """Whether the next batch can be taken: enough complete groups, and none that must be in it is missing."""
+        return self._choose() is not None
+
+    def take(self) -> list[tuple[str, list[Episode]]]:
+        """The next batch. Raises ValueError when it is not `ready`."""
+        chosen = self._choose()
+        if chosen is None:
+            raise ValueError("the next batch is not complete")
+        self.taken += 1
+        return [(group, self._groups.pop(group).episodes) for group in chosen]
+
+    def publish(self, version: int) -> None:
+        """Every engine holds `version` now."""
+        if not self.published <= version <= self.taken:
+            raise ValueError(f"version {version} cannot be published between {self.published} and {self.taken}")
+        self.published = version
+
+    def _choose(self) -> list[str] | None:
+        due = [name for name, group in self._groups.items() if group.started_at <= self.taken - self.max_staleness]
+        if any(not self._groups[name].complete for name in due):
+            return None
+        others = [name for name, group in self._groups.items() if group.complete and name not in set(due)]
+        chosen = due + others[: self.groups_per_step - len(due)]
+        return chosen if len(chosen) == self.groups_per_step else None

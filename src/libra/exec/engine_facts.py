@@ -1,0 +1,5 @@
+"""What is known of the engine without importing it."""
+
+from __future__ import annotations
+
+BLOCK_TOKENS = 32  # vLLM's CPU attention works on blocks of this many tokens, and its prefix cache keeps whole blocks

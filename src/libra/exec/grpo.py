@@ -1,0 +1,88 @@
+"""Asynchronous GRPO: advantages of a group, and the decoupled clipped objective as an unnormalised sum.
+
+Invariant: the loss of a set of samples is a plain sum over their tokens, and its denominator a plain sum too. Both add
+up over micro-batches and over replicas, so dividing once at the end gives what one process would compute on the whole
+batch, whatever the split.
+
+Sources: GRPO (Shao et al. 2024, arXiv 2402.03300); asymmetric clip (DAPO, arXiv 2503.14476); decoupled objective with a
+proximal policy (Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Denominator = Literal["tokens", "sequences", "constant"]
+BEHAVIOUR_WEIGHT_CAP = 2.0  # min(pi_prox / mu, 2): truncated importance weight
+_EPSILON = 1e-4  # keeps the advantage of a nearly unanimous group finite
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float] | None:
+    """Rewards of one group, centred and scaled; None when they are all equal and teach nothing."""
+    spread = pstdev(rewards)
+    if spread == 0:
+        return None
+    mean = fmean(rewards)
+    return [(reward - mean) / (spread + _EPSILON) for reward in rewards]
+
+
+def denominator(kind: Denominator, sequences: int, tokens: int, constant: float) -> float:
+    """What the summed loss of a whole batch is divided by: its generated tokens (DAPO), its sequences (GRPO; the loss
+    of each is then a mean over its own tokens), or its sequences times a constant length (Dr. GRPO, arXiv 2503.20783).
+    """
+    match kind:
+        case "tokens":
+            return float(tokens)
+        case "sequences":
+            return float(sequences)
+        case "constant":
+            return sequences * constant
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """Sums over the generated tokens of a micro-batch. `loss` is a scalar tensor with gradient."""
+
+    loss: torch.Tensor
+    tokens: int
+    clipped: float
+    behaviour_weight: float
+    prox_gap: float
+
+
+def loss_sum(
+    logprobs: torch.Tensor,
+    prox: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip: tuple[float, float],
+    kind: Denominator,
+) -> LossSum:
+    """-sum over tokens of  w * min(r A, clip(r) A),  r = pi / pi_prox,  w = min(pi_prox / mu, 2), no gradient through w.
+
+    `logprobs` (pi), `prox` and `behaviour` (mu) are [samples, tokens], `advantages` [samples, 1], `mask` [samples,
+    tokens] is 1 where the policy wrote the token. With `kind` "sequences" each sample is divided by its own length.
+    """
+    import torch
+
+    log_weight = (prox - behaviour) * mask
+    weight = log_weight.exp().clamp(max=BEHAVIOUR_WEIGHT_CAP).detach()
+    ratio = ((logprobs - prox.detach()) * mask).exp()
+    clipped = ratio.clamp(*clip)
+    objective = weight * torch.minimum(ratio * advantages, clipped * advantages) * mask
+    if kind == "sequences":
+        objective = objective / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return LossSum(
+        loss=-objective.sum(),
+        tokens=int(mask.sum()),
+        clipped=float(((clipped != ratio) * mask).sum()),
+        behaviour_weight=float((weight * mask).sum()),
+        prox_gap=float(log_weight.abs().sum()),
+    )

@@ -1,0 +1,184 @@
+"""The controller's view of its workers: awaitable verbs over a channel.
+
+Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
+for ever and none is told success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from libra.exec.launch_local import WorkerLink
+from libra.exec.messages import (
+    Abort,
+    Done,
+    EngineMeasured,
+    Failure,
+    FromWorker,
+    Generate,
+    Loaded,
+    LoadWeights,
+    MeasureEngine,
+    Message,
+    Ready,
+    StartEngine,
+    StartTrainer,
+    Stop,
+    Turn,
+    Turns,
+)
+
+START_DEADLINE = 120.0  # seconds from the order to readiness
+ANSWER_DEADLINE = 300.0  # seconds for any other order
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class WorkerLostError(ConnectionError):
+    """The worker process is gone (killed, crashed, or its machine with it)."""
+
+
+class WorkerFailedError(RuntimeError):
+    """The worker is alive and says that it could not do what it was told."""
+
+    def __init__(self, message: str, peer_lost: bool) -> None:
+        super().__init__(message)
+        self.peer_lost = peer_lost
+
+
+class Handle:
+    """Orders with one answer each, answered in turn; `on_lost` is called once when the worker goes away."""
+
+    def __init__(self, link: WorkerLink, on_lost: Callable[[str], None]) -> None:
+        self.name, self.pid = link.name, link.pid
+        self._channel = link.channel
+        self._on_lost = on_lost
+        self._answers: asyncio.Queue[FromWorker | None] = asyncio.Queue()
+        self._order = asyncio.Lock()
+        self.lost = False
+        self._reader = asyncio.create_task(self._read(), name=f"read {link.name}")
+
+    async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
+        """Send an order and wait for its answer. Raises `WorkerLostError`, `WorkerFailedError`, `TimeoutError`."""
+        async with self._order:
+            if self.lost:
+                raise WorkerLostError(f"worker {self.name} is gone")
+            self._channel.send(message)
+            answer = await asyncio.wait_for(self._answers.get(), deadline)
+        if answer is None:
+            raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
+        if isinstance(answer, Failure):
+            raise WorkerFailedError(f"worker {self.name}: {answer.error}", answer.peer_lost)
+        if not isinstance(answer, reply):
+            raise TypeError(f"worker {self.name} answered {type(message).__name__} with {type(answer).__name__}")
+        return answer
+
+    async def start(self, message: StartEngine | StartTrainer) -> Ready:
+        return await self.ask(message, Ready, START_DEADLINE)
+
+    async def stop(self) -> None:
+        """End the worker; a worker that is already gone is stopped."""
+        try:
+            await self.ask(Stop(), Done, 10.0)
+        except (WorkerLostError, TimeoutError):
+            pass
+        self.close()
+
+    def close(self) -> None:
+        self.lost = True
+        self._reader.cancel()
+        self._channel.close()
+
+    def _receive(self, message: FromWorker) -> None:
+        self._answers.put_nowait(message)
+
+    def _fail_waiters(self) -> None:
+        self._answers.put_nowait(None)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._receive(await self._channel.receive())
+        except ConnectionError:
+            if not self.lost:
+                self.lost = True
+                self._fail_waiters()
+                self._on_lost(self.name)
+
+
+class EngineHandle(Handle):
+    """A rollout engine: many generations at once, counters for the planner's feedback."""
+
+    def __init__(self, link: WorkerLink, on_lost: Callable[[str], None]) -> None:
+        self._turns: dict[str, tuple[asyncio.Future[Turn], int]] = {}
+        self.busy_seconds = 0.0
+        self.prefilled_tokens = 0
+        self.iterations = 0
+        self.generated_tokens = 0
+        self.version = -1
+        self.load_tokens = 0  # context tokens of the requests it holds
+        super().__init__(link, on_lost)
+
+    @property
+    def running(self) -> int:
+        return len(self._turns)
+
+    async def generate(self, request: Generate) -> Turn:
+        """One turn. Raises `WorkerLostError` when the engine goes away first; then nothing of the turn was kept."""
+        if self.lost:
+            raise WorkerLostError(f"engine {self.name} is gone")
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        size = len(request.tokens)
+        self._turns[request.id] = (future, size)
+        self.load_tokens += size
+        self._channel.send(request)
+        try:
+            return await future
+        finally:
+            if self._turns.pop(request.id, None) is not None:
+                self.load_tokens -= size
+            if future.cancelled() and not self.lost:
+                self._channel.send(Abort(request.id))
+
+    async def load(self, order: LoadWeights) -> float:
+        """Take new weights between two iterations; returns the seconds the engine stood still for it."""
+        loaded = await self.ask(order, Loaded)
+        self.version = order.version
+        return loaded.seconds
+
+    async def measure(self, order: MeasureEngine) -> EngineMeasured:
+        return await self.ask(order, EngineMeasured)
+
+    async def drained(self, deadline: float) -> bool:
+        """Wait until no turn is running; False when the deadline came first."""
+        ends = time.monotonic() + deadline
+        futures = [future for future, _ in self._turns.values()]
+        if futures:
+            await asyncio.wait(futures, timeout=ends - time.monotonic())
+        return not any(not future.done() for future in futures)
+
+    def _receive(self, message: FromWorker) -> None:
+        if not isinstance(message, Turns):
+            super()._receive(message)
+            return
+        self.busy_seconds = message.busy_seconds
+        self.prefilled_tokens = message.prefilled_tokens
+        self.iterations = message.iterations
+        self.generated_tokens = message.generated_tokens
+        for turn in message.turns:
+            entry = self._turns.get(turn.id)
+            if entry is not None and not entry[0].done():
+                entry[0].set_result(turn)
+
+    def _fail_waiters(self) -> None:
+        super()._fail_waiters()
+        for future, _ in self._turns.values():
+            if not future.done():
+                future.set_exception(WorkerLostError(f"engine {self.name} went away"))
+
+
+class TrainerHandle(Handle):
+    """A training replica."""

@@ -1,0 +1,127 @@
+"""Start and watch worker processes on this machine.
+
+Invariant: every process started here is gone when `close` returns, and also when this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.exec.channel import ControllerChannel
+from libra.exec.weights import create_buffer
+
+WORKER_ENVIRONMENT = {
+    # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Compilation would stall the first request for many seconds and gain nothing on models this small.
+    "TORCH_COMPILE_DISABLE": "1",
+    # The engine shares our process and our loop; cores are set by the slot.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+class LaunchError(RuntimeError):
+    """Worker processes cannot be started on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLink:
+    """A started worker process: its name, its process id, and the channel to it."""
+
+    name: str
+    pid: int
+    channel: ControllerChannel
+
+
+class LocalLauncher:
+    """Forks workers from one nursery process (see `nursery.py`)."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, logs: Path, weights: int) -> None:
+        self._process = process
+        self._control = control
+        self._logs = logs
+        self._weights = weights
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, logs: Path) -> AsyncIterator[LocalLauncher]:
+        """A launcher that is ready to spawn; closed on the way out."""
+        logs.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        weights = create_buffer()
+        with open(logs / "nursery.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "libra.exec.nursery", str(theirs.fileno()), str(weights)],
+                pass_fds=(theirs.fileno(), weights),
+                env={**os.environ, **WORKER_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the controller, which then ends its workers in order
+            )
+        theirs.close()
+        ours.setblocking(False)
+        launcher = cls(process, ours, logs, weights)
+        try:
+            yield launcher
+        finally:
+            launcher.close()
+
+    @property
+    def nursery_pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> float:
+        """Wait until the nursery has imported everything; returns its seconds."""
+        reply = await self._reply()
+        if reply is None:
+            tail = (self._logs / "nursery.log").read_text(errors="replace").strip().splitlines()[-3:]
+            raise LaunchError(
+                "worker processes cannot start: " + (" | ".join(tail) or "no output")
+                + ". Is the engine extra installed? (pip install 'libra-rl[cpu]')"
+            )  # fmt: skip
+        return float(reply["ready"])
+
+    async def spawn(self, name: str) -> WorkerLink:
+        """Fork one worker. Its output goes to `<logs>/<name>.log`."""
+        async with self._lock:
+            ours, theirs = socket.socketpair()
+            order = json.dumps({"name": name, "log": str((self._logs / f"{name}.log").resolve())}).encode()
+            socket.send_fds(self._control, [order], [theirs.fileno()])
+            theirs.close()
+            reply = await self._reply()
+            if reply is None:
+                raise LaunchError(f"worker {name} cannot start: the nursery process ended")
+            channel = await ControllerChannel.open(ours)
+            return WorkerLink(name, int(reply["pid"]), channel)
+
+    async def _reply(self) -> dict[str, float] | None:
+        """The nursery's next line; None when it ended."""
+        line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
+        reply: dict[str, float] | None = json.loads(line) if line else None
+        return reply
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()  # its workers die with it
+            self._process.wait()
+        self._control.close()
+        with contextlib.suppress(OSError):
+            os.close(self._weights)

@@ -1,0 +1,266 @@
+"""The words that the controller and its workers exchange.
+
+Invariant: every message is a small typed struct that `msgspec` checks on arrival; nothing is ever unpickled. Tensors do
+not travel here: weights go through shared memory (`weights.py`), gradients through a process group (`elastic.py`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag on the wire is the class name."""
+
+
+# --- from the controller -------------------------------------------------------------------------------------------
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """Where one weight lies in the shared buffer: elements of bfloat16 from `offset` bytes on."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class StartEngine(Message):
+    """Become a rollout engine."""
+
+    model_directory: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int
+    layout: tuple[Tensor, ...]
+    buffer_bytes: int
+    seed: int
+    share: float  # of one core that this device may use
+    cores: tuple[int, ...]
+    refresh_kv: bool  # salt the prefix cache with the weight version
+
+
+class StartTrainer(Message):
+    """Become a training replica. `replica` 0 is the core replica that publishes weights and writes checkpoints."""
+
+    model_directory: str
+    replica: int
+    learning_rate: float
+    clip: tuple[float, float]
+    denominator: str
+    token_constant: float
+    micro_batch_tokens: int
+    seed: int
+    share: float
+    cores: tuple[int, ...]
+
+
+class Generate(Message):
+    """One turn. Generation stops at `stop_token` or after `max_tokens`."""
+
+    id: str
+    tokens: list[int]
+    max_tokens: int
+    temperature: float
+    stop_token: int
+    priority: int
+    salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
+
+
+class Abort(Message):
+    id: str
+
+
+class LoadWeights(Message):
+    version: int
+    buffer: int
+    checksum: int
+
+
+class MeasureEngine(Message):
+    """Time iterations at these (sequences, context tokens each), `repeats` times in turn."""
+
+    points: list[tuple[int, int]]
+    repeats: int
+
+
+class MeasureTraining(Message):
+    """Time steps at these (samples, tokens each), `repeats` times in turn; the state is put back afterwards."""
+
+    points: list[tuple[int, int]]
+    repeats: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What training needs of one trajectory. The four lists have one entry per token."""
+
+    id: str
+    tokens: list[int]
+    generated: list[bool]  # the loss mask: True where the policy wrote the token
+    logprobs: list[float]  # of the behaviour policy, 0 where not generated
+    versions: list[int]  # weight version that generated the token, -1 where none did
+    advantage: float
+
+
+class Train(Message):
+    """One optimiser step over this replica's share of a batch.
+
+    `sequences` and `tokens` are this replica's part of the loss denominator: they count every trajectory of the batch,
+    also those whose group gave no signal and that are therefore not sent.
+    """
+
+    version: int  # the version that this step makes
+    samples: list[Sample]
+    sequences: int
+    tokens: int
+    publish_to: int  # buffer index; -1: this replica does not publish
+
+
+class Regroup(Message):
+    """Exchange gradients with `size` replicas from now on, as number `rank`; -1 leaves the exchange."""
+
+    generation: int
+    rank: int
+    size: int
+    port: int
+    share_state: bool  # rank 0 broadcasts parameters and optimiser state to the others
+
+
+class WarmUp(Message):
+    """Supervised steps on demonstrations: (tokens, generated mask) per sequence."""
+
+    batch: list[tuple[list[int], list[bool]]]
+    learning_rate: float
+
+
+class Publish(Message):
+    version: int
+    buffer: int
+
+
+class SaveCheckpoint(Message):
+    directory: str
+    optimiser: bool  # with its moments, to continue from; without, just the model
+
+
+class LoadCheckpoint(Message):
+    directory: str
+
+
+class Score(Message):
+    """Log-probs of these sequences under the current weights, for the check against the engines."""
+
+    sequences: list[list[int]]
+
+
+class Stop(Message):
+    pass
+
+
+# --- from a worker -------------------------------------------------------------------------------------------------
+
+
+class Ready(Message):
+    """The role is taken. `layout` and `buffer_bytes` are set by trainers."""
+
+    seconds: float
+    layout: tuple[Tensor, ...] = ()
+    buffer_bytes: int = 0
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One finished generation. `spans` are (version, index of its first token)."""
+
+    id: str
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int]]
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+
+
+class Turns(Message):
+    """What one or more engine iterations finished, and the engine's counters since it started."""
+
+    turns: list[Turn]
+    busy_seconds: float  # wall seconds with work, messages, loads and pacing included
+    prefilled_tokens: int  # prompt tokens computed, prefix-cache hits excluded
+    iterations: int
+    generated_tokens: int
+    running: int
+
+
+class Loaded(Message):
+    version: int
+    seconds: float
+
+
+class EngineMeasured(Message):
+    """Mean seconds of one iteration per kind: (sequences, context tokens in all, prefilled tokens, seconds)."""
+
+    iterations: list[tuple[float, float, float, float]]
+
+
+class TrainingMeasured(Message):
+    """(tokens, seconds of forward and backward) per batch, and mean seconds of what comes once a step."""
+
+    batches: list[tuple[int, float]]
+    step_seconds: float  # clip, optimiser, hash
+    exchange_seconds: float
+
+
+class Trained(Message):
+    """One step done. Sums over this replica's generated tokens unless said otherwise."""
+
+    version: int
+    checksum: int  # of the published weights; 0 where nothing was published
+    parameter_hash: int
+    compute_seconds: float
+    exchange_seconds: float
+    publish_seconds: float
+    forward_tokens: int
+    generated_tokens: int
+    clipped: float  # tokens whose ratio was clipped
+    behaviour_weight: float  # sum of min(pi_prox / mu, cap)
+    prox_gap: float  # sum of |log pi_prox - log mu|
+    gradient_norm: float  # of the exchanged gradient, before clipping
+
+
+class WarmedUp(Message):
+    loss: float
+    tokens: int
+
+
+class Published(Message):
+    version: int
+    checksum: int
+
+
+class Regrouped(Message):
+    generation: int
+    seconds: float
+
+
+class Done(Message):
+    """Acknowledges SaveCheckpoint, LoadCheckpoint and Stop."""
+
+
+class Scored(Message):
+    logprobs: list[list[float]]  # per token after the first
+
+
+class Failure(Message):
+    """The worker could not do what it was told. `remedy` may be empty."""
+
+    error: str
+    peer_lost: bool = False
+
+
+ToWorker = (
+    StartEngine | StartTrainer | Generate | Abort | LoadWeights | MeasureEngine | MeasureTraining | Train | Regroup
+    | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint | Score | Stop
+)  # fmt: skip
+FromWorker = (
+    Ready | Turns | Loaded | EngineMeasured | TrainingMeasured | Trained | WarmedUp | Published | Regrouped | Done
+    | Scored | Failure
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""What can be known to be wrong before anything is started.
+
+Invariant: a run that cannot work is refused here in one line that names the key and the remedy, and leaves nothing
+behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+from libra.config import ConfigError, RunConfig
+
+# Private memory of one process beside the shared libraries, measured as proportional set size on the tiny models of
+# the examples (torch, vLLM and their heaps); a larger model adds its weights, see `_memory_needed`.
+NURSERY_BYTES = 900 << 20
+WORKER_BYTES = 450 << 20
+_TRAINED_COPIES = 5  # float32 weights, gradients, two moments, and the activations of a micro-batch as one more
+
+
+def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
+    """Raises `ConfigError`."""
+    _check_model_directory(config)
+    _check_memory(config)
+    _check_cores(config)
+    _check_engines(config)
+    _check_port(config)
+    _check_run_directory(config, resume, overwrite)
+
+
+def prepare_run_directory(config: RunConfig, overwrite: bool) -> Path:
+    """Make the run directory, empty if `overwrite`."""
+    directory = config.run_directory
+    if overwrite and directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _check_model_directory(config: RunConfig) -> None:
+    directory = config.model.directory
+    if directory is None:
+        return
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model.directory: {directory} does not exist; give a directory in Hugging Face layout, or remove the key"
+            " to make a tiny model"
+        )
+    for name in ("config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
+
+
+def _check_memory(config: RunConfig) -> None:
+    free = psutil.virtual_memory().available
+    weights = _weight_bytes(config)
+    each = WORKER_BYTES + _TRAINED_COPIES * weights
+    needed = NURSERY_BYTES + config.cluster.slots * each
+    if needed > free:
+        fit = max(0, int((free - NURSERY_BYTES) // each))
+        raise ConfigError(
+            f"cluster.slots: {config.cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
+            f" {free / 2**30:.1f} GiB are free; use at most {fit}"
+        )
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Float32 bytes of the model's weights."""
+    directory = config.model.directory
+    if directory is not None:
+        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        dtype = json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16")
+        return stored * (1 if dtype == "float32" else 2)
+    shape = config.model
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+    return 4 * shape.layers * (attention + 9 * shape.hidden_size**2)
+
+
+def _check_cores(config: RunConfig) -> None:
+    cores = len(os.sched_getaffinity(0))
+    asked = config.cluster.slots * config.cluster.share
+    if asked > cores:
+        raise ConfigError(
+            f"cluster.slots: {config.cluster.slots} slots of {config.cluster.share} core need {asked:.2f} cores and"
+            f" {cores} are here; use at most {int(cores / config.cluster.share)} slots, or a smaller cluster.share"
+        )
+
+
+def _check_engines(config: RunConfig) -> None:
+    for name, shape in config.engines.items():
+        if shape.kv_tokens < shape.max_model_len:
+            raise ConfigError(
+                f"engines.{name}.kv_tokens: {shape.kv_tokens} tokens cannot hold one context of"
+                f" {shape.max_model_len}; give at least engines.{name}.max_model_len"
+            )
+    longest = max(shape.max_model_len for shape in config.engines.values())
+    last = config.start.buckets[-1]
+    if config.engines[last.shape].max_model_len < longest:
+        raise ConfigError(
+            f"start.buckets: the last bucket uses {last.shape!r}, which holds"
+            f" {config.engines[last.shape].max_model_len} tokens; end with the shape that holds {longest}"
+        )
+
+
+def _check_port(config: RunConfig) -> None:
+    port = config.cluster.port
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.port: {port} cannot be used ({error.strerror}); give a free port, or 0 for any"
+            ) from None
+
+
+def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> None:
+    directory = config.run_directory
+    nearest = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not _writable(nearest):
+        raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
+    used = directory.is_dir() and any(directory.iterdir())
+    if resume and not used:
+        raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
+    if used and not resume and not overwrite:
+        raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
+
+
+def _writable(directory: Path) -> bool:
+    """Whether a file can really be made there: root passes every permission bit, and a read-only disk none."""
+    probe = directory / f".libra-probe-{os.getpid()}"
+    try:
+        probe.touch()
+    except OSError:
+        return False
+    probe.unlink()
+    return True

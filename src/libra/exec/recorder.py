@@ -1,0 +1,142 @@
+"""The run directory: everything a run writes down while it goes.
+
+Invariant: what is written is on its own line and complete; a run that ends anywhere leaves files that can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+from libra.exec.pool import Role, Worker
+from libra.exec.rollout import Episode, TurnReport
+from libra.report.records import (
+    DecisionRecord,
+    EventRecord,
+    PeriodRecord,
+    Record,
+    RunSummary,
+    StepRecord,
+    read_records,
+)
+from libra.report.timeline import Timeline
+from libra.trajectory import dump_trajectory
+
+_COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
+
+
+class Recorder:
+    """Writes metrics, periods, decisions, events, trajectories, routing and the timeline. Times count from `clock`."""
+
+    def __init__(self, directory: Path, clock: float) -> None:
+        self.directory = directory
+        self.clock = clock
+        self._files = {
+            name: open(directory / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            for name in ("metrics", "periods", "decisions", "events", "trajectories", "routing")
+        }
+        self.timeline = Timeline(directory / "timeline.json")
+        self.roles: dict[str, str] = {}
+        self.lost: list[str] = []
+        self.messages: deque[str] = deque(maxlen=4)
+        self._counted: dict[str, float] = {}
+        self._busy: dict[str, float] = {}
+        self.migrations = 0
+
+    def restart_clock(self) -> None:
+        """Count from now on: reinforcement learning begins."""
+        self.clock = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the clock started."""
+        return time.monotonic() - self.clock
+
+    def step(self, record: StepRecord) -> None:
+        self._write("metrics", record)
+        self.timeline.step(record.step, record.time - record.step_seconds, record.time, {"reward": record.reward_mean})
+
+    def period(self, record: PeriodRecord) -> None:
+        self._write("periods", record)
+
+    def decision(self, record: DecisionRecord) -> None:
+        self._write("decisions", record)
+
+    def event(self, kind: str, worker: str | None, text: str) -> None:
+        self._write("events", EventRecord(self.now(), kind, worker, text))
+        if kind != "weights":
+            self.messages.append(f"{worker}: {text}" if worker else text)
+
+    def episode(self, episode: Episode) -> None:
+        self._files["trajectories"].write(dump_trajectory(episode.trajectory) + "\n")
+
+    def turn(self, report: TurnReport) -> None:
+        """A served turn; those that changed engines are written with the reason."""
+        if report.placement.migrated:
+            self.migrations += 1
+            entry = {
+                "time": round(report.began - self.clock, 4),
+                "trajectory": report.trajectory,
+                "to": report.worker,
+                "bucket": report.placement.bucket,
+                "reason": report.placement.reason,
+            }
+            self._files["routing"].write(json.dumps(entry) + "\n")
+
+    def running_turns(self, worker: str, running: int) -> None:
+        """How many turns an engine holds, thinned out for the timeline."""
+        now = self.now()
+        if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
+            self._counted[worker] = now
+            self.timeline.turns(worker, running, now)
+
+    def busy_since_last(self, busy: dict[str, float]) -> float:
+        """The most busy seconds any engine gained since the last call; an engine that is new counts from zero."""
+        gained = max((seconds - self._busy.get(name, 0.0) for name, seconds in busy.items()), default=0.0)
+        self._busy = busy
+        return max(0.0, gained)
+
+    def role(self, worker: Worker) -> None:
+        label = f"rollout:{worker.shape}" if worker.role is Role.ROLLOUT else str(worker.role)
+        self.roles[worker.id] = label
+        self.timeline.role(worker.id, label, self.now())
+        if worker.role in (Role.ROLLOUT, Role.TRAIN):
+            self.event("role_change", worker.id, f"is now {label}")
+
+    def worker_lost(self, worker: str, why: str) -> None:
+        self.lost.append(worker)
+        self.event("worker_lost", worker, why)
+        self.timeline.lost(worker, self.now(), why)
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        now = self.now()
+        self.timeline.work(worker, f"load v{version}", now - seconds, now)
+        self.timeline.weights(worker, version, now)
+
+    def summary(self, summary: RunSummary) -> None:
+        (self.directory / "summary.json").write_text(summary.to_json() + "\n")
+
+    def close(self) -> None:
+        self.timeline.close()
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, name: str, record: Record) -> None:
+        self._files[name].write(record.to_json() + "\n")
+
+
+def cut_back(directory: Path, step: int) -> None:
+    """Drop what a run wrote after the checkpoint of `step`: those steps will be made again."""
+    _keep(directory / "metrics.jsonl", [r for r in read_records(StepRecord, directory / "metrics.jsonl") if r.step <= step])
+    for name, kind in (("periods", PeriodRecord), ("decisions", DecisionRecord)):
+        path = directory / f"{name}.jsonl"
+        records = list(read_records(kind, path))  # type: ignore[type-var]
+        last = [r.last_step if isinstance(r, PeriodRecord) else r.step for r in records]  # type: ignore[attr-defined]
+        _keep(path, [record for record, end in zip(records, last, strict=True) if end <= step])
+
+
+def _keep(path: Path, records: list[Record] | list[StepRecord]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text("".join(record.to_json() + "\n" for record in records))
+    part.rename(path)

@@ -1,0 +1,138 @@
+"""What the planner is asked during a run: tracked work, measured costs, and the decision each period.
+
+Invariant: everything in a request was measured or tracked by this run (or is in its calibration), and every decision
+keeps the numbers it was made of, so that the report can hold it against what then happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from libra.config import RunConfig
+from libra.cost.device import DeviceProfile
+from libra.exec.engine_facts import BLOCK_TOKENS
+from libra.exec.pool import Role, Worker
+from libra.exec.rollout import Episode
+from libra.lengths import LengthTracker
+from libra.plan.cpsat import solve
+from libra.plan.moves import diff, seconds
+from libra.plan.problem import Allocation, EngineShape, Fleet, Plan, PlanRequest, Workload
+from libra.plan.replan import Decision, decide
+
+_HALF_LIFE_STEPS = 5.0  # of the two ratios below: they drift as the policy learns
+_CLASSES = 8
+
+
+@dataclass(slots=True)
+class Ratio:
+    """An exponentially forgotten ratio of sums."""
+
+    above: float
+    below: float
+
+    def observe(self, above: float, below: float) -> None:
+        keep = 0.5 ** (1 / _HALF_LIFE_STEPS)
+        self.above, self.below = keep * self.above + above, keep * self.below + below
+
+    @property
+    def value(self) -> float:
+        return self.above / self.below if self.below else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A solved plan and what is to be done with it."""
+
+    plan: Plan
+    decision: Decision
+
+
+class Replanner:
+    def __init__(self, config: RunConfig, profile: DeviceProfile, max_turn_tokens: int) -> None:
+        self._config = config
+        self._max_turn_tokens = max_turn_tokens
+        self.profile = profile
+        self.tracker = LengthTracker(config.planner.half_life, block_tokens=BLOCK_TOKENS)
+        self._forward_tokens = Ratio(0.0, 0.0)  # tokens through the trainer, per trajectory
+        self._router_hits = Ratio(0.0, 0.0)
+        self._shapes = tuple(
+            EngineShape(name, shape.max_model_len, shape.max_num_seqs, shape.kv_tokens)
+            for name, shape in sorted(config.engines.items(), key=lambda item: item[1].max_model_len)
+        )
+
+    def restore_tracker(self, snapshot: dict[str, Any]) -> None:
+        """Go on from a checkpoint's statistics."""
+        self.tracker = LengthTracker.restore(snapshot)
+
+    def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
+        """Finished episodes, and the bucket limits they were routed by."""
+        hits = work = 0
+        for episode in episodes:
+            self.tracker.observe(episode.trajectory)
+            peak = episode.trajectory.peak_context
+            own = next((index for index, limit in enumerate(limits) if peak <= limit), len(limits) - 1)
+            if own > 0:
+                for turn, bucket in list(zip(episode.trajectory.turns, episode.turn_buckets, strict=True))[1:]:
+                    work += turn.generated_tokens
+                    hits += turn.generated_tokens * (bucket == own)
+        if work:
+            self._router_hits.observe(hits, work)
+
+    def observe_training(self, forward_tokens: int, trajectories: int) -> None:
+        self._forward_tokens.observe(forward_tokens, trajectories)
+
+    def observe_move(self, role: Role, seconds_taken: float) -> None:
+        """The measured cost of a role change replaces the calibrated one."""
+        switch = self.profile.switch
+        measured = (
+            replace(switch, trainer_join=seconds_taken)
+            if role is Role.TRAIN
+            else replace(switch, engine_start=seconds_taken)
+        )
+        self.profile = replace(self.profile, switch=measured)
+
+    def request(self, workers: Sequence[Worker], current: Allocation | None) -> PlanRequest:
+        training = self._config.training
+        classes = self.tracker.classes(_CLASSES)
+        tokens = self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak
+        return PlanRequest(
+            fleet=_fleet(workers),
+            shapes=self._shapes,
+            profile=self.profile,
+            workload=Workload(
+                trajectories=training.trajectories,
+                group_size=training.samples_per_prompt,
+                max_staleness=training.max_staleness,
+                max_turn_tokens=self._max_turn_tokens,
+                longest_context=max(shape.max_model_len for shape in self._shapes),
+                train_tokens=tokens,
+                router_hit=self._router_hits.value,
+                classes=classes,
+            ),
+            current=current,
+        )
+
+    def propose(self, request: PlanRequest, steps_left: int) -> Proposal:
+        """Solve, and weigh the change against its cost. Pure: may run beside the event loop."""
+        plan = solve(request, seed=self._config.seed)
+        horizon = float(min(self._config.planner.horizon, steps_left))
+        uncertainty = self.tracker.work_uncertainty()
+        if request.current is None:
+            reason = "no worker is left that generates: the healthy ones are divided anew"
+            return Proposal(
+                plan, Decision(None, plan.predicted, (), None, horizon, 0.0, uncertainty, taken=True, reason=reason)
+            )
+        cost = seconds(diff(request.current, plan.allocation), request.profile.switch)
+        decision = decide(request, plan, horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
+        return Proposal(plan, decision)
+
+
+def _fleet(workers: Sequence[Worker]) -> Fleet:
+    kinds = [worker.allowed for worker in workers if worker.role is not Role.FAILED]
+    return Fleet(
+        core=sum(kind == {Role.TRAIN} for kind in kinds),
+        hybrid=sum(kind == {Role.TRAIN, Role.ROLLOUT} for kind in kinds),
+        rollout=sum(kind == {Role.ROLLOUT} for kind in kinds),
+    )

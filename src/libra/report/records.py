@@ -1,0 +1,222 @@
+"""What a run writes down, one frozen value a JSON line.
+
+Invariant: what was written can be read back as the same value, and nothing else can be read: an unknown key, a wrong
+type or a number that is not finite is refused with the file, the line and the field. Times are seconds, counted from
+the start of the RL loop where they name a moment; lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from libra.plan.problem import Bottleneck
+from libra.report.roles import check_role
+
+
+class RecordFormatError(ValueError):
+    """A file of a run directory breaks its schema. The message names file, line and field."""
+
+
+class Record:
+    """Base of all records: one line of JSON out, and no number in it that JSON cannot hold."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def to_json(self) -> str:
+        """The record as one line, without the newline."""
+        return _adapter(type(self)).dump_json(self).decode()
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord(Record):
+    """One optimiser step. `train`, `exchange`, `publish` and `wait` are disjoint parts of `step_seconds`."""
+
+    step: int
+    time: float  # when the step ended
+    version: int  # of the policy that the step produced
+    step_seconds: float
+    generate_seconds: float  # busy seconds of the busiest engine; overlaps with the trainer's own
+    train_seconds: float  # forward, backward, optimiser
+    exchange_seconds: float  # gradients between replicas
+    publish_seconds: float  # new weights handed to the engines
+    load_seconds: float  # mean over engines: one engine takes the new weights
+    wait_seconds: float  # the trainer waited for a batch
+    reward_mean: float
+    groups: int
+    groups_without_signal: int  # all samples of the prompt earned the same
+    trajectories: int  # trained on
+    generated_tokens: int  # by all engines while the step lasted
+    trained_tokens: int
+    staleness_mean: float  # versions between generation and training
+    staleness_max: int
+    behaviour_weight_mean: float  # mean of min(pi_prox / mu, 2)
+    clip_share: float  # of tokens whose ratio was clipped
+    grad_norm: float
+    context_p50: float  # tokens, final context of the trajectories trained on
+    context_p90: float
+    context_p99: float
+    turns_mean: float
+    predicted_seconds: float | None  # of the step, by the plan in force; None: no plan was in force
+    allocation: str
+    roles: Mapping[str, str]  # worker -> role
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        if self.step_seconds <= 0:
+            raise ValueError("step_seconds must be > 0")
+        for role in self.roles.values():
+            check_role(role)
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodRecord(Record):
+    """The steps between two planning decisions: what was predicted for them, and what was measured."""
+
+    period: int
+    first_step: int
+    last_step: int
+    allocation: str
+    predicted_seconds: float  # of one step
+    measured_seconds: float  # mean over the steps of the period
+    predicted_bottleneck: Bottleneck
+    switching: bool  # a worker changed role in it, so the prediction does not speak of it
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        if self.last_step < self.first_step:
+            raise ValueError("last_step must be >= first_step")
+        if self.measured_seconds <= 0:
+            raise ValueError("measured_seconds must be > 0")
+
+    @property
+    def relative_error(self) -> float:
+        """Of the prediction against the measurement; positive where the step was faster than predicted."""
+        return (self.predicted_seconds - self.measured_seconds) / self.measured_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord(Record):
+    """One look at a better allocation, taken or not. The measured fields stay None until the run has seen them."""
+
+    period: int
+    step: int  # the last step under the old allocation
+    time: float
+    before: str
+    after: str
+    before_seconds: float  # predicted seconds of one step
+    after_seconds: float
+    gain_per_step: float  # predicted seconds saved by each step
+    horizon_steps: int
+    cost: float  # predicted seconds of the switch
+    uncertainty: float  # seconds of one step that the gain must exceed
+    taken: bool
+    reason: str
+    solver_status: str
+    solver_gap: float  # relative
+    solver_seconds: float
+    moves: tuple[str, ...]
+    measured_before: float | None = None  # mean step seconds in the period before
+    measured_after: float | None = None  # mean step seconds in the first full period after
+    measured_cost: float | None = None  # seconds
+    realised_gain_per_step: float | None = None  # seconds
+
+    @property
+    def predicted_net(self) -> float:
+        """Seconds that the change was expected to save over its horizon, its own cost paid."""
+        return self.gain_per_step * self.horizon_steps - self.cost
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord(Record):
+    """Something that happened at one moment: `worker_lost`, `role_change`, `weights`, `checkpoint`, `warning`, ..."""
+
+    time: float
+    kind: str
+    worker: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(Record):
+    """Accuracy on held-out questions with the weights as they were after `step`; accuracies are shares of 1."""
+
+    name: str
+    step: int
+    questions: int
+    sampled_accuracy: float
+    greedy_accuracy: float
+    turns_mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary(Record):
+    """The whole run in one value, written when it ends."""
+
+    name: str
+    seed: int
+    finished: bool  # all steps were made
+    wall_seconds: float
+    steps: int
+    evaluations: tuple[Evaluation, ...]
+    prediction_error: (
+        float | None
+    )  # mean absolute relative error over periods without a role change; None: no such period
+    lost_workers: tuple[str, ...]
+    peak_memory_bytes: int
+    trajectories_started: int
+    trajectories_trained: int
+    trajectories_unfinished: int
+    logprob_gap: float | None  # largest |engine - trainer| log-probability seen; None: never compared
+    versions: Mapping[str, str]  # library -> version
+    allocation_mode: str
+
+
+R = TypeVar("R", bound=Record)
+
+
+_ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+def _require_finite(record: Any) -> None:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} is {value}: a record holds finite numbers only")
+
+
+def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
+    """One JSON object to a record; `where` (for example `metrics.jsonl:12`) opens the error message."""
+    try:
+        record: R = _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise RecordFormatError(f"{where}: {field}: {first['msg']}") from None
+    return record
+
+
+def read_records(kind: type[R], path: Path) -> Iterator[R]:
+    """All records of a JSON-lines file. Raises `RecordFormatError`, also on a blank line."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield parse_record(kind, line, f"{path}:{number}")
+
+
+def read_summary(path: Path) -> RunSummary:
+    return parse_record(RunSummary, path.read_bytes(), f"{path}")

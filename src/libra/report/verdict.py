@@ -1,0 +1,222 @@
+"""What a run came to, in a sentence and a handful of numbers.
+
+Invariant: every statement follows from the log alone; what the log cannot tell is said to be unknown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libra.plan.problem import Bottleneck
+from libra.report.records import Evaluation, PeriodRecord, StepRecord
+from libra.report.run_log import RunLog, outcomes, prediction_error
+from libra.report.words import count, duration, percent, plain, plural, signed_duration, size
+
+BOTTLENECK_WORDS: dict[Bottleneck, str] = {
+    "rollout": "generation",
+    "training": "training",
+    "latency": "the longest episodes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    label: str
+    value: str
+    detail: str
+    alarming: bool = False
+
+
+def headline(log: RunLog) -> str:
+    """The run in one short paragraph."""
+    if not log.steps:
+        return "No step was finished, so there is nothing to judge yet."
+    return " ".join((_learned(log), _speed(log), _decided(log)))
+
+
+def tiles(log: RunLog) -> tuple[Tile, ...]:
+    made = [_accuracy_tile(log), _steps_tile(log)]
+    if log.steps:
+        rate = tokens_per_second(log.steps)
+        made += [
+            Tile("Generated", f"{count(rate)} tokens/s", f"{count(sum(s.generated_tokens for s in log.steps))} in all"),
+            _bottleneck_tile(log),
+        ]
+    made += [_decisions_tile(log), _prediction_tile(log), _losses_tile(log), _trust_tile(log)]
+    return tuple(made)
+
+
+def notices(log: RunLog) -> tuple[str, ...]:
+    """What a reader must know before believing the rest: an unfinished run, lost workers, files cut off."""
+    said = []
+    last = f"until step {log.steps[-1].step}" if log.steps else "before its first step ended"
+    if log.summary is None:
+        said.append(
+            f"Interrupted, or still going on: the run has written no summary. Shown is what it recorded {last}."
+        )
+    elif not log.summary.finished:
+        said.append(f"The run ended early: not all of its steps were made. Shown is what it recorded {last}.")
+    said += [
+        f"{event.worker or 'A worker'} was lost after {duration(event.time)}: {event.text}" for event in log.losses
+    ]
+    told = {event.worker for event in log.losses}
+    silent = [worker for worker in (log.summary.lost_workers if log.summary else ()) if worker not in told]
+    said += [f"{worker} was lost; when and why was not recorded." for worker in silent]
+    said += [f"The last line of {name} was cut off and is left out." for name in log.cut_off]
+    return tuple(said)
+
+
+def why_nothing_was_decided(log: RunLog) -> str:
+    """Why the run kept its first allocation, as far as the log can tell."""
+    mode = f" The allocation mode was “{log.summary.allocation_mode}”." if log.summary else ""
+    if not log.decisions:
+        return (
+            "No decision was taken because none came up: the run recorded no planning result. "
+            f"It was shorter than a planning period, or its allocation was fixed.{mode}"
+        )
+    reasons = Counter(decision.reason for decision in log.decisions)
+    most, times = reasons.most_common(1)[0]
+    return (
+        f"No decision was taken because no other allocation was worth its switch: {plural(len(log.decisions), 'plan')} "
+        f"looked at, none carried out. Most often ({times} of {len(log.decisions)}): {most}"
+    )
+
+
+def tokens_per_second(steps: Sequence[StepRecord]) -> float:
+    return sum(step.generated_tokens for step in steps) / sum(step.step_seconds for step in steps)
+
+
+def wait_share(steps: Sequence[StepRecord]) -> float:
+    """Share of the time in which the trainer waited for a batch."""
+    return sum(step.wait_seconds for step in steps) / sum(step.step_seconds for step in steps)
+
+
+def predicted_bottleneck(periods: Sequence[PeriodRecord]) -> tuple[Bottleneck, float] | None:
+    """What bounded most of the time by prediction, and its share of the time; None without periods."""
+    seconds: Counter[Bottleneck] = Counter()
+    for period in periods:
+        seconds[period.predicted_bottleneck] += round(
+            1e6 * period.measured_seconds * (period.last_step - period.first_step + 1)
+        )
+    if not seconds:
+        return None
+    name, most = seconds.most_common(1)[0]
+    return name, most / seconds.total()
+
+
+def first_and_last(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
+    """The evaluations with the earliest and the latest weights; None if there are not two of them."""
+    if len({evaluation.step for evaluation in evaluations}) < 2:
+        return None
+    by_step = sorted(evaluations, key=lambda evaluation: evaluation.step)
+    first = by_step[0]
+    same = [evaluation for evaluation in by_step if evaluation.name == first.name and evaluation.step > first.step]
+    return first, (same or by_step)[-1]
+
+
+def edges(values: Sequence[float]) -> tuple[float, float]:
+    """Means over the first and the last tenth, of at least one value each."""
+    tenth = max(1, len(values) // 10)
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+
+
+def wall_seconds(log: RunLog) -> float:
+    if log.summary is not None:
+        return log.summary.wall_seconds
+    return max([step.time for step in log.steps] + [event.time for event in log.events], default=0.0)
+
+
+def _learned(log: RunLog) -> str:
+    made = f"in {plural(len(log.steps), 'step')} and {duration(wall_seconds(log))}"
+    ends = first_and_last(log.summary.evaluations) if log.summary else None
+    if ends is not None:
+        before, after = (percent(evaluation.sampled_accuracy) for evaluation in ends)
+        return f"Accuracy on held-out questions went from {before} to {after} {made}."
+    before, after = (plain(value) for value in edges([step.reward_mean for step in log.steps]))
+    return f"Mean reward went from {before} to {after} {made}; accuracy was not measured at both ends."
+
+
+def _speed(log: RunLog) -> str:
+    rate = f"The engines generated {count(tokens_per_second(log.steps))} tokens/s"
+    found = predicted_bottleneck(log.periods)
+    waited = f"the trainer waited for batches {percent(wait_share(log.steps), 0)} of the time"
+    if found is None:
+        return f"{rate}; {waited}."
+    name, share = found
+    bound = f"{BOTTLENECK_WORDS[name]} was the bottleneck {percent(share, 0)} of the time by prediction"
+    return f"{rate}; {bound}, and {waited}."
+
+
+def _decided(log: RunLog) -> str:
+    if not log.taken:
+        return "The allocation never changed."
+    nets = _measured_nets(log)
+    changed = f"Libra changed the allocation {'once' if len(log.taken) == 1 else f'{len(log.taken)} times'}"
+    if not nets:
+        return f"{changed}; what that gained was not measured."
+    net = sum(nets)
+    measured = "" if len(nets) == len(log.taken) else f"; the {plural(len(nets), 'change')} measured"
+    return f"{changed}{measured or ', which'} {'saved' if net >= 0 else 'cost'} {duration(abs(net))}, switching paid."
+
+
+def _measured_nets(log: RunLog) -> list[float]:
+    return [outcome.net_seconds for outcome in outcomes(log) if outcome.net_seconds is not None]
+
+
+def _accuracy_tile(log: RunLog) -> Tile:
+    ends = first_and_last(log.summary.evaluations) if log.summary else None
+    if ends is None:
+        return Tile("Accuracy", "not measured", "needs an evaluation before and after")
+    first, last = ends
+    value = f"{percent(first.sampled_accuracy)} → {percent(last.sampled_accuracy)}"
+    greedy = f"greedy {percent(first.greedy_accuracy)} → {percent(last.greedy_accuracy)}"
+    return Tile("Accuracy, sampled", value, f"{greedy}; {plural(last.questions, 'question')}")
+
+
+def _steps_tile(log: RunLog) -> Tile:
+    state = "interrupted" if log.summary is None else "finished" if log.summary.finished else "ended early"
+    value = f"{len(log.steps)} in {duration(wall_seconds(log))}"
+    return Tile("Steps", value, state, alarming=state != "finished")
+
+
+def _bottleneck_tile(log: RunLog) -> Tile:
+    waited = f"trainer waited {percent(wait_share(log.steps), 0)} of the time"
+    found = predicted_bottleneck(log.periods)
+    if found is None:
+        return Tile("Bottleneck", "not predicted", waited)
+    return Tile("Bottleneck", BOTTLENECK_WORDS[found[0]], f"predicted for {percent(found[1], 0)} of the time; {waited}")
+
+
+def _decisions_tile(log: RunLog) -> Tile:
+    value = f"{len(log.taken)} taken, {len(log.refused)} not"
+    if not log.taken:
+        return Tile("Decisions", value, "the first allocation stayed")
+    nets = _measured_nets(log)
+    unmeasured = len(log.taken) - len(nets)
+    gain = f"net gain realised {signed_duration(sum(nets))}" if nets else "gain not measured"
+    return Tile("Decisions", value, f"{gain}; {unmeasured} not measured" if nets and unmeasured else gain)
+
+
+def _prediction_tile(log: RunLog) -> Tile:
+    error = log.summary.prediction_error if log.summary else prediction_error(log.periods)
+    if error is None:
+        return Tile("Prediction error", "unknown", "no period without a role change")
+    settled = sum(not period.switching for period in log.periods)
+    return Tile("Prediction error", percent(error), f"of step time, mean over {plural(settled, 'settled period')}")
+
+
+def _losses_tile(log: RunLog) -> Tile:
+    named = {event.worker or "unnamed" for event in log.losses} | set(log.summary.lost_workers if log.summary else ())
+    if not named:
+        return Tile("Workers lost", "none", "")
+    return Tile("Workers lost", str(len(named)), ", ".join(sorted(named)), alarming=True)
+
+
+def _trust_tile(log: RunLog) -> Tile:
+    if log.summary is None:
+        return Tile("Memory", "unknown", "the run wrote no summary")
+    gap = log.summary.logprob_gap
+    agreement = "engine and trainer never compared" if gap is None else f"engine–trainer log-prob gap {plain(gap)}"
+    return Tile("Peak memory", size(log.summary.peak_memory_bytes), agreement)

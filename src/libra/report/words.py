@@ -1,0 +1,78 @@
+"""Numbers as a person reads them.
+
+Invariant: every function returns the number with its unit, rounded to what the reader can use.
+"""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> [duration(s) for s in (0.0421, 12.34, 432, 7500)]
+    ['0.042 s', '12.3 s', '7 min 12 s', '2 h 05 min']
+    """
+    sign, seconds = ("-" if seconds < 0 else ""), abs(seconds)
+    if seconds < 59.95:
+        return f"{sign}{_three_digits(seconds)} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{sign}{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{sign}{minutes // 60} h {minutes % 60:02d} min"
+
+
+def signed_duration(seconds: float) -> str:
+    return ("+" if seconds > 0 else "") + duration(seconds)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """
+    >>> percent(0.391)
+    '39.1 %'
+    """
+    return f"{100 * share:.{digits}f} %"
+
+
+def signed_percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:+.{digits}f} %"
+
+
+def count(number: float) -> str:
+    """
+    >>> count(12345.4)
+    '12,345'
+    """
+    return f"{number:,.0f}"
+
+
+def size(number_of_bytes: float) -> str:
+    """
+    >>> size(3 * 2**30)
+    '3.00 GiB'
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number_of_bytes >= scale:
+            return f"{_three_digits(number_of_bytes / scale)} {unit}"
+    return f"{number_of_bytes:.0f} B"
+
+
+def plain(number: float) -> str:
+    """Three significant digits, thousands separated, no unit.
+
+    >>> [plain(n) for n in (0.03912, 2.5, 1234.5, 0)]
+    ['0.0391', '2.5', '1,234', '0']
+    """
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def plural(number: int, noun: str, nouns: str | None = None) -> str:
+    """
+    >>> plural(1, "step"), plural(2, "loss", "losses")
+    ('1 step', '2 losses')
+    """
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def _three_digits(number: float) -> str:
+    decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2 if number >= 0.0995 or number == 0 else 3
+    return f"{number:.{decimals}f}"

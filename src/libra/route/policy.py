@@ -1,0 +1,132 @@
+"""What a routing policy is asked and what it answers.
+
+Invariant: a question carries everything about the present (the request and the healthy instances), an answer names one
+instance and the evidence for it; what a policy knows of the past it learned through these same calls, in their order.
+Lengths and loads are tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from libra.trajectory import ToolStatus, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """One healthy engine instance at the moment of a decision."""
+
+    id: str
+    bucket: int
+    capacity_tokens: int  # longest context it serves
+    load_tokens: int  # tokens of work it has accepted and not finished
+
+    def __post_init__(self) -> None:
+        if self.bucket < 0:
+            raise ValueError(f"instance {self.id!r}: bucket is {self.bucket}, must be >= 0")
+        if self.capacity_tokens <= 0:
+            raise ValueError(f"instance {self.id!r}: capacity_tokens is {self.capacity_tokens}, must be > 0")
+        if self.load_tokens < 0:
+            raise ValueError(f"instance {self.id!r}: load_tokens is {self.load_tokens}, must be >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The instances a request may go to. A sick or stopping instance is left out, not marked."""
+
+    instances: tuple[InstanceView, ...]
+    limits: tuple[int, ...]  # largest final context of each bucket, shortest bucket first
+    turn_tokens: int  # room that one turn needs beyond its context
+
+    def __post_init__(self) -> None:
+        if not self.limits:
+            raise ValueError("limits is empty: give the largest final context of at least one bucket")
+        if any(longer <= shorter for shorter, longer in zip(self.limits, self.limits[1:], strict=False)):
+            raise ValueError(f"limits {self.limits} must rise strictly: list the buckets shortest first")
+        if self.turn_tokens < 0:
+            raise ValueError(f"turn_tokens is {self.turn_tokens}, must be >= 0")
+        seen = set()
+        for instance in self.instances:
+            if instance.bucket >= len(self.limits):
+                raise ValueError(
+                    f"instance {instance.id!r} is in bucket {instance.bucket}, but limits name {len(self.limits)}:"
+                    " add the bucket's limit, or move the instance"
+                )
+            if instance.id in seen:
+                raise ValueError(f"instance {instance.id!r} is listed twice: ids must be unique")
+            seen.add(instance.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The next turn of one trajectory."""
+
+    trajectory_id: str
+    prompt_id: str
+    prompt_tokens: int
+    context_tokens: int  # context at the start of the turn, the latest tool return included
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0 or self.context_tokens < 0:
+            raise ValueError(f"trajectory {self.trajectory_id!r}: prompt_tokens and context_tokens must be >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReturn:
+    """What came back from a tool."""
+
+    tool: str
+    status: ToolStatus
+    returned_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.returned_tokens < 0:
+            raise ValueError(f"tool {self.tool!r}: returned_tokens is {self.returned_tokens}, must be >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the next turn runs, and why."""
+
+    instance: str
+    bucket: int  # the bucket of that instance
+    migrated: bool  # the previous turn ran on another instance
+    reason: str
+
+
+class Policy(Protocol):
+    """Decides where each turn runs. One caller at a time; same calls in the same order, same answers."""
+
+    def place(self, request: Request, view: View) -> Placement | None:
+        """Place a turn that no tool return precedes: the first one, or one that must be placed again.
+
+        None: no healthy instance can hold it now. The caller waits and calls `place` again, also when it was
+        `tool_returned` that answered None, since a tool return is told once.
+        """
+        ...
+
+    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+        """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
+        ...
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """Learn from a finished trajectory, routed here or read from a log, and let go of its routing state."""
+        ...
+
+    def forget(self, trajectory_id: str) -> None:
+        """Let go of an abandoned trajectory without learning from it; no error if it was never placed."""
+        ...
+
+    def instance_gone(self, instance: str) -> None:
+        """The instance stopped and its prefixes are lost, even if one of the same name comes back."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """All state as JSON values, with a format number; shares nothing with the policy."""
+        ...
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any]) -> Self:
+        """The policy that `snapshot` was taken of. `ValueError` if it is of another policy or format."""
+        ...

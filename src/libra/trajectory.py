@@ -1,0 +1,143 @@
+"""One agent episode as Libra sees it: token counts, tool outcomes and times.
+
+Invariant: every `Trajectory` in memory obeys the schema; a JSONL line that does not is refused with the file, the
+line and the field, never repaired. Lengths are tokens, times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+ToolStatus = Literal["ok", "error", "timeout", "unknown"]
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+class TrajectoryFormatError(ValueError):
+    """A trajectory file breaks the schema. The message names file, line and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation, and the tool return that followed it (`tool` is None on the last turn of a finished episode)."""
+
+    __pydantic_config__ = _STRICT
+
+    generated_tokens: int
+    tool: str | None
+    status: ToolStatus | None
+    returned_tokens: int
+    tool_seconds: float | None = None  # None: not recorded
+    context_tokens: int | None = None  # context at the start of the turn, where it is not the running sum (compaction)
+
+    def __post_init__(self) -> None:
+        if self.generated_tokens < 0:
+            raise ValueError("generated_tokens must be >= 0")
+        if self.returned_tokens < 0:
+            raise ValueError("returned_tokens must be >= 0")
+        if self.context_tokens is not None and self.context_tokens < 0:
+            raise ValueError("context_tokens must be >= 0")
+        if self.tool_seconds is not None and not 0 <= self.tool_seconds < math.inf:
+            raise ValueError("tool_seconds must be finite and >= 0, or null where it was not recorded")
+        if (self.tool is None) != (self.status is None):
+            raise ValueError("tool and status must both be set, or both be null")
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """All turns of one episode."""
+
+    __pydantic_config__ = _STRICT
+
+    id: str
+    prompt_id: str
+    task: str
+    prompt_tokens: int
+    turns: tuple[Turn, ...]
+    reward: float | None
+    policy_version: int
+    finished: bool
+    started_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0:
+            raise ValueError("prompt_tokens must be >= 0")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError("reward must be finite, or null where there is none")
+        if self.started_at is not None and not math.isfinite(self.started_at):
+            raise ValueError("started_at must be finite, or left out")
+        if self.finished and (not self.turns or self.turns[-1].tool is not None):
+            raise ValueError("turns: a finished trajectory ends with a turn whose tool is null")
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(turn.generated_tokens for turn in self.turns)
+
+    def contexts(self) -> tuple[int, ...]:
+        """Context in tokens at the start of each turn."""
+        contexts, running = [], self.prompt_tokens
+        for turn in self.turns:
+            running = running if turn.context_tokens is None else turn.context_tokens
+            contexts.append(running)
+            running += turn.generated_tokens + turn.returned_tokens
+        return tuple(contexts)
+
+    @property
+    def final_context(self) -> int:
+        """Tokens in context when the last turn ended."""
+        if not self.turns:
+            return self.prompt_tokens
+        last = self.turns[-1]
+        return self.contexts()[-1] + last.generated_tokens + last.returned_tokens
+
+    @property
+    def peak_context(self) -> int:
+        """The most tokens ever in context: what an engine must be able to hold."""
+        ends = (c + t.generated_tokens + t.returned_tokens for c, t in zip(self.contexts(), self.turns, strict=True))
+        return max(ends, default=self.prompt_tokens)
+
+
+@cache
+def _adapter() -> TypeAdapter[Trajectory]:
+    return TypeAdapter(Trajectory)
+
+
+def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
+    """One JSON line to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the error message."""
+    try:
+        return _adapter().validate_json(line, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise TrajectoryFormatError(f"{where}: {field}: {first['msg']}") from None
+
+
+def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
+    """Read a JSONL file, one trajectory a line. Raises `TrajectoryFormatError`, also on a blank line."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield parse_trajectory(line, f"{path}:{number}")
+
+
+def dump_trajectory(trajectory: Trajectory) -> str:
+    """One JSON line (no newline); optional fields that are unset are left out."""
+    record: dict[str, Any] = asdict(trajectory)
+    if record["started_at"] is None:
+        del record["started_at"]
+    for turn in record["turns"]:
+        if turn["context_tokens"] is None:
+            del turn["context_tokens"]
+    return json.dumps(record, separators=(",", ":"))
+
+
+def write_trajectories(path: Path | str, trajectories: Iterable[Trajectory]) -> None:
+    with open(path, "w", encoding="utf-8") as out:
+        out.writelines(dump_trajectory(trajectory) + "\n" for trajectory in trajectories)

@@ -1,0 +1,8 @@
+"""Makes the brute-force oracles importable as `oracles.NAME`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
