@@ -204,6 +204,12 @@ class LengthTracker:
         return float(total.generated / total.trajectories)
 
     @property
+    def mean_decode_context(self) -> float:
+        """Mean context over all generated tokens; 0 where nothing was generated."""
+        total = self._total()
+        return float(total.context_sum / total.generated) if total.generated else 0.0
+
+    @property
     def mean_peak(self) -> float:
         """Mean of the final context, each trajectory counted as its bin's longest."""
         total = self._total()

@@ -87,11 +87,6 @@ def pairs(draw: st.DrawFn) -> tuple[Allocation, Allocation]:
     return current, wanted
 
 
-def roles(allocation: Allocation) -> list[str]:
-    engines = [bucket.shape for bucket in allocation.buckets for _ in range(bucket.engines)]
-    return ["train"] * allocation.replicas + engines
-
-
 @settings(max_examples=150, deadline=None)
 @given(pairs())
 def test_no_assignment_of_devices_to_roles_changes_fewer(pair: tuple[Allocation, Allocation]) -> None:

@@ -20,8 +20,8 @@ LITTLE_MEMORY = replace(
 )
 
 # Base case, 1 trainer and 3 engines: 16 trajectories in flight, 5 an engine; 4 seats on short, 5 on long.
-#   work on short, by seats (step / 4 + 0.001 = 0.0035 a token): SHORT 0.35+0.05+0.1+0.2 = 0.7, LONG 1.4+0.8+0.2+0.4 = 2.8
-#   work on long, by seats (step / 5 + 0.001 = 0.003 a token): LONG 1.2+0.8+0.2+0.4 = 2.6
+#   work on short by seats, 0.0035 a token: SHORT 0.35 + 0.05 + 0.1 + 0.2 = 0.7, LONG 1.4 + 0.8 + 0.2 + 0.4 = 2.8
+#   work on long by seats, 0.003 a token (step / 5 + 0.001): LONG 1.2 + 0.8 + 0.2 + 0.4 = 2.6
 #   LONG's own share 0.5 * 0.5 = 0.25; short bucket 6 * 0.7 + 2 * 0.75 * 2.8 = 8.4, long bucket 2 * 0.25 * 2.6 = 1.3
 #   residence of LONG at 5 seats: 400 * (0.01 + 0.005 + 0.01) + 0.2 + 0.4 + 10 = 20.6; training 0.5 + 2 = 2.5
 PRICES = [
@@ -37,8 +37,8 @@ PRICES = [
     # 32 in flight, 10 seats on long: residence 400 * (0.01 + 0.01 + 0.02) + 10.6 = 26.6
     ("staleness hides latency", MORE_STALE, two_buckets(1, 1, 2), Prediction(8.7, 8.7, 2.5, 29.1 / 4, "rollout")),
     ("slow trainer", SLOW_TRAINER, two_buckets(1, 1, 2), Prediction(20.5, 8.7, 20.5, 47.1 / 4, "training")),
-    # 6 in flight, 2 seats; 0.75 of a LONG a step: absent. Work on short, 0.006 a token: SHORT 0.95, LONG 3.8; residence of
-    # SHORT 100 * (0.01 + 0.002 + 0.001) + 3.3 = 4.6; training 0.5 + 0.75
+    # 6 in flight, 2 seats; 0.75 of a LONG a step: absent. Work on short, 0.006 a token: SHORT 0.95, LONG 3.8
+    # residence of SHORT 100 * (0.01 + 0.002 + 0.001) + 3.3 = 4.6; training 0.5 + 0.75
     ("an absent class", FEW, two_buckets(1, 1, 2), Prediction(4.575, 4.575, 1.25, (4.6 + 1.25) / 2, "rollout")),
     # LONG's own share 0.5: short 6 * 0.7 + 2 * 0.5 * 2.8 = 7, long 2 * 0.5 * 2.6 = 2.6
     ("an oracle router", ORACLE, two_buckets(1, 1, 2), Prediction(11.55, 7.3, 2.5, 11.55, "latency")),

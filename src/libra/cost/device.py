@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 def _require_measured(owner: str, values: Mapping[str, float]) -> None:
@@ -83,3 +83,19 @@ class DeviceProfile:
 
     def __post_init__(self) -> None:
         _require_measured("DeviceProfile", {"heldout_error": self.heldout_error})
+
+
+def scaled(profile: DeviceProfile, engine: float, train: float) -> DeviceProfile:
+    """The profile of a device that takes `engine` times as long to generate and `train` times as long to train."""
+    e, t = profile.engine, profile.train
+    return replace(
+        profile,
+        engine=EngineCost(
+            e.step * engine,
+            e.per_sequence * engine,
+            e.per_context_token * engine,
+            e.per_prefill_token * engine,
+            e.per_turn * engine,
+        ),
+        train=TrainCost(t.step * train, t.per_token * train, t.exchange * train),
+    )

@@ -59,6 +59,7 @@ class Handle:
         self._answers: asyncio.Queue[FromWorker | None] = asyncio.Queue()
         self._order = asyncio.Lock()
         self.lost = False
+        self._stopping = False  # its end is no loss
         self._reader = asyncio.create_task(self._read(), name=f"read {link.name}")
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
@@ -81,6 +82,7 @@ class Handle:
 
     async def stop(self) -> None:
         """End the worker; a worker that is already gone is stopped."""
+        self._stopping = True
         try:
             await self.ask(Stop(), Done, 10.0)
         except (WorkerLostError, TimeoutError):
@@ -106,7 +108,8 @@ class Handle:
             if not self.lost:
                 self.lost = True
                 self._fail_waiters()
-                self._on_lost(self.name)
+                if not self._stopping:
+                    self._on_lost(self.name)
 
 
 class EngineHandle(Handle):
@@ -118,6 +121,7 @@ class EngineHandle(Handle):
         self.prefilled_tokens = 0
         self.iterations = 0
         self.generated_tokens = 0
+        self.finished_turns = 0
         self.version = -1
         self.load_tokens = 0  # context tokens of the requests it holds
         super().__init__(link, on_lost)
@@ -168,6 +172,7 @@ class EngineHandle(Handle):
         self.prefilled_tokens = message.prefilled_tokens
         self.iterations = message.iterations
         self.generated_tokens = message.generated_tokens
+        self.finished_turns += len(message.turns)
         for turn in message.turns:
             entry = self._turns.get(turn.id)
             if entry is not None and not entry[0].done():

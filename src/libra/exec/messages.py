@@ -84,9 +84,9 @@ class MeasureEngine(Message):
 
 
 class MeasureTraining(Message):
-    """Time steps at these (samples, tokens each), `repeats` times in turn; the state is put back afterwards."""
+    """Time steps on samples of these lengths, `repeats` times in turn; the state is put back afterwards."""
 
-    points: list[tuple[int, int]]
+    batches: list[list[int]]
     repeats: int
 
 

@@ -20,6 +20,7 @@ from libra.environments.protocol import Environment, Prompt
 from libra.exec.admission import Admission
 from libra.exec.assignment import describe
 from libra.exec.checkpoint import RunState, save_checkpoint
+from libra.exec.counters import EngineCounters
 from libra.exec.executor import Executor
 from libra.exec.grpo import group_advantages
 from libra.exec.messages import Sample
@@ -80,6 +81,7 @@ class PostTraining:
         self._lost = False
         self._failure: BaseException | None = None
         self._generated = 0
+        self._engine_counters = EngineCounters()
         self._rewards: list[float] = []
         self._last_decision = ""
         self.started_trajectories = 0
@@ -103,6 +105,7 @@ class PostTraining:
         """Make the remaining steps. Raises whatever an episode or a decision raised."""
         self._generated = self._rollout.generated_tokens
         try:
+            self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of this loop
             self._begin_period(switching=False)
             ended = self._recorder.now()
             while self._step < self._config.training.steps:
@@ -134,7 +137,8 @@ class PostTraining:
         self._feed()
         self._step += 1
         self.trained_trajectories += len(batch.episodes)
-        self._replanner.observe_training(result.forward_tokens, len(batch.episodes))
+        self._replanner.observe_training(result, len(batch.episodes))
+        self._replanner.observe_engines(self._engine_counters.gained(self._executor.fleet.instances()))
         ended = self._recorder.now()
         self._record(batch, result, loads, last_end, trained_at, stepped_at, ended)
         self._periods.step(ended - last_end)
@@ -227,7 +231,9 @@ class PostTraining:
 
     def _turn_page(self, decide: bool, forced: bool = False) -> None:
         """End the period, ask for a decision, and predict the next period."""
-        self._periods.end()
+        period = self._periods.end()
+        if period is not None and not period.switching:
+            self._replanner.observe_period(period.measured_seconds, period.predicted_seconds)
         steps_left = self._config.training.steps - self._step
         if decide and steps_left > 0 and self._switch is None:
             self._switch = asyncio.create_task(self._decide(steps_left, forced))
@@ -316,7 +322,7 @@ class PostTraining:
         contexts = sorted(episode.trajectory.final_context for episode in batch.episodes)
         tokens = self._rollout.generated_tokens
         allocation = self._executor.allocation()
-        busy = self._busy_seconds()
+        busy = self._engine_counters.busiest_seconds
         record = StepRecord(
             step=self._step,
             time=ended,
@@ -367,12 +373,6 @@ class PostTraining:
             last_decision=self._last_decision,
             phase=f"step {record.step_seconds:.2f} s, training waits {record.wait_seconds:.2f} s",
             messages=tuple(self._recorder.messages),
-        )
-
-    def _busy_seconds(self) -> float:
-        """Busy seconds of the busiest engine since the last step."""
-        return self._recorder.busy_since_last(
-            {entry.handle.name: entry.handle.busy_seconds for entry in self._executor.fleet.instances()}
         )
 
 

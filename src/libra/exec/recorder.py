@@ -42,7 +42,6 @@ class Recorder:
         self.lost: list[str] = []
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
-        self._busy: dict[str, float] = {}
         self.migrations = 0
 
     def restart_clock(self) -> None:
@@ -90,12 +89,6 @@ class Recorder:
         if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
             self._counted[worker] = now
             self.timeline.turns(worker, running, now)
-
-    def busy_since_last(self, busy: dict[str, float]) -> float:
-        """The most busy seconds any engine gained since the last call; an engine that is new counts from zero."""
-        gained = max((seconds - self._busy.get(name, 0.0) for name, seconds in busy.items()), default=0.0)
-        self._busy = busy
-        return max(0.0, gained)
 
     def role(self, worker: Worker) -> None:
         label = f"rollout:{worker.shape}" if worker.role is Role.ROLLOUT else str(worker.role)

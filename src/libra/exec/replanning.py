@@ -11,34 +11,49 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from libra.config import RunConfig
-from libra.cost.device import DeviceProfile
+from libra.cost.device import DeviceProfile, scaled
+from libra.cost.train import step_seconds
 from libra.exec.engine_facts import BLOCK_TOKENS
 from libra.exec.pool import Role, Worker
 from libra.exec.rollout import Episode
+from libra.exec.trainers import StepResult
 from libra.lengths import LengthTracker
 from libra.plan.cpsat import solve
 from libra.plan.moves import diff, seconds
 from libra.plan.problem import Allocation, EngineShape, Fleet, Plan, PlanRequest, Workload
 from libra.plan.replan import Decision, decide
 
-_HALF_LIFE_STEPS = 5.0  # of the two ratios below: they drift as the policy learns
+_HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
+_HALF_LIFE_PERIODS = 2.0  # of the ratio of measured to predicted step seconds
 _CLASSES = 8
 
 
 @dataclass(slots=True)
 class Ratio:
-    """An exponentially forgotten ratio of sums."""
+    """An exponentially forgotten ratio of sums; 1 before anything was observed."""
 
-    above: float
-    below: float
+    half_life: float = _HALF_LIFE_STEPS  # observations
+    above: float = 0.0
+    below: float = 0.0
 
     def observe(self, above: float, below: float) -> None:
-        keep = 0.5 ** (1 / _HALF_LIFE_STEPS)
+        keep = 0.5 ** (1 / self.half_life)
         self.above, self.below = keep * self.above + above, keep * self.below + below
 
     @property
     def value(self) -> float:
         return self.above / self.below if self.below else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWork:
+    """Sums over all engines since the last look."""
+
+    busy_seconds: float
+    iterations: int
+    generated_tokens: int
+    prefilled_tokens: int
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +70,12 @@ class Replanner:
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
         self.tracker = LengthTracker(config.planner.half_life, block_tokens=BLOCK_TOKENS)
-        self._forward_tokens = Ratio(0.0, 0.0)  # tokens through the trainer, per trajectory
-        self._router_hits = Ratio(0.0, 0.0)
+        self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
+        self._router_hits = Ratio()
+        self._routed_tokens = self._hit_tokens = 0  # since the last step
+        self._engine_speed = Ratio()  # measured over modelled busy seconds
+        self._train_speed = Ratio()
+        self._coupling = Ratio(_HALF_LIFE_PERIODS)  # measured over predicted seconds of a step
         self._shapes = tuple(
             EngineShape(name, shape.max_model_len, shape.max_num_seqs, shape.kv_tokens)
             for name, shape in sorted(config.engines.items(), key=lambda item: item[1].max_model_len)
@@ -68,20 +87,47 @@ class Replanner:
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         """Finished episodes, and the bucket limits they were routed by."""
-        hits = work = 0
         for episode in episodes:
             self.tracker.observe(episode.trajectory)
             peak = episode.trajectory.peak_context
             own = next((index for index, limit in enumerate(limits) if peak <= limit), len(limits) - 1)
             if own > 0:
                 for turn, bucket in list(zip(episode.trajectory.turns, episode.turn_buckets, strict=True))[1:]:
-                    work += turn.generated_tokens
-                    hits += turn.generated_tokens * (bucket == own)
-        if work:
-            self._router_hits.observe(hits, work)
+                    self._routed_tokens += turn.generated_tokens
+                    self._hit_tokens += turn.generated_tokens * (bucket == own)
 
-    def observe_training(self, forward_tokens: int, trajectories: int) -> None:
-        self._forward_tokens.observe(forward_tokens, trajectories)
+    def observe_training(self, result: StepResult, trajectories: int) -> None:
+        """One step's training: what it asked for, and how long it took against the calibration."""
+        self._forward_tokens.observe(result.forward_tokens, trajectories)
+        self._router_hits.observe(self._hit_tokens, self._routed_tokens)
+        self._routed_tokens = self._hit_tokens = 0
+        modelled = step_seconds(self.profile.train, result.forward_tokens, result.replicas)
+        self._train_speed.observe(result.wall_seconds, modelled)
+
+    def observe_engines(self, work: EngineWork) -> None:
+        """What the engines did since the last call, and how long they were busy with it against the calibration."""
+        cost = self.profile.engine
+        context = work.generated_tokens * self.tracker.mean_decode_context
+        modelled = (
+            cost.step * work.iterations
+            + cost.per_sequence * work.generated_tokens
+            + cost.per_context_token * context
+            + cost.per_prefill_token * work.prefilled_tokens
+            + cost.per_turn * work.turns
+        )
+        if modelled > 0:
+            self._engine_speed.observe(work.busy_seconds, modelled)
+
+    def observe_period(self, measured: float, predicted: float) -> None:
+        """A period of one allocation: mean step seconds, and what had been predicted for them."""
+        self._coupling.observe(measured, predicted / self._coupling.value)
+
+    def current_profile(self) -> DeviceProfile:
+        """The calibration, at the speed that the devices have shown lately (shared machines are not always as fast),
+        times the coupling: what steps lose because the long groups of a batch do not come evenly, so that one bucket
+        waits while another is crowded. A price of mean loads does not hold that loss; the run measures it."""
+        coupling = self._coupling.value
+        return scaled(self.profile, self._engine_speed.value * coupling, self._train_speed.value * coupling)
 
     def observe_move(self, role: Role, seconds_taken: float) -> None:
         """The measured cost of a role change replaces the calibrated one."""
@@ -100,7 +146,7 @@ class Replanner:
         return PlanRequest(
             fleet=_fleet(workers),
             shapes=self._shapes,
-            profile=self.profile,
+            profile=self.current_profile(),
             workload=Workload(
                 trajectories=training.trajectories,
                 group_size=training.samples_per_prompt,

@@ -203,10 +203,10 @@ class Trainer:
         steps: list[float] = []
         exchanges: list[float] = []
         for repeat in range(order.repeats + 1):
-            for samples, length in order.points:
-                batch = [_made_up_sample(index, length) for index in range(samples)]
+            for lengths in order.batches:
+                batch = [_made_up_sample(index, length) for index, length in enumerate(lengths)]
                 began = time.monotonic()
-                done = self.train(Train(0, batch, samples, samples * length, -1))
+                done = self.train(Train(0, batch, len(batch), sum(lengths), -1))
                 whole = time.monotonic() - began
                 if repeat > 0:  # the first time pays for kernels that are set up when they are first met
                     batches.append((done.forward_tokens, done.compute_seconds))

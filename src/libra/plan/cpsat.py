@@ -25,7 +25,7 @@ import math
 from itertools import groupby
 from typing import Any
 
-from ortools.sat.python import cp_model  # type: ignore[import-untyped]
+from ortools.sat.python import cp_model
 
 from libra.cost.rollout import residence, work_by_memory, work_by_seats
 from libra.plan.moves import engines_by_shape, ranges
@@ -329,7 +329,9 @@ class _Search:
         self._cp.clear_objective()
         self._cp.clear_hints()
         solver = self._solver()
-        solver.parameters.keep_all_feasible_solutions_in_presolve = True
+        # Presolve keeps any one of several solutions, and not the order of the variables.
+        solver.parameters.cp_model_presolve = False
+        solver.parameters.symmetry_level = 0
         self._improves(solver)
 
     def value(self, expression: Any) -> int:

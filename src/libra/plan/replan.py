@@ -38,19 +38,19 @@ def decide(request: PlanRequest, proposed: Plan, *, horizon_steps: float, uncert
         raise ValueError("request.current is None; put the running allocation there to decide whether to leave it")
     after = price(request, proposed.allocation)
     moves = diff(request.current, proposed.allocation)
+    numbers = (horizon_steps, cost, uncertainty)
     unfit = fits(request, request.current)
-    before = price(request, request.current) if unfit is None else None
-    gain = before.step - after.step if before is not None else None
-    if before is None or gain is None:
-        taken, reason = True, f"the current allocation no longer fits: {unfit}"
-    elif request.current == proposed.allocation:
-        taken, reason = False, "the current allocation is optimal"
-    else:
-        taken, reason = _weigh(before.step, gain, horizon_steps, uncertainty, cost)
-    return Decision(before, after, moves, gain, horizon_steps, cost, uncertainty, taken, reason)
+    if unfit is not None:
+        return Decision(None, after, moves, None, *numbers, True, f"the current allocation no longer fits: {unfit}")
+    before = price(request, request.current)
+    gain = before.step - after.step
+    if request.current == proposed.allocation:
+        return Decision(before, after, moves, gain, *numbers, False, "the current allocation is optimal")
+    taken, reason = _weigh(before.step, gain, *numbers)
+    return Decision(before, after, moves, gain, *numbers, taken, reason)
 
 
-def _weigh(step: float, gain: float, horizon_steps: float, uncertainty: float, cost: float) -> tuple[bool, str]:
+def _weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:
     saves = f"the change saves {gain:.4g} s of {step:.4g} s a step"
     if gain <= uncertainty * step:
         return False, f"{saves}, not more than the {uncertainty * step:.4g} s by which the tracked work is uncertain"
