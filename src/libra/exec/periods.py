@@ -66,10 +66,10 @@ class Periods:
         if self._open is not None:
             self._open.switching = True
 
-    def end(self) -> PeriodRecord | None:
-        """Close the open period and tell a waiting decision what came of it; None when no step was made in it."""
+    def end(self) -> None:
+        """Close the open period and tell a waiting decision what came of it."""
         if self._open is None or not self._open.seconds:
-            return None
+            return
         period = self._open
         record = PeriodRecord(
             period=self._number,
@@ -88,7 +88,6 @@ class Periods:
         if not record.switching:
             self._last_steady = record.measured_seconds
             self._settle(record.measured_seconds)
-        return record
 
     def decided(self, record: DecisionRecord) -> None:
         """A decision was made; a taken one waits for the first steady period after it."""

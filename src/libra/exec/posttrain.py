@@ -60,6 +60,7 @@ class PostTraining:
         rollout: Rollout,
         replanner: Replanner,
         recorder: Recorder,
+        counters: EngineCounters,
         display: Display,
         started: Evaluation,
         first_step: int,
@@ -81,7 +82,7 @@ class PostTraining:
         self._lost = False
         self._failure: BaseException | None = None
         self._generated = 0
-        self._engine_counters = EngineCounters()
+        self._engine_counters = counters
         self._rewards: list[float] = []
         self._last_decision = ""
         self.started_trajectories = 0
@@ -105,7 +106,7 @@ class PostTraining:
         """Make the remaining steps. Raises whatever an episode or a decision raised."""
         self._generated = self._rollout.generated_tokens
         try:
-            self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of this loop
+            self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
             self._begin_period(switching=False)
             ended = self._recorder.now()
             while self._step < self._config.training.steps:
@@ -231,9 +232,7 @@ class PostTraining:
 
     def _turn_page(self, decide: bool, forced: bool = False) -> None:
         """End the period, ask for a decision, and predict the next period."""
-        period = self._periods.end()
-        if period is not None and not period.switching:
-            self._replanner.observe_period(period.measured_seconds, period.predicted_seconds)
+        self._periods.end()
         steps_left = self._config.training.steps - self._step
         if decide and steps_left > 0 and self._switch is None:
             self._switch = asyncio.create_task(self._decide(steps_left, forced))

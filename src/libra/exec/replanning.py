@@ -24,7 +24,6 @@ from libra.plan.problem import Allocation, EngineShape, Fleet, Plan, PlanRequest
 from libra.plan.replan import Decision, decide
 
 _HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
-_HALF_LIFE_PERIODS = 2.0  # of the ratio of measured to predicted step seconds
 _CLASSES = 8
 
 
@@ -32,12 +31,11 @@ _CLASSES = 8
 class Ratio:
     """An exponentially forgotten ratio of sums; 1 before anything was observed."""
 
-    half_life: float = _HALF_LIFE_STEPS  # observations
     above: float = 0.0
     below: float = 0.0
 
     def observe(self, above: float, below: float) -> None:
-        keep = 0.5 ** (1 / self.half_life)
+        keep = 0.5 ** (1 / _HALF_LIFE_STEPS)
         self.above, self.below = keep * self.above + above, keep * self.below + below
 
     @property
@@ -75,7 +73,6 @@ class Replanner:
         self._routed_tokens = self._hit_tokens = 0  # since the last step
         self._engine_speed = Ratio()  # measured over modelled busy seconds
         self._train_speed = Ratio()
-        self._coupling = Ratio(_HALF_LIFE_PERIODS)  # measured over predicted seconds of a step
         self._shapes = tuple(
             EngineShape(name, shape.max_model_len, shape.max_num_seqs, shape.kv_tokens)
             for name, shape in sorted(config.engines.items(), key=lambda item: item[1].max_model_len)
@@ -99,13 +96,14 @@ class Replanner:
     def observe_training(self, result: StepResult, trajectories: int) -> None:
         """One step's training: what it asked for, and how long it took against the calibration."""
         self._forward_tokens.observe(result.forward_tokens, trajectories)
-        self._router_hits.observe(self._hit_tokens, self._routed_tokens)
-        self._routed_tokens = self._hit_tokens = 0
         modelled = step_seconds(self.profile.train, result.forward_tokens, result.replicas)
         self._train_speed.observe(result.wall_seconds, modelled)
 
     def observe_engines(self, work: EngineWork) -> None:
-        """What the engines did since the last call, and how long they were busy with it against the calibration."""
+        """What the engines did since the last call, and how long they were busy with it against the calibration; also
+        closes the account of where the router sent the episodes since then."""
+        self._router_hits.observe(self._hit_tokens, self._routed_tokens)
+        self._routed_tokens = self._hit_tokens = 0
         cost = self.profile.engine
         context = work.generated_tokens * self.tracker.mean_decode_context
         modelled = (
@@ -118,16 +116,9 @@ class Replanner:
         if modelled > 0:
             self._engine_speed.observe(work.busy_seconds, modelled)
 
-    def observe_period(self, measured: float, predicted: float) -> None:
-        """A period of one allocation: mean step seconds, and what had been predicted for them."""
-        self._coupling.observe(measured, predicted / self._coupling.value)
-
     def current_profile(self) -> DeviceProfile:
-        """The calibration, at the speed that the devices have shown lately (shared machines are not always as fast),
-        times the coupling: what steps lose because the long groups of a batch do not come evenly, so that one bucket
-        waits while another is crowded. A price of mean loads does not hold that loss; the run measures it."""
-        coupling = self._coupling.value
-        return scaled(self.profile, self._engine_speed.value * coupling, self._train_speed.value * coupling)
+        """The calibration at the speed that the devices have shown lately: shared machines are not always as fast."""
+        return scaled(self.profile, self._engine_speed.value, self._train_speed.value)
 
     def observe_move(self, role: Role, seconds_taken: float) -> None:
         """The measured cost of a role change replaces the calibrated one."""

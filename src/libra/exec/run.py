@@ -24,6 +24,7 @@ from libra.cost.device import DeviceProfile
 from libra.cost.profile_file import load_profile, save_profile
 from libra.environments.protocol import Environment
 from libra.exec.checkpoint import RunState, latest_checkpoint
+from libra.exec.counters import EngineCounters
 from libra.exec.evaluation import evaluate, logprob_gap
 from libra.exec.executor import Executor, Watcher
 from libra.exec.fleet import Fleet
@@ -172,10 +173,13 @@ class _Session:
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
         temperature = config.training.temperature
+        counters = EngineCounters()
+        counters.gained(fleet.instances())
         if state is None:
             self._phase.show(f"evaluating on {len(heldout)} held-out questions")
             started, episodes = await evaluate(rollout, heldout, "start", 0, temperature, clock)
             replanner.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
+            replanner.observe_engines(counters.gained(fleet.instances()))
         else:
             replanner.restore_tracker(state.tracker)
             started = state.started
@@ -191,6 +195,7 @@ class _Session:
             rollout,
             replanner,
             recorder,
+            counters,
             self._display,
             started,
             first_step,

@@ -29,7 +29,7 @@ from ortools.sat.python import cp_model
 
 from libra.cost.rollout import residence, work_by_memory, work_by_seats
 from libra.plan.moves import engines_by_shape, ranges
-from libra.plan.price import capacity, own_share, present, price, seats, training_seconds
+from libra.plan.price import capacity, own_share, possible_hits, present, price, seats, training_seconds
 from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError, Plan, PlanRequest, Proof
 
 STEP_TOLERANCE = 0.005  # relative; a step longer by less is worth it when it spares a move or a bucket
@@ -174,11 +174,12 @@ class AllocationModel:
         for s in self.shapes:
             shape = self.request.shapes[s]
             by_memory = [work_by_memory(cost, cls, shape.kv_tokens) for cls in classes]
-            self.cp.add(self.work[s] >= self._load(s, by_memory))
-            for r in self.replicas:
-                together = self._seats(s, r)
-                by_seats = [work_by_seats(cost, cls, together) for cls in classes]
-                self.cp.add(self.work[s] >= self._load(s, by_seats)).only_enforce_if(self.x[r])
+            for hit in possible_hits(self.request.workload):
+                self.cp.add(self.work[s] >= self._load(s, by_memory, hit))
+                for r in self.replicas:
+                    together = self._seats(s, r)
+                    by_seats = [work_by_seats(cost, cls, together) for cls in classes]
+                    self.cp.add(self.work[s] >= self._load(s, by_seats, hit)).only_enforce_if(self.x[r])
 
     def _engines_have_time_for_their_work(self) -> None:
         weight_load = self.ticks(self.request.profile.switch.weight_load)
@@ -256,7 +257,7 @@ class AllocationModel:
     def _seats(self, s: int, r: int) -> int:
         return seats(self.request, self.request.shapes[s], self.request.fleet.devices - r)
 
-    def _load(self, s: int, works: list[float]) -> Any:
+    def _load(self, s: int, works: list[float], router_hit: float) -> Any:
         """Ticks the classes ask of shape s, when one trajectory of class j takes `works[j]` engine seconds.
 
         A class's own bucket gets what the router sends there. All the rest falls on the first bucket: class 0's.
@@ -265,7 +266,7 @@ class AllocationModel:
         starting, own = 0.0, []
         for cls, work in zip(workload.classes, works, strict=True):
             expected = workload.trajectories * cls.share * work
-            reaches_own = own_share(cls, workload.router_hit)
+            reaches_own = own_share(cls, router_hit)
             starting += expected * (1 - reaches_own)
             own.append(self._bounded(self.ticks(expected * reaches_own)))
         first = self._bounded(self.ticks(starting))

@@ -44,6 +44,12 @@ def own_share(cls: TrajectoryClass, router_hit: float) -> float:
     return (1 - cls.before_first_return) * router_hit
 
 
+def possible_hits(workload: Workload) -> tuple[float, ...]:
+    """The router as good as it was lately, and perfect. How well it hits depends on where the buckets lie, and nothing
+    is known of buckets that were not tried: an allocation must have time for both."""
+    return (workload.router_hit, 1.0) if workload.router_hit < 1 else (1.0,)
+
+
 def training_seconds(request: PlanRequest, replicas: int) -> float:
     workload = request.workload
     return step_seconds(request.profile.train, workload.trajectories * workload.train_tokens, replicas)
@@ -97,7 +103,11 @@ def price(request: PlanRequest, allocation: Allocation) -> Prediction:
     if reason is not None:
         raise ValueError(f"an allocation that does not fit has no price: {reason}")
     own = tuple(_bucket_of(allocation, cls) for cls in request.workload.classes)
-    rollout = max(_rollout_seconds(request, allocation, own, bucket) for bucket in allocation.buckets)
+    rollout = max(
+        _rollout_seconds(request, allocation, own, bucket, hit)
+        for bucket in allocation.buckets
+        for hit in possible_hits(request.workload)
+    )
     training = training_seconds(request, allocation.replicas)
     longest = _longest_residence(request, allocation, own)
     latency = (longest + training) / (1 + request.workload.max_staleness)
@@ -110,13 +120,15 @@ def _bucket_of(allocation: Allocation, cls: TrajectoryClass) -> Bucket:
     return next(bucket for bucket in allocation.buckets if bucket.above < cls.peak_context <= bucket.up_to)
 
 
-def _rollout_seconds(request: PlanRequest, allocation: Allocation, own: tuple[Bucket, ...], bucket: Bucket) -> float:
+def _rollout_seconds(
+    request: PlanRequest, allocation: Allocation, own: tuple[Bucket, ...], bucket: Bucket, router_hit: float
+) -> float:
     workload, cost = request.workload, request.profile.engine
     shape = _shape(request, bucket)
     together = seats(request, shape, allocation.engines)
     by_seats = by_memory = 0.0
     for cls, home in zip(workload.classes, own, strict=True):
-        reaches_own = own_share(cls, workload.router_hit)
+        reaches_own = own_share(cls, router_hit)
         fraction = (1 - reaches_own if bucket == own[0] else 0.0) + (reaches_own if bucket == home else 0.0)
         expected = workload.trajectories * cls.share * fraction
         by_seats += expected * work_by_seats(cost, cls, together)
