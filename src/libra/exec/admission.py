@@ -75,9 +75,14 @@ class Admission(Generic[Episode]):
         self.published = version
 
     def _choose(self) -> list[str] | None:
-        due = [name for name, group in self._groups.items() if group.started_at <= self.taken - self.max_staleness]
-        if any(not self._groups[name].complete for name in due):
+        """The oldest complete groups; None while they are too few, or would leave more groups behind than the batches
+        after this one can take in time."""
+        chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]
+        if len(chosen) < self.groups_per_step:
             return None
-        others = [name for name, group in self._groups.items() if group.complete and name not in set(due)]
-        chosen = due + others[: self.groups_per_step - len(due)]
-        return chosen if len(chosen) == self.groups_per_step else None
+        left = [group for name, group in self._groups.items() if name not in set(chosen)]
+        for index, group in enumerate(left):
+            earliest = self.taken + 2 + index // self.groups_per_step  # version that this group can help to make
+            if earliest > group.started_at + 1 + self.max_staleness:
+                return None
+        return chosen

@@ -26,10 +26,11 @@ def assign(workers: Sequence[Worker], wanted: Allocation) -> tuple[Change, ...]:
     """The changes that turn healthy `workers` into `wanted`, in the order in which they are made: trainers leave before
     their devices are needed, longer engines start before shorter ones, joining the training comes last."""
     shapes = [bucket.shape for bucket in wanted.buckets]
+    kept = _kept_engines(workers, wanted)
     may_train = sorted(
         (worker for worker in workers if Role.TRAIN in worker.allowed),
         # Who can only train trains; then who trains already; then whose engine is not needed anyway.
-        key=lambda w: (Role.ROLLOUT in w.allowed, w.role is not Role.TRAIN, w.shape in shapes, w.slot),
+        key=lambda w: (Role.ROLLOUT in w.allowed, w.role is not Role.TRAIN, w.id in kept, w.slot),
     )
     training = may_train[: wanted.replicas]
     if len(training) < wanted.replicas:
@@ -49,6 +50,17 @@ def assign(workers: Sequence[Worker], wanted: Allocation) -> tuple[Change, ...]:
     starts = [Change(worker.id, Role.ROLLOUT, shape) for worker, shape in zip(moving, longest_first, strict=True)]
     joins = [Change(worker.id, Role.TRAIN, None) for worker in training if worker.role is not Role.TRAIN]
     return (*starts, *joins)
+
+
+def _kept_engines(workers: Sequence[Worker], wanted: Allocation) -> set[str]:
+    """The engines that `wanted` needs as they are; of several, those first that cannot train instead."""
+    missing = Counter({bucket.shape: bucket.engines for bucket in wanted.buckets})
+    kept = set()
+    for worker in sorted(workers, key=lambda w: (Role.TRAIN in w.allowed, -w.slot)):
+        if worker.role is Role.ROLLOUT and worker.shape is not None and missing[worker.shape] > 0:
+            missing[worker.shape] -= 1
+            kept.add(worker.id)
+    return kept
 
 
 def current_allocation(workers: Sequence[Worker], planned: Allocation, longest_context: int) -> Allocation | None:

@@ -6,6 +6,7 @@ ends with the change, so that every other period measures one allocation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -66,8 +67,9 @@ class Periods:
         if self._open is not None:
             self._open.switching = True
 
-    def end(self) -> None:
-        """Close the open period and tell a waiting decision what came of it."""
+    def end(self, without_change: Callable[[], float | None]) -> None:
+        """Close the open period and tell a waiting decision what came of it. `without_change` prices the allocation
+        that the decision left, for the work as it is now."""
         if self._open is None or not self._open.seconds:
             return
         period = self._open
@@ -87,7 +89,7 @@ class Periods:
         self._open = None
         if not record.switching:
             self._last_steady = record.measured_seconds
-            self._settle(record.measured_seconds)
+            self._settle(record.measured_seconds, without_change)
 
     def decided(self, record: DecisionRecord) -> None:
         """A decision was made; a taken one waits for the first steady period after it."""
@@ -101,11 +103,12 @@ class Periods:
             self._waiting = replace(self._waiting, measured_cost=seconds)
             self._recorder.decision(self._waiting)
 
-    def _settle(self, measured: float) -> None:
+    def _settle(self, measured: float, without_change: Callable[[], float | None]) -> None:
         waiting = self._waiting
         if waiting is None or waiting.measured_cost is None:
             return
-        before = waiting.measured_before
-        gain = before - measured if before is not None else None
+        # The work drifts, so the step time before the change is no measure of what staying would have cost.
+        stayed = without_change()
+        gain = stayed - measured if stayed is not None else None
         self._recorder.decision(replace(waiting, measured_after=measured, realised_gain_per_step=gain))
         self._waiting = None

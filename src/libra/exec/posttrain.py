@@ -79,6 +79,7 @@ class PostTraining:
         self._episodes: set[asyncio.Task[None]] = set()
         self._switch: asyncio.Task[None] | None = None
         self._applying = False
+        self._left: Allocation | None = None
         self._lost = False
         self._failure: BaseException | None = None
         self._generated = 0
@@ -116,7 +117,7 @@ class PostTraining:
             for task in [*self._episodes, *([self._switch] if self._switch else [])]:
                 task.cancel()
             await asyncio.gather(*self._episodes, *([self._switch] if self._switch else []), return_exceptions=True)
-            self._periods.end()
+            self._periods.end(self._without_change)
 
     async def _one_step(self, last_end: float) -> float:
         """Wait for a batch, train on it, publish the weights; returns when the step ended."""
@@ -223,26 +224,34 @@ class PostTraining:
             self._turn_page(decide=True, forced=True)
         elif switched and self._applying:
             self._applying = False
-            self._turn_page(decide=False)
+            self._turn_page(decide=False, tried=False)
         elif self._periods_full():
             self._turn_page(decide=self._config.allocation == "adaptive")
 
     def _periods_full(self) -> bool:
         return self._periods.length >= self._config.planner.period
 
-    def _turn_page(self, decide: bool, forced: bool = False) -> None:
+    def _turn_page(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
-        self._periods.end()
+        self._periods.end(self._without_change)
         steps_left = self._config.training.steps - self._step
         if decide and steps_left > 0 and self._switch is None:
             self._switch = asyncio.create_task(self._decide(steps_left, forced))
-        self._begin_period(switching=self._applying or forced)
+        self._begin_period(switching=self._applying or forced, tried=tried)
 
-    def _begin_period(self, switching: bool) -> None:
+    def _without_change(self) -> float | None:
+        """Step seconds of the allocation that was left last, for the work as it is tracked now."""
+        if self._left is None:
+            return None
+        request = self._replanner.request(self._executor.healthy(), None)
+        return price(request, self._left).step if fits(request, self._left) is None else None
+
+    def _begin_period(self, switching: bool, tried: bool = True) -> None:
+        """Predict the next period. Buckets that were not `tried` yet have no known router."""
         allocation = self._executor.allocation()
         if allocation is None:
             return
-        request = self._replanner.request(self._executor.healthy(), allocation)
+        request = self._replanner.request(self._executor.healthy(), allocation if tried else None)
         if fits(request, allocation) is None:
             self._periods.begin(self._step + 1, describe(allocation), price(request, allocation), switching)
 
@@ -258,6 +267,7 @@ class PostTraining:
         if not proposal.decision.taken:
             return
         self._applying = True
+        self._left = current
         self._periods.mark_switching()
         applied = await self._executor.apply(proposal.plan.allocation)
         for change, seconds in applied.seconds:

@@ -120,6 +120,7 @@ class AllocationModel:
         self.a = {(s, j): self.cp.new_bool_var(f"a[{s},{j}]") for s in self.shapes for j in self.classes}
         self.work = [self.cp.new_int_var(0, self.most_work, f"work[{s}]") for s in self.shapes]
         self.step = self.cp.new_int_var(0, longest_step, "step")
+        self.rebucket = self._rebucket()
 
         # Constraints
         self._every_device_has_one_role()
@@ -174,12 +175,14 @@ class AllocationModel:
         for s in self.shapes:
             shape = self.request.shapes[s]
             by_memory = [work_by_memory(cost, cls, shape.kv_tokens) for cls in classes]
-            for hit in possible_hits(self.request.workload):
-                self.cp.add(self.work[s] >= self._load(s, by_memory, hit))
-                for r in self.replicas:
-                    together = self._seats(s, r)
-                    by_seats = [work_by_seats(cost, cls, together) for cls in classes]
-                    self.cp.add(self.work[s] >= self._load(s, by_seats, hit)).only_enforce_if(self.x[r])
+            for tried, if_tried in ((True, []), (False, [self.rebucket])):
+                for hit in possible_hits(self.request, tried):
+                    self.cp.add(self.work[s] >= self._load(s, by_memory, hit)).only_enforce_if(if_tried)
+                    for r in self.replicas:
+                        together = self._seats(s, r)
+                        by_seats = [work_by_seats(cost, cls, together) for cls in classes]
+                        enough = self.cp.add(self.work[s] >= self._load(s, by_seats, hit))
+                        enough.only_enforce_if(self.x[r], *if_tried)
 
     def _engines_have_time_for_their_work(self) -> None:
         weight_load = self.ticks(self.request.profile.switch.weight_load)
@@ -215,7 +218,7 @@ class AllocationModel:
         starts = sum(
             max(0, n - running[self.request.shapes[s].name]) * self.y[s, n] for s in self.shapes for n in self.counts
         )
-        return joins + starts + self._rebucket(current)
+        return joins + starts + self.rebucket
 
     def buckets(self) -> Any:
         return len(self.shapes) - sum(self.y[s, 0] for s in self.shapes)
@@ -282,8 +285,23 @@ class AllocationModel:
         ends = [(s, max(peaks[j] for j in members)) for s, members in groupby(self.classes, lambda j: serving[j])]
         return [*ends[:-1], (ends[-1][0], self.request.workload.longest_context)]
 
-    def _rebucket(self, current: Allocation) -> Any:
-        """1 unless the ranges stay as they are; a constant 1 when no choice of classes gives the current ranges."""
+    def _rebucket(self) -> Any:
+        """Whether the ranges are others than the current ones: always, when there are none or no choice of classes
+        gives them again."""
+        rebucket = self.cp.new_bool_var("rebucket")
+        serving = self._current_shapes()
+        if serving is None:
+            self.cp.add(rebucket == 1)
+        else:
+            for j, s in zip(self.classes, serving, strict=True):
+                self.cp.add_bool_or(self.a[s, j], rebucket)
+        return rebucket
+
+    def _current_shapes(self) -> list[int] | None:
+        """The shape that serves each class now; None when no choice of classes gives the current ranges."""
+        current = self.request.current
+        if current is None:
+            return None
         index = {shape.name: s for s, shape in enumerate(self.request.shapes)}
         serving = [
             next((index.get(b.shape) for b in current.buckets if b.above < cls.peak_context <= b.up_to), None)
@@ -291,13 +309,9 @@ class AllocationModel:
         ]
         known = [s for s in serving if s is not None]
         if len(known) < len(serving):
-            return 1
-        if ranges(current) != tuple((self.request.shapes[s].name, up_to) for s, up_to in self._ranges(known)):
-            return 1
-        rebucket = self.cp.new_bool_var("rebucket")
-        for j, s in zip(self.classes, known, strict=True):
-            self.cp.add_bool_or(self.a[s, j], rebucket)
-        return rebucket
+            return None
+        same = ranges(current) == tuple((self.request.shapes[s].name, up_to) for s, up_to in self._ranges(known))
+        return known if same else None
 
 
 class _Search:

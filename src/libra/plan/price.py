@@ -15,6 +15,7 @@ from itertools import accumulate
 from libra.cost.rollout import concurrency, residence, work_by_memory, work_by_seats
 from libra.cost.train import step_seconds
 from libra.lengths import TrajectoryClass
+from libra.plan.moves import ranges
 from libra.plan.problem import (
     SHARE_TOLERANCE,
     Allocation,
@@ -44,10 +45,11 @@ def own_share(cls: TrajectoryClass, router_hit: float) -> float:
     return (1 - cls.before_first_return) * router_hit
 
 
-def possible_hits(workload: Workload) -> tuple[float, ...]:
-    """The router as good as it was lately, and perfect. How well it hits depends on where the buckets lie, and nothing
-    is known of buckets that were not tried: an allocation must have time for both."""
-    return (workload.router_hit, 1.0) if workload.router_hit < 1 else (1.0,)
+def possible_hits(request: PlanRequest, tried: bool) -> tuple[float, ...]:
+    """How well the router may hit. For buckets that were `tried`, as well as it was seen to; nothing is known of
+    others (how well it hits depends on where they lie), so they must have time for a perfect router, too."""
+    seen = request.workload.router_hit
+    return (seen,) if tried or seen == 1 else (seen, 1.0)
 
 
 def training_seconds(request: PlanRequest, replicas: int) -> float:
@@ -103,10 +105,11 @@ def price(request: PlanRequest, allocation: Allocation) -> Prediction:
     if reason is not None:
         raise ValueError(f"an allocation that does not fit has no price: {reason}")
     own = tuple(_bucket_of(allocation, cls) for cls in request.workload.classes)
+    tried = request.current is not None and ranges(request.current) == ranges(allocation)
     rollout = max(
         _rollout_seconds(request, allocation, own, bucket, hit)
         for bucket in allocation.buckets
-        for hit in possible_hits(request.workload)
+        for hit in possible_hits(request, tried)
     )
     training = training_seconds(request, allocation.replicas)
     longest = _longest_residence(request, allocation, own)

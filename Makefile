@@ -1,0 +1,41 @@
+# Every target sets up what it needs: python3.11, pip and make are enough. `make help` lists the targets.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+
+STAMP := $(VENV)/.libra-installed
+# Built for CUDA: beside the CPU build of PyTorch they break the imports of the libraries that look for them.
+UNWANTED := torchvision torchaudio torchcodec
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint bench
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## make the virtual environment; done once, and again when pyproject.toml changes
+
+# The stamp is the last thing written: an install that was cut off is started again.
+$(STAMP): pyproject.toml
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "setup: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing into $(VENV): about 3.4 GB to download once (vLLM with CPU PyTorch), a couple of minutes"
+	@$(VENV)/bin/python -m pip install -q -e '.[cpu,dev]'
+	@$(VENV)/bin/python -m pip uninstall -q -y $(UNWANTED)
+	@touch $@
+
+run: setup  ## post-train the calculator agent; see runs/calculator/report.html
+	$(VENV)/bin/libra run examples/calculator.yaml --overwrite
+
+test: setup  ## run all tests
+	$(VENV)/bin/python -m pytest -q
+
+lint: setup  ## ruff (rules and format) and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: setup  ## run the benchmarks; leave the machine alone meanwhile
+	$(VENV)/bin/python -m benchmarks.slots
+	$(VENV)/bin/python -m benchmarks.planning

@@ -1,0 +1,110 @@
+"""The state machine of a worker: every pair of roles, and what a role change carries with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra.exec.pool import DEADLINES, IllegalTransitionError, Pool, Role, Worker, make_pool
+
+ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
+
+# Rows are the role before, columns the role after: + is legal.
+TABLE = """
+            idle  joining  rollout  train  draining  failed
+  idle       .       +        .       .       .        +
+  joining    +       .        +       +       .        +
+  rollout    .       .        .       .       +        +
+  train      .       .        .       .       +        +
+  draining   +       .        .       .       .        +
+  failed     .       .        .       .       .        +
+"""
+
+
+def transitions() -> list[tuple[Role, Role, bool]]:
+    header, *rows = [line.split() for line in TABLE.strip().splitlines()]
+    return [
+        (Role(before), Role(after), mark == "+")
+        for before, *marks in rows
+        for after, mark in zip(header, marks, strict=True)
+    ]
+
+
+def test_the_table_names_every_pair() -> None:
+    assert {(before, after) for before, after, _ in transitions()} == {(a, b) for a in Role for b in Role}
+
+
+@pytest.mark.parametrize(("before", "after", "legal"), transitions())
+def test_transitions(before: Role, after: Role, legal: bool) -> None:
+    worker = Worker("w", 0, ANY, role=before, shape="short", since=1.0)
+    if legal:
+        assert worker.become(after, 2.0) == Worker("w", 0, ANY, role=after, shape=None, since=2.0)
+    else:
+        with pytest.raises(IllegalTransitionError, match=f"worker w: {before} -> {after}; legal are"):
+            worker.become(after, 2.0)
+
+
+@pytest.mark.parametrize("role", [Role.TRAIN, Role.ROLLOUT])
+def test_a_worker_takes_only_roles_that_it_may_take(role: Role) -> None:
+    other = next(iter(ANY - {role}))
+    joining = Worker("w", 0, frozenset({other}), role=Role.JOINING)
+    assert joining.become(other, 0.0).role is other
+    with pytest.raises(IllegalTransitionError, match=f"worker w may not {role}; it may {other}"):
+        joining.become(role, 0.0)
+
+
+def test_an_illegal_transition_leaves_the_pool_as_it_was() -> None:
+    pool = make_pool(1, 0, 0)
+    with pytest.raises(IllegalTransitionError):
+        pool.become("core-0", Role.TRAIN, 1.0)
+    assert pool["core-0"] == Worker("core-0", 0, frozenset({Role.TRAIN}))
+
+
+def test_failed_is_final() -> None:
+    pool = make_pool(0, 1, 0)
+    pool.become("hybrid-0", Role.FAILED, 1.0)
+    for role in Role:
+        if role is not Role.FAILED:
+            with pytest.raises(IllegalTransitionError, match="legal are none"):
+                pool.become("hybrid-0", role, 2.0)
+    assert pool["hybrid-0"].role is Role.FAILED
+
+
+def test_the_shape_belongs_to_the_role() -> None:
+    pool = make_pool(0, 0, 1)
+    assert pool.become("rollout-0", Role.JOINING, 0.0, "short").shape == "short"
+    assert pool.become("rollout-0", Role.ROLLOUT, 1.0, "short").shape == "short"
+    assert pool.become("rollout-0", Role.DRAINING, 2.0).shape is None
+
+
+@pytest.mark.parametrize(
+    ("role", "waited", "overdue"),
+    [
+        *[(role, limit, False) for role, limit in DEADLINES.items()],
+        *[(role, limit + 0.5, True) for role, limit in DEADLINES.items()],
+        *[(role, 1e9, False) for role in Role if role not in DEADLINES],
+    ],
+)
+def test_overdue(role: Role, waited: float, overdue: bool) -> None:
+    worker = Worker("w", 0, ANY, role=role, since=10.0)
+    assert Pool([worker]).overdue(10.0 + waited) == ((worker,) if overdue else ())
+
+
+def test_both_passing_roles_have_a_deadline() -> None:
+    assert set(DEADLINES) == {Role.JOINING, Role.DRAINING}
+
+
+def test_make_pool_numbers_slots_core_first() -> None:
+    train, rollout = frozenset({Role.TRAIN}), frozenset({Role.ROLLOUT})
+    assert make_pool(1, 2, 1).all() == (
+        Worker("core-0", 0, train),
+        Worker("hybrid-0", 1, ANY),
+        Worker("hybrid-1", 2, ANY),
+        Worker("rollout-0", 3, rollout),
+    )
+
+
+def test_with_role() -> None:
+    pool = make_pool(2, 0, 0)
+    pool.become("core-1", Role.JOINING, 0.0)
+    assert [worker.id for worker in pool.with_role(Role.IDLE)] == ["core-0"]
+    assert [worker.id for worker in pool.with_role(Role.JOINING)] == ["core-1"]
