@@ -5,22 +5,21 @@ the meantime touches both alike. A speed counts finished pieces of work, never a
 
     python -m benchmarks.slots [--quick] [--json FILE]
 
-The work is a small float32 matrix product, about as long as an engine iteration of the examples, on one thread. Slots
-are as `libra run` makes them: slot n lives on core n modulo the cores, at the share that `cluster.share` defaults to.
-The last configuration is a contrast without a goal: whole cores, shared by whoever wants them.
+The work is small float32 matrix products on one thread, in pieces of a few milliseconds as engine iterations are.
+Slots are as `libra run` makes them: slot n lives on core n modulo the cores, at the share that `cluster.share` defaults
+to. The last configuration is a contrast without a goal: whole cores, shared by whoever wants them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
@@ -28,31 +27,18 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.rows import Row, report
 from libra.config import ClusterConfig
 from libra.exec.pace import Pacer
 
 TOLERANCE = 0.10  # relative; a slot may be this much slower, or faster, when its neighbours are busy
 GOAL = "within 10 %"
 
-_MATRIX = 96  # rows; one product takes well under a millisecond
+_MATRIX = 96  # rows and columns
+_PRODUCTS = 128  # in one piece, between two calls of the pacer
 _QUIET = 0.05  # share of the machine that others may use while this measures
-_PRODUCTS = 16  # between two calls of the pacer
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured number. `goal` and `met` are null where nothing is promised."""
-
-    case: str
-    metric: str
-    value: float
-    unit: str
-    goal: str | None
-    met: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +76,26 @@ class _Slot:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slots", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slots", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short measurements: a first look, not a verdict")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
     options = parser.parse_args(arguments)
-    seconds, repeats = (0.5, 1) if options.quick else (2.0, 5)
+    seconds, repeats = (0.5, 4) if options.quick else (2.0, 5)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     taken = psutil.cpu_percent(interval=1.0) / 100
-    measured = [(each, measure(each, cores, seconds, repeats)) for each in configurations(len(cores))]
-    print_table(measured, len(cores))
+    rows: list[Row] = []
+    for configuration in configurations(len(cores)):
+        rows += rows_of(configuration, measure(configuration, cores, seconds, repeats))
+    report(rows, options.json)
     if taken > _QUIET:
         print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
-    if options.json is not None:
-        rows = [asdict(row(configuration, speeds)) for configuration, speeds in measured]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def configurations(cores: int) -> tuple[Configuration, ...]:
-    """Two slots to a core, as many as fit with the default share."""
+    """As many slots to a core as the default share lets live there."""
     share = ClusterConfig().share
-    slots = range(1, int(cores / share))
+    slots = range(1, cores * int(1 / share))
     own_core = tuple(slot for slot in slots if slot % cores == 0)
     others = tuple(slot for slot in slots if slot % cores != 0)
     found = [Configuration(f"slot of {share:g}, same core", share, own_core, GOAL)]
@@ -136,22 +121,14 @@ def measure(configuration: Configuration, cores: Sequence[int], seconds: float, 
     return Speeds(median(idle), median(busy))
 
 
-def row(configuration: Configuration, speeds: Speeds) -> Row:
-    met = None if configuration.goal is None else abs(speeds.ratio - 1) <= TOLERANCE
-    return Row(configuration.case, "speed with busy / idle neighbours", speeds.ratio, "ratio", configuration.goal, met)
-
-
-def print_table(measured: Sequence[tuple[Configuration, Speeds]], cores: int) -> None:
-    table = Table(title=f"Speed of a CPU slot, {cores} cores, products a second")
-    for name in ("case", "neighbours idle", "neighbours busy", "busy / idle", "goal", "met"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=name == "case")
-    for configuration, speeds in measured:
-        found = row(configuration, speeds)
-        met = "" if found.met is None else "yes" if found.met else "no"
-        table.add_row(
-            found.case, f"{speeds.idle:,.0f}", f"{speeds.busy:,.0f}", f"{found.value:.3f}", found.goal or "", met
-        )
-    Console().print(table)
+def rows_of(configuration: Configuration, speeds: Speeds) -> list[Row]:
+    goal = configuration.goal
+    met = None if goal is None else abs(speeds.ratio - 1) <= TOLERANCE
+    return [
+        Row(configuration.case, "idle neighbours", speeds.idle, "products/s"),
+        Row(configuration.case, "busy neighbours", speeds.busy, "products/s"),
+        Row(configuration.case, "busy / idle", speeds.ratio, "ratio", goal, met),
+    ]
 
 
 def _speed(slot: _Slot, seconds: float) -> float:

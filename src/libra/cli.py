@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -132,24 +132,26 @@ def plan(
 
     Exit status: 0 a plan, 2 bad input, 3 no plan exists.
     """
+    # Imported here: `--help` must not wait for the solver.
     from libra.cost.profile_file import load_profile
-    from libra.plan.document import dump_plan
-    from libra.plan.offline import offline_request
-    from libra.plan.problem import InfeasiblePlanError
     from libra.plan.cpsat import solve
-    from libra.report.plan_table import plan_tables
+    from libra.plan.document import dump_plan
+    from libra.plan.offline import gather, request_from
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.plan_table import log_notes, plan_tables
 
     try:
         settings = load_config(config)
-        request = offline_request(settings, read_trajectories(trajectories), load_profile(profile))
-        found = solve(request, seed=settings.seed)
+        costs = load_profile(profile)
+        evidence = gather(settings, read_trajectories(trajectories))
+        found = solve(request_from(settings, evidence, costs), seed=settings.seed)
         text = dump_plan(found)
         if output is not None:
             output.write_text(text, encoding="utf-8")
-    except (ConfigError, TrajectoryFormatError, ValueError, OSError) as error:
-        if isinstance(error, InfeasiblePlanError):
-            typer.echo(f"libra: no plan exists: {error}", err=True)
-            raise typer.Exit(3) from None
+    except InfeasiblePlanError as error:
+        typer.echo(f"libra: no plan exists: {error}", err=True)
+        raise typer.Exit(3) from None
+    except (ValueError, OSError) as error:  # ConfigError and TrajectoryFormatError among them
         _refuse(error)
     if as_json:
         typer.echo(text, nl=False)
@@ -157,6 +159,8 @@ def plan(
         console = Console()
         for table in plan_tables(found):
             console.print(table)
+    for note in log_notes(evidence):
+        typer.echo(f"note: {note}", err=as_json)  # standard output is the plan, and nothing else, with --json
 
 
 @trace_app.command()

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EnvironmentConfig(_Section):
@@ -87,7 +87,7 @@ class StartConfig(_Section):
     """The allocation that the run starts with (and keeps, with `allocation: static`)."""
 
     replicas: PositiveInt
-    buckets: tuple[StartBucket, ...]
+    buckets: tuple[StartBucket, ...] = Field(min_length=1)
 
 
 class TrainingConfig(_Section):
@@ -118,7 +118,7 @@ class PlannerConfig(_Section):
 class RunConfig(_Section):
     """One run of `libra run`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)  # names a directory
     seed: int = Field(default=0, ge=0)
     directory: Path = Path("runs")
     allocation: Literal["adaptive", "static"] = "adaptive"
@@ -166,6 +166,8 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: give an existing YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): give a YAML file") from None
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -177,6 +179,8 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
         section = data
         for parent in parents:
             section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{path}: {parent}: expected a mapping of keys (got {section!r})")
         section[last] = value
     try:
         return RunConfig.model_validate(data)

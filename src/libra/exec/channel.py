@@ -28,6 +28,13 @@ def _frame(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def _length(header: bytes) -> int:
+    length: int = _LENGTH.unpack(header)[0]
+    if length > LARGEST_FRAME:
+        raise ConnectionAbortedError(f"the peer announced {length} bytes, the frame limit is {LARGEST_FRAME}")
+    return length
+
+
 class WorkerChannel:
     """The worker's end: blocking, or polled between engine iterations."""
 
@@ -39,7 +46,7 @@ class WorkerChannel:
         self._connection.sendall(_frame(message))
 
     def receive(self) -> ToWorker:
-        length = _LENGTH.unpack(self._read(_LENGTH.size))[0]
+        length = _length(self._read(_LENGTH.size))
         return self._decoder.decode(self._read(length))
 
     def poll(self, seconds: float = 0.0) -> bool:
@@ -75,7 +82,7 @@ class ControllerChannel:
 
     async def receive(self) -> FromWorker:
         try:
-            length = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))[0]
+            length = _length(await self._reader.readexactly(_LENGTH.size))
             return self._decoder.decode(await self._reader.readexactly(length))
         except asyncio.IncompleteReadError:
             raise ConnectionResetError("the worker closed the connection") from None

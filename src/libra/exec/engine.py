@@ -15,8 +15,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.exec.channel import WorkerChannel
-from libra.exec.engine_facts import BLOCK_TOKENS
 from libra.exec.messages import (
     Abort,
     Done,

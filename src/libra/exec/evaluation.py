@@ -22,14 +22,14 @@ _CHECKED = 12  # episodes
 
 
 async def evaluate(
-    rollout: Rollout, prompts: Sequence[Prompt], name: str, step: int, temperature: float, clock: float
+    rollout: Rollout, prompts: Sequence[Prompt], name: str, step: int, temperature: float
 ) -> tuple[Evaluation, list[Episode]]:
     """Accuracy over `prompts`, sampled at `temperature` and greedy; also returns the sampled episodes."""
     seats = asyncio.Semaphore(_AT_ONCE)
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
         async with seats:
-            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _SOON, heat, clock)
+            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _SOON, heat)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))
     greedy = await asyncio.gather(*(one("greedy", i, p, 0.0) for i, p in enumerate(prompts)))
@@ -43,11 +43,11 @@ async def evaluate(
     ), list(sampled)
 
 
-async def logprob_gap(rollout: Rollout, core: Handle, prompts: Sequence[Prompt], label: str, clock: float) -> float:
+async def logprob_gap(rollout: Rollout, core: Handle, prompts: Sequence[Prompt], label: str) -> float:
     """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes."""
     episodes = await asyncio.gather(
         *(
-            rollout.episode(f"{label}-{index}", prompt, _SOON, 1.0, clock, fresh=True)
+            rollout.episode(f"{label}-{index}", prompt, _SOON, 1.0, fresh=True)
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )

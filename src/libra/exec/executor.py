@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,17 @@ from libra.exec.fleet import Fleet, Instance
 from libra.exec.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.journal import Journal
 from libra.exec.launch_local import LocalLauncher
-from libra.exec.messages import Done, LoadCheckpoint, LoadWeights, Publish, Published, Ready, SaveCheckpoint, StartEngine, StartTrainer
+from libra.exec.messages import (
+    Done,
+    LoadCheckpoint,
+    LoadWeights,
+    Publish,
+    Published,
+    Ready,
+    SaveCheckpoint,
+    StartEngine,
+    StartTrainer,
+)
 from libra.exec.pool import DEADLINES, Pool, Role, Worker
 from libra.exec.trainers import Trainers
 from libra.exec.weights import BUFFERS
@@ -172,7 +182,7 @@ class Executor:
         if self.pool[name].role is Role.IDLE:
             self._become(name, Role.JOINING)
         training = self._config.training
-        handle = Handle(await self._launcher.spawn(name), self._report_lost)
+        handle = Handle(await self._launcher.spawn(name), self.lose)
         ready = await handle.start(
             StartTrainer(
                 model_directory=str(self._model_directory),
@@ -188,12 +198,13 @@ class Executor:
             )
         )
         self._layout = ready
+        self._journal.commit("worker", worker=name, pid=handle.pid)
         self.start_seconds[name] = ready.seconds
         return handle
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
-        handle = EngineHandle(await self._launcher.spawn(name), self._report_lost)
+        handle = EngineHandle(await self._launcher.spawn(name), self.lose)
         ready = await handle.start(
             StartEngine(
                 model_directory=str(self._model_directory),
@@ -208,6 +219,7 @@ class Executor:
                 refresh_kv=self._config.training.kv_on_update == "refresh",
             )
         )
+        self._journal.commit("worker", worker=name, pid=handle.pid)
         self.start_seconds[name] = ready.seconds
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
             await self._load(handle)
@@ -220,9 +232,6 @@ class Executor:
             return 0.0  # reported by its channel; nobody waits for it
         self._watcher.weights(handle.name, self._current.version, seconds)
         return seconds
-
-    def _report_lost(self, name: str) -> None:
-        self.lose(name, "its process went away")
 
     def _become(self, name: str, role: Role, shape: str | None = None) -> None:
         worker = self.pool.become(name, role, time.monotonic(), shape)

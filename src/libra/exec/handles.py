@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
+import msgspec
+
 from libra.exec.launch_local import WorkerLink
 from libra.exec.messages import (
     Abort,
@@ -49,10 +53,16 @@ class WorkerFailedError(RuntimeError):
         self.peer_lost = peer_lost
 
 
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A reader that broke must not be forgotten: what it raised goes to the loop's exception handler."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
+
+
 class Handle:
     """Orders with one answer each, answered in turn; `on_lost` is called once when the worker goes away."""
 
-    def __init__(self, link: WorkerLink, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self.name, self.pid = link.name, link.pid
         self._channel = link.channel
         self._on_lost = on_lost
@@ -61,6 +71,7 @@ class Handle:
         self.lost = False
         self._stopping = False  # its end is no loss
         self._reader = asyncio.create_task(self._read(), name=f"read {link.name}")
+        self._reader.add_done_callback(_raise_in_loop)
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
         """Send an order and wait for its answer. Raises `WorkerLostError`, `WorkerFailedError`, `TimeoutError`."""
@@ -90,7 +101,9 @@ class Handle:
         self.close()
 
     def close(self) -> None:
-        self.lost = True
+        if not self.lost:
+            self.lost = True
+            self._fail_waiters()
         self._reader.cancel()
         self._channel.close()
 
@@ -104,18 +117,24 @@ class Handle:
         try:
             while True:
                 self._receive(await self._channel.receive())
-        except ConnectionError:
-            if not self.lost:
-                self.lost = True
-                self._fail_waiters()
-                if not self._stopping:
-                    self._on_lost(self.name)
+        except ConnectionError as error:
+            self._end(str(error))
+        except msgspec.MsgspecError as error:
+            self._end(f"it sent what is not a message: {error}")
+
+    def _end(self, why: str) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        self._fail_waiters()
+        if not self._stopping:
+            self._on_lost(self.name, why)
 
 
 class EngineHandle(Handle):
     """A rollout engine: many generations at once, counters for the planner's feedback."""
 
-    def __init__(self, link: WorkerLink, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self._turns: dict[str, tuple[asyncio.Future[Turn], int]] = {}
         self.busy_seconds = 0.0
         self.prefilled_tokens = 0

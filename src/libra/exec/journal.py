@@ -40,14 +40,12 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    *lines, _interrupted = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                return
-            raise JournalError(f"{path}:{number}: {error.msg}; the journal is damaged, start a new run") from None
+        except ValueError as error:  # not JSON, or not even text
+            raise JournalError(f"{path}:{number}: {error}; the journal is damaged, start a new run") from None
         yield entry
 
 

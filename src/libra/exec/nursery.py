@@ -21,7 +21,7 @@ from typing import Any
 from libra.exec.channel import WorkerChannel
 from libra.exec.messages import Failure, StartEngine, StartTrainer
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
 def main(control_descriptor: int, weights_descriptor: int) -> None:
@@ -49,6 +49,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
 def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> None:
     """Run one worker in the forked child, and leave without the nursery's clean-up handlers."""
     _die_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -90,7 +91,6 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
 def _import_everything() -> None:
     """What engines and trainers import, so that a fork has it already."""
-    import transformers.models.qwen3.modeling_qwen3
     import vllm.model_executor.models.qwen3
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.executor.uniproc_executor

@@ -10,9 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from libra.config import RunConfig
@@ -170,7 +168,7 @@ class PostTraining:
 
     async def _run_episode(self, group: str, index: int, prompt: Prompt, order: int) -> None:
         temperature = self._config.training.temperature
-        episode = await self._rollout.episode(f"{group}-{index}", prompt, order, temperature, self._recorder.clock)
+        episode = await self._rollout.episode(f"{group}-{index}", prompt, order, temperature)
         self._admission.finish(group, episode)
         self._recorder.episode(episode)
         limits = [bucket.up_to for bucket in self._executor.fleet.allocation.buckets]

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from libra.config import ConfigError, RunConfig
+from libra.exec.checkpoint import latest_checkpoint
 
 # Private memory of one process beside the shared libraries, measured as proportional set size on the tiny models of
 # the examples (torch, vLLM and their heaps); a larger model adds its weights, see `_memory_needed`.
@@ -67,7 +68,7 @@ def _check_memory(config: RunConfig) -> None:
         fit = max(0, int((free - NURSERY_BYTES) // each))
         raise ConfigError(
             f"cluster.slots: {config.cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
-            f" {free / 2**30:.1f} GiB are free; use at most {fit}"
+            f" {free / 2**30:.1f} GiB are free; use at most {fit}, or free some memory"
         )
 
 
@@ -76,7 +77,12 @@ def _weight_bytes(config: RunConfig) -> int:
     directory = config.model.directory
     if directory is not None:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        dtype = json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16")
+        try:
+            dtype = json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16")
+        except (ValueError, AttributeError):
+            raise ConfigError(
+                f"model.directory: {directory / 'config.json'} is not a JSON object; save the model there again"
+            ) from None
         return stored * (1 if dtype == "float32" else 2)
     shape = config.model
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
@@ -99,6 +105,13 @@ def _check_engines(config: RunConfig) -> None:
             raise ConfigError(
                 f"engines.{name}.kv_tokens: {shape.kv_tokens} tokens cannot hold one context of"
                 f" {shape.max_model_len}; give at least engines.{name}.max_model_len"
+            )
+    for bucket in config.start.buckets:
+        holds = config.engines[bucket.shape].max_model_len
+        if bucket.up_to > holds:
+            raise ConfigError(
+                f"start.buckets: {bucket.shape!r} is to serve contexts up to {bucket.up_to} tokens and holds {holds};"
+                f" lower up_to, or raise engines.{bucket.shape}.max_model_len"
             )
     longest = max(shape.max_model_len for shape in config.engines.values())
     last = config.start.buckets[-1]
@@ -125,12 +138,20 @@ def _check_port(config: RunConfig) -> None:
 
 def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> None:
     directory = config.run_directory
-    nearest = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
+    nearest = next(
+        parent
+        for parent in (directory, *directory.absolute().parents)
+        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
+    )
     if not nearest.is_dir() or not _writable(nearest):
         raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
     used = directory.is_dir() and any(directory.iterdir())
     if resume and not used:
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
+    if resume:
+        latest_checkpoint(directory)
     if used and not resume and not overwrite:
         raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
 

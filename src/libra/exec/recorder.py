@@ -28,11 +28,17 @@ _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no f
 
 
 class Recorder:
-    """Writes metrics, periods, decisions, events, trajectories, routing and the timeline. Times count from `clock`."""
+    """Writes metrics, periods, decisions, events, trajectories, routing and the timeline.
 
-    def __init__(self, directory: Path, clock: float) -> None:
+    The times of records count the seconds of reinforcement learning, over all sittings of a resumed run; the timeline
+    counts from the start of this one.
+    """
+
+    def __init__(self, directory: Path, seconds_before: float) -> None:
         self.directory = directory
-        self.clock = clock
+        self._started = time.monotonic()
+        self._seconds_before = seconds_before
+        self._began: float | None = None
         self._files = {
             name: open(directory / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
             for name in ("metrics", "periods", "decisions", "events", "trajectories", "routing")
@@ -44,17 +50,21 @@ class Recorder:
         self._counted: dict[str, float] = {}
         self.migrations = 0
 
-    def restart_clock(self) -> None:
-        """Count from now on: reinforcement learning begins."""
-        self.clock = time.monotonic()
+    def begin(self) -> None:
+        """Reinforcement learning begins, or goes on."""
+        self._began = time.monotonic()
 
     def now(self) -> float:
-        """Seconds since the clock started."""
-        return time.monotonic() - self.clock
+        """Seconds of reinforcement learning so far."""
+        return self._seconds_before + (time.monotonic() - self._began if self._began is not None else 0.0)
+
+    def _on_timeline(self) -> float:
+        return time.monotonic() - self._started
 
     def step(self, record: StepRecord) -> None:
         self._write("metrics", record)
-        self.timeline.step(record.step, record.time - record.step_seconds, record.time, {"reward": record.reward_mean})
+        now = self._on_timeline()
+        self.timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
 
     def period(self, record: PeriodRecord) -> None:
         self._write("periods", record)
@@ -75,7 +85,7 @@ class Recorder:
         if report.placement.migrated:
             self.migrations += 1
             entry = {
-                "time": round(report.began - self.clock, 4),
+                "time": round(self.now(), 4),
                 "trajectory": report.trajectory,
                 "to": report.worker,
                 "bucket": report.placement.bucket,
@@ -85,7 +95,7 @@ class Recorder:
 
     def running_turns(self, worker: str, running: int) -> None:
         """How many turns an engine holds, thinned out for the timeline."""
-        now = self.now()
+        now = self._on_timeline()
         if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
             self._counted[worker] = now
             self.timeline.turns(worker, running, now)
@@ -93,17 +103,17 @@ class Recorder:
     def role(self, worker: Worker) -> None:
         label = f"rollout:{worker.shape}" if worker.role is Role.ROLLOUT else str(worker.role)
         self.roles[worker.id] = label
-        self.timeline.role(worker.id, label, self.now())
+        self.timeline.role(worker.id, label, self._on_timeline())
         if worker.role in (Role.ROLLOUT, Role.TRAIN):
             self.event("role_change", worker.id, f"is now {label}")
 
     def worker_lost(self, worker: str, why: str) -> None:
         self.lost.append(worker)
         self.event("worker_lost", worker, why)
-        self.timeline.lost(worker, self.now(), why)
+        self.timeline.lost(worker, self._on_timeline(), why)
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        now = self.now()
+        now = self._on_timeline()
         self.timeline.work(worker, f"load v{version}", now - seconds, now)
         self.timeline.weights(worker, version, now)
 

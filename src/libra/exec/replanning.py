@@ -13,18 +13,17 @@ from typing import Any
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.cost.train import step_seconds
-from libra.exec.engine_facts import BLOCK_TOKENS
 from libra.exec.pool import Role, Worker
 from libra.exec.rollout import Episode
 from libra.exec.trainers import StepResult
 from libra.lengths import LengthTracker
 from libra.plan.cpsat import solve
 from libra.plan.moves import diff, seconds
-from libra.plan.problem import Allocation, EngineShape, Fleet, Plan, PlanRequest, Workload
+from libra.plan.problem import Allocation, Fleet, Plan, PlanRequest
 from libra.plan.replan import Decision, decide
+from libra.plan.request import make_request, make_tracker
 
 _HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
-_CLASSES = 8
 
 
 @dataclass(slots=True)
@@ -67,16 +66,12 @@ class Replanner:
         self._config = config
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
-        self.tracker = LengthTracker(config.planner.half_life, block_tokens=BLOCK_TOKENS)
+        self.tracker = make_tracker(config)
         self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
         self._router_hits = Ratio()
         self._routed_tokens = self._hit_tokens = 0  # since the last step
         self._engine_speed = Ratio()  # measured over modelled busy seconds
         self._train_speed = Ratio()
-        self._shapes = tuple(
-            EngineShape(name, shape.max_model_len, shape.max_num_seqs, shape.kv_tokens)
-            for name, shape in sorted(config.engines.items(), key=lambda item: item[1].max_model_len)
-        )
 
     def restore_tracker(self, snapshot: dict[str, Any]) -> None:
         """Go on from a checkpoint's statistics."""
@@ -131,23 +126,15 @@ class Replanner:
         self.profile = replace(self.profile, switch=measured)
 
     def request(self, workers: Sequence[Worker], current: Allocation | None) -> PlanRequest:
-        training = self._config.training
-        classes = self.tracker.classes(_CLASSES)
         tokens = self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak
-        return PlanRequest(
+        return make_request(
+            self._config,
+            self.tracker,
+            self.current_profile(),
             fleet=_fleet(workers),
-            shapes=self._shapes,
-            profile=self.current_profile(),
-            workload=Workload(
-                trajectories=training.trajectories,
-                group_size=training.samples_per_prompt,
-                max_staleness=training.max_staleness,
-                max_turn_tokens=self._max_turn_tokens,
-                longest_context=max(shape.max_model_len for shape in self._shapes),
-                train_tokens=tokens,
-                router_hit=self._router_hits.value,
-                classes=classes,
-            ),
+            max_turn_tokens=self._max_turn_tokens,
+            train_tokens=tokens,
+            router_hit=self._router_hits.value,
             current=current,
         )
 

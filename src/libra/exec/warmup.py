@@ -75,7 +75,7 @@ async def _train(
     codec = TokenizerCodec(directory)
     rng = random.Random(f"warm-up:{config.seed}")
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    trainer = Handle(await launcher.spawn("warm-up"), lambda name: None)
+    trainer = Handle(await launcher.spawn("warm-up"), lambda name, why: None)
     await trainer.start(
         StartTrainer(
             model_directory=str(directory),

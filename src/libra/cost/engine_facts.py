@@ -1,4 +1,7 @@
-"""What is known of the engine without importing it."""
+"""What is known of the engine without importing it.
+
+Invariant: a fact stands here once; the engine is started with it and the planner prices with it.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""What a benchmark found, as rows to print and to keep.
+
+Invariant: what is printed and what is written are the same rows in the same order. A goal that a row names is either
+met or not; a row without a goal promises nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured number. `goal` is in words, with its unit; it and `met` are None where nothing is promised."""
+
+    case: str
+    metric: str
+    value: float
+    unit: str
+    goal: str | None = None
+    met: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.goal is None) != (self.met is None):
+            raise ValueError(f"{self.case}, {self.metric}: goal and met must both be set, or both be None")
+
+
+def report(rows: Sequence[Row], json_path: Path | None) -> None:
+    """Print the rows as a table; also write them to `json_path` as a JSON list, if there is one."""
+    Console().print(make_table(rows))
+    if json_path is not None:
+        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def make_table(rows: Sequence[Row]) -> Table:
+    """One line a row; a case is named once. The columns of goals are left out where no row has one."""
+    with_goals = any(row.goal is not None for row in rows)
+    table = Table()
+    for name in ("case", "metric", "value", "unit", *(("goal", "met") if with_goals else ())):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    previous = None
+    for row in rows:
+        cells = [escape(row.case) if row.case != previous else "", escape(row.metric), f"{row.value:,.4g}", row.unit]
+        if with_goals:
+            cells += [escape(row.goal or ""), "" if row.met is None else "yes" if row.met else "no"]
+        table.add_row(*cells)
+        previous = row.case
+    return table

@@ -1,0 +1,82 @@
+"""What the planner is asked when there is a log of trajectories and no run.
+
+Invariant: the log is read once and in order, and only finished trajectories say how long trajectories are; what the
+log cannot say is assumed in the open: every group trains, the router never misses, and no tool call of unknown
+duration takes any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from libra.config import ConfigError, RunConfig
+from libra.cost.device import DeviceProfile
+from libra.lengths import LengthTracker
+from libra.plan.problem import Fleet, PlanRequest
+from libra.plan.request import longest_context, make_request, make_tracker
+from libra.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a log says about the work of one step."""
+
+    tracker: LengthTracker
+    finished: int
+    unfinished: int  # left out: how long they would have become is unknown
+    longest_turn: int  # tokens; no turn of the log is longer
+
+
+def offline_request(config: RunConfig, trajectories: Iterable[Trajectory], profile: DeviceProfile) -> PlanRequest:
+    """The planning question for the lengths in `trajectories`, oldest first, on the devices of `config.cluster`.
+
+    Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
+    """
+    return request_from(config, gather(config, trajectories), profile)
+
+
+def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
+    """Read a log once, in memory that does not grow with it. Raises `ConfigError` as `offline_request` does."""
+    tracker = make_tracker(config)
+    holds = longest_context(config)
+    finished = unfinished = too_long = longest = longest_turn = 0
+    for trajectory in trajectories:
+        # An unfinished trajectory is at least this long: one that no engine holds already tells.
+        longest = max(longest, trajectory.peak_context)
+        if trajectory.peak_context > holds:
+            too_long += 1
+        elif trajectory.finished:
+            finished += 1
+            longest_turn = max(longest_turn, *(turn.generated_tokens for turn in trajectory.turns))
+            tracker.observe(trajectory)
+        else:
+            unfinished += 1
+    if too_long:
+        name = max(config.engines, key=lambda name: config.engines[name].max_model_len)
+        raise ConfigError(
+            f"engines.{name}.max_model_len: it is {holds}, the largest, and {too_long} of the log's"
+            f" {too_long + finished + unfinished} trajectories hold more, the longest {longest} tokens: raise it to"
+            f" {longest} at least"
+        )
+    if not finished:
+        raise ConfigError(
+            f"trajectories: the log has {unfinished}, none of them finished; give a log with at least one finished"
+            " trajectory, such as the trajectories.jsonl of a run"
+        )
+    return Evidence(tracker, finished, unfinished, longest_turn)
+
+
+def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> PlanRequest:
+    """The planning question for what `gather` found."""
+    cluster = config.cluster
+    return make_request(
+        config,
+        evidence.tracker,
+        profile,
+        fleet=Fleet(cluster.core, cluster.hybrid, cluster.rollout),
+        max_turn_tokens=max(1, evidence.longest_turn),
+        train_tokens=evidence.tracker.mean_peak,  # as if every group gave a signal to train on
+        router_hit=1.0,
+        current=None,
+    )

@@ -1,0 +1,66 @@
+"""From a configuration and tracked statistics to a `PlanRequest`: the part that planning offline and planning during a
+run have in common.
+
+Invariant: what the configuration decides is read here and nowhere else, so both ask the same question; everything else
+is the caller's to know, and none of it has a default.
+"""
+
+from __future__ import annotations
+
+from libra.config import RunConfig
+from libra.cost.device import DeviceProfile
+from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.lengths import LengthTracker
+from libra.plan.problem import Allocation, EngineShape, Fleet, PlanRequest, Workload
+
+_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
+
+
+def make_tracker(config: RunConfig) -> LengthTracker:
+    """An empty tracker that forgets as the configuration says and knows the engine's blocks."""
+    return LengthTracker(config.planner.half_life, block_tokens=BLOCK_TOKENS)
+
+
+def engine_shapes(config: RunConfig) -> tuple[EngineShape, ...]:
+    """The engine sizes of the configuration, shortest first."""
+    return tuple(
+        EngineShape(name, shape.max_model_len, shape.max_num_seqs, shape.kv_tokens)
+        for name, shape in sorted(config.engines.items(), key=lambda item: item[1].max_model_len)
+    )
+
+
+def longest_context(config: RunConfig) -> int:
+    """Tokens beyond which no trajectory can grow: what the longest engine size holds."""
+    return max(shape.max_model_len for shape in config.engines.values())
+
+
+def make_request(
+    config: RunConfig,
+    tracker: LengthTracker,
+    profile: DeviceProfile,
+    *,
+    fleet: Fleet,
+    max_turn_tokens: int,
+    train_tokens: float,
+    router_hit: float,
+    current: Allocation | None,
+) -> PlanRequest:
+    """The question for the work that `tracker` has seen. The keyword arguments are fields of `PlanRequest` and
+    `Workload`. Raises ValueError when the tracker has seen no trajectory, or one that no engine size holds."""
+    training = config.training
+    return PlanRequest(
+        fleet=fleet,
+        shapes=engine_shapes(config),
+        profile=profile,
+        workload=Workload(
+            trajectories=training.trajectories,
+            group_size=training.samples_per_prompt,
+            max_staleness=training.max_staleness,
+            max_turn_tokens=max_turn_tokens,
+            longest_context=longest_context(config),
+            train_tokens=train_tokens,
+            router_hit=router_hit,
+            classes=tracker.classes(_CLASSES),
+        ),
+        current=current,
+    )

@@ -1,0 +1,98 @@
+"""From a name to an environment, and what is said when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra.config import ConfigError, EnvironmentConfig
+from libra.environments.calculator import Calculator
+from libra.environments.registry import load_environment
+
+PLUG_IN = """
+from libra.environments.calculator import Calculator
+
+
+class Doubled(Calculator):
+    name = "doubled"
+
+
+NOT_A_CLASS = 3
+"""
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a module in it, and an import path that is put back afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "plugged_in_task.py").write_text(PLUG_IN)
+    return tmp_path
+
+
+def environment(
+    kind: str = "calculator", tools: tuple[str, ...] = ("calculator",), **options: Any
+) -> EnvironmentConfig:
+    return EnvironmentConfig(kind=kind, tools=tools, options=options)
+
+
+def test_a_built_in_name_with_options(tmp_path: Path) -> None:
+    assert load_environment(environment(max_turns=3), tmp_path) == Calculator(max_turns=3)
+
+
+def test_a_class_of_a_module_beside_the_configuration(beside: Path) -> None:
+    loaded = load_environment(environment("plugged_in_task:Doubled", skill=0.9), beside)
+    assert type(loaded).__name__ == "Doubled"
+    assert (loaded.deadline, loaded.max_turns) == (Calculator().deadline, Calculator().max_turns)
+
+
+REFUSED = [
+    (
+        "unknown tool",
+        environment(tools=("calculatr",)),
+        "environment.tools: unknown tool 'calculatr'; calculator has calculator",
+    ),
+    (
+        "tool unlike any",
+        environment(tools=("web",)),
+        "environment.tools: unknown tool 'web'; calculator has calculator",
+    ),
+    ("no tool", environment(tools=()), "environment.tools: empty; name at least one of calculator"),
+    (
+        "unknown kind",
+        environment("chess"),
+        "environment.kind: unknown environment 'chess'; use calculator or your own module:Class",
+    ),
+    ("unknown option", environment(skil=0.5), "environment.options: "),
+    (
+        "unknown module",
+        environment("no_such_module:Task"),
+        "environment.kind: 'no_such_module:Task' cannot be imported",
+    ),
+    (
+        "unknown class",
+        environment("plugged_in_task:Task"),
+        "environment.kind: 'plugged_in_task:Task' cannot be imported",
+    ),
+    ("not a class", environment("plugged_in_task:NOT_A_CLASS"), "environment.options: 'int' object is not callable"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_what_cannot_be_loaded_is_refused_with_key_and_remedy(
+    beside: Path, config: EnvironmentConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_environment(config, beside)
+    assert message in str(refusal.value)
+
+
+def test_an_unknown_option_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'skil'"):
+        load_environment(environment(skil=0.5), tmp_path)
+
+
+def test_the_place_to_put_a_module_is_named(beside: Path) -> None:
+    with pytest.raises(ConfigError, match=f"give module:Class with the module in {beside}"):
+        load_environment(environment("no_such_module:Task"), beside)

@@ -1,0 +1,169 @@
+"""The decoupled objective: one case in numbers, then what must hold of all."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.exec.grpo import BEHAVIOUR_WEIGHT_CAP, Denominator, LossSum, denominator, group_advantages, loss_sum
+
+KINDS: tuple[Denominator, ...] = ("tokens", "sequences", "constant")
+CLIP = (0.8, 1.28)
+Rows = list[list[float]]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wanted"),
+    [
+        ([1.0, 0.0, 0.0, 1.0], [0.9998, -0.9998, -0.9998, 0.9998]),  # spread 1/2: +-0.5 / 0.5001
+        ([3.0, 0.0, 0.0], [1.414114, -0.707057, -0.707057]),  # mean 1, spread sqrt(2): 2 / 1.414314
+        ([0.0, 0.0], None),
+        ([0.1, 0.1, 0.1], None),
+    ],
+)
+def test_group_advantages(rewards: list[float], wanted: list[float] | None) -> None:
+    advantages = group_advantages(rewards)
+    assert advantages == (None if wanted is None else pytest.approx(wanted, abs=1e-6))
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("tokens", 50.0), ("sequences", 4.0), ("constant", 48.0)])
+def test_denominator(kind: Denominator, wanted: float) -> None:
+    assert denominator(kind, sequences=4, tokens=50, constant=12.0) == wanted
+    halves = [denominator(kind, sequences, tokens, 12.0) for sequences, tokens in ((1, 41), (3, 9))]
+    assert sum(halves) == wanted
+
+
+# Two samples of three tokens. `ratio` is pi / pi_prox, `stale` is pi_prox / mu. The last token of the second sample was
+# written by a tool: its numbers must not matter.
+#
+#   sample 1, A = 2:   ratio  1.5     min(3, 2.56)     = 2.56 (clipped)  weight 1.25               3.2
+#                             0.5     min(1, 1.6)      = 1               weight min(4, 2) = 2      2.0
+#                             1.1     min(2.2, 2.2)    = 2.2             weight 0.5                1.1    sum  6.3
+#   sample 2, A = -1:  ratio  0.5     min(-0.5, -0.8)  = -0.8 (clipped)  weight 1                 -0.8
+#                             1.5     min(-1.5, -1.28) = -1.5            weight 0.8               -1.2    sum -2.0
+RATIO = [[1.5, 0.5, 1.1], [0.5, 1.5, 99.0]]
+STALE = [[1.25, 4.0, 0.5], [1.0, 0.8, 99.0]]
+MASK = [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+ADVANTAGES = [[2.0], [-1.0]]
+BEHAVIOUR = [[-1.0, -2.0, -0.5], [-0.25, -3.0, -0.1]]
+
+
+def tensor(rows: Rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def hand_case(kind: Denominator) -> tuple[LossSum, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, and the three log-probabilities that it was computed of."""
+    behaviour = tensor(BEHAVIOUR)
+    prox = behaviour + tensor(STALE).log()
+    logprobs = prox + tensor(RATIO).log()
+    for leaf in (logprobs, prox, behaviour):
+        leaf.requires_grad_()
+    sums = loss_sum(logprobs, prox, behaviour, tensor(ADVANTAGES), tensor(MASK), CLIP, kind)
+    return sums, logprobs, prox, behaviour
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize(
+    ("kind", "loss", "length"),
+    [
+        ("tokens", -4.3, [1.0, 1.0]),
+        ("constant", -4.3, [1.0, 1.0]),
+        ("sequences", -1.1, [3.0, 2.0]),  # -(6.3 / 3 - 2 / 2)
+    ],
+)
+def test_the_case_worked_out_by_hand(kind: Denominator, loss: float, length: list[float]) -> None:
+    sums, logprobs, prox, behaviour = hand_case(kind)
+    assert float(sums.loss) == pytest.approx(loss)
+    assert sums.tokens == 5
+    assert sums.clipped == 4
+    assert sums.behaviour_weight == pytest.approx(1.25 + 2.0 + 0.5 + 1.0 + 0.8)
+    assert sums.prox_gap == pytest.approx(log(1.25) + log(4.0) + log(2.0) - log(0.8))
+    # d loss / d log pi is -weight * A * ratio where the unclipped side is the smaller one, and nothing elsewhere.
+    sums.loss.backward()
+    by_hand = [[0.0, -2.0 * 2.0 * 0.5, -0.5 * 2.0 * 1.1], [0.0, 0.8 * 1.5, 0.0]]
+    wanted = [[value / own for value in row] for row, own in zip(by_hand, length, strict=True)]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [pytest.approx(row) for row in wanted]
+    assert prox.grad is None
+    assert behaviour.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_it_is_not_the_ratio_to_the_behaviour_policy() -> None:
+    _, logprobs, _, behaviour = hand_case("tokens")
+    mask, advantages = tensor(MASK), tensor(ADVANTAGES)
+    ratio = ((logprobs - behaviour) * mask).exp()
+    naive = -(torch.minimum(ratio * advantages, ratio.clamp(*CLIP) * advantages) * mask).sum()
+    # 1.875 and 2 are clipped to 1.28, 0.55 is not: 2.56 + 2.56 + 1.1; then -0.8 and -1.2.
+    assert float(naive) == pytest.approx(-4.22)
+    assert float(hand_case("tokens")[0].loss) != pytest.approx(float(naive), abs=0.01)
+
+
+def test_one_step_per_batch_pushes_by_the_truncated_weight() -> None:
+    """As the trainer calls it: the proximal policy is the policy itself, so all that acts is the weight."""
+    behaviour = tensor([[-2.0, -1.0, -1.0]])
+    logprobs = tensor([[-1.0, -1.0, -2.0]]).requires_grad_()
+    sums = loss_sum(logprobs, logprobs.detach(), behaviour, tensor([[1.0]]), tensor([[1.0] * 3]), CLIP, "tokens")
+    sums.loss.backward()
+    weights = [BEHAVIOUR_WEIGHT_CAP, 1.0, pytest.approx(0.36787944)]  # min(e, 2), 1, 1 / e
+    assert [-gradient for gradient in logprobs.grad[0].tolist()] == weights  # type: ignore[index]
+    assert (sums.clipped, sums.prox_gap) == (0.0, 2.0)
+
+
+def test_no_gradient_through_the_weight_even_where_prox_is_the_policy_itself() -> None:
+    behaviour = tensor([[-1.5, -1.0]])
+    logprobs = tensor([[-1.0, -1.25]]).requires_grad_()
+    loss_sum(logprobs, logprobs, behaviour, tensor([[3.0]]), tensor([[1.0, 1.0]]), CLIP, "tokens").loss.backward()
+    weights = (logprobs.detach() - behaviour).exp()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [pytest.approx(row) for row in (-3.0 * weights).tolist()]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[torch.Tensor], int]:
+    """log-probs, prox, behaviour, advantages and mask of a few samples, and where to split them in two."""
+    samples, tokens = draw(st.integers(2, 5)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    drift = draw(st.sampled_from([0.0, 0.1, 1.0]))
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    behaviour = -noise(samples, tokens).abs()
+    prox = behaviour + drift * noise(samples, tokens)
+    logprobs = prox + drift * noise(samples, tokens)
+    mask = (noise(samples, tokens) > -0.5).double()
+    return [logprobs, prox, behaviour, noise(samples, 1), mask], draw(st.integers(1, samples - 1))
+
+
+@settings(deadline=None)
+@given(batches(), st.sampled_from(KINDS))
+def test_sums_over_micro_batches_are_the_sum_over_the_batch(
+    batch: tuple[list[torch.Tensor], int], kind: Denominator
+) -> None:
+    tensors, split = batch
+
+    def computed(part: slice) -> tuple[LossSum, torch.Tensor]:
+        logprobs, prox, behaviour, advantages, mask = (tensor[part].clone() for tensor in tensors)
+        # A micro-batch is padded only to its own longest sample.
+        used = int(mask.amax(dim=0).nonzero().max()) + 1 if mask.any() else 1
+        logprobs.requires_grad_()
+        cut = [tensor[:, :used] for tensor in (logprobs, prox, behaviour)]
+        sums = loss_sum(*cut, advantages, mask[:, :used], CLIP, kind)
+        sums.loss.backward()
+        assert logprobs.grad is not None
+        return sums, logprobs.grad
+
+    whole, gradient = computed(slice(None))
+    parts = [computed(slice(0, split)), computed(slice(split, None))]
+    assert torch.allclose(torch.cat([part for _, part in parts]), gradient)
+    for field in ("tokens", "clipped"):
+        assert sum(getattr(sums, field) for sums, _ in parts) == getattr(whole, field)
+    for field in ("loss", "behaviour_weight", "prox_gap"):
+        total = sum(float(getattr(sums, field)) for sums, _ in parts)
+        assert total == pytest.approx(float(getattr(whole, field)), abs=1e-9)

@@ -1,0 +1,118 @@
+"""Every message arrives as it was sent, and nothing else arrives."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from libra.exec.messages import (
+    Abort,
+    Done,
+    EngineMeasured,
+    Failure,
+    FromWorker,
+    Generate,
+    LoadCheckpoint,
+    Loaded,
+    LoadWeights,
+    MeasureEngine,
+    MeasureTraining,
+    Message,
+    Publish,
+    Published,
+    Ready,
+    Regroup,
+    Regrouped,
+    Sample,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartEngine,
+    StartTrainer,
+    Stop,
+    Tensor,
+    ToWorker,
+    Train,
+    Trained,
+    TrainingMeasured,
+    Turn,
+    Turns,
+    WarmedUp,
+    WarmUp,
+)
+
+LAYOUT = (Tensor("embed.weight", (64, 32), 0), Tensor("norm.weight", (32,), 4096))
+SAMPLE = Sample("g0-1", [5, 6, 7], [False, True, True], [0.0, -0.1, -2.5e-7], [-1, 3, 4], -0.75)
+TURN = Turn("g0-1/0#7", [6, 7], [-0.1, -2.5], [(3, 0), (4, 1)], 12, 8, 0.25)
+
+TO_WORKER = [
+    StartEngine("/models/tiny", 160, 16, 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), False),
+    StartTrainer("/models/tiny", 0, 5e-5, (0.8, 1.28), "constant", 12.0, 1024, 7, 0.45, (0, 1)),
+    Generate("g0-1/0#7", [5, 6, 7], 16, 1.0, 21, 3),
+    Generate("fresh", [5], 16, 0.0, -1, 3, salt="fresh"),
+    Abort("g0-1/0#7"),
+    LoadWeights(4, 0, 0xFFFFFFFF),
+    MeasureEngine([(1, 16), (8, 64)], 3),
+    MeasureTraining([[14, 22], [31]], 6),
+    Train(4, [SAMPLE], 8, 50, -1),
+    Train(5, [], 0, 0, 1),
+    Regroup(2, 1, 2, 29500, True),
+    WarmUp([([5, 6], [False, True])], 2e-3),
+    Publish(4, 0),
+    SaveCheckpoint("/runs/a/checkpoint-4.part", True),
+    LoadCheckpoint("/runs/a/checkpoint-4"),
+    Score([[5, 6], [7]]),
+    Stop(),
+]
+FROM_WORKER = [
+    Ready(1.5),
+    Ready(1.5, LAYOUT, 4160),
+    Turns([TURN], 3.5, 40, 12, 90, 4),
+    Loaded(4, 0.01),
+    EngineMeasured([(4.0, 88.0, 0.0, 0.01)]),
+    TrainingMeasured([(120, 0.5)], 0.1, 0.02),
+    Trained(4, 0xFFFFFFFF, 1 << 31, 0.5, 0.1, 0.05, 120, 50, 2.0, 51.5, 0.25, 1.75),
+    WarmedUp(2.5, 640),
+    Published(4, 1 << 31),
+    Regrouped(2, 0.25),
+    Done(),
+    Scored([[-0.1, -2.5], []]),
+    Failure("replica 1 is gone: \u2028 'peer' \0", peer_lost=True),
+    Failure("out of memory"),
+]
+
+
+def test_every_message_is_in_the_tables() -> None:
+    assert {type(message) for message in TO_WORKER} == set(get_args(ToWorker))
+    assert {type(message) for message in FROM_WORKER} == set(get_args(FromWorker))
+    assert {*get_args(ToWorker), *get_args(FromWorker)} == set(Message.__subclasses__())
+
+
+@pytest.mark.parametrize("message", TO_WORKER, ids=lambda message: type(message).__name__)
+def test_orders_arrive_as_they_were_sent(message: Message) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(message), type=ToWorker) == message
+
+
+@pytest.mark.parametrize("message", FROM_WORKER, ids=lambda message: type(message).__name__)
+def test_answers_arrive_as_they_were_sent(message: Message) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(message), type=FromWorker) == message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b'{"type":"Exec","code":"1"}',
+        b'{"type":"Ready","seconds":1.0,"layout":[],"buffer_bytes":0}',  # an answer, not an order
+        b'{"type":"Abort","id":"a","force":true}',
+        b'{"type":"Abort"}',
+        b'{"type":"Abort","id":7}',
+        b'{"id":"a"}',
+        b"[]",
+        b"null",
+    ],
+)
+def test_anything_else_is_refused(frame: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(frame, type=ToWorker)

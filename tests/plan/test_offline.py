@@ -1,0 +1,116 @@
+"""What the planner is asked for a log: the numbers of the log, and a refusal that names the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from oracles.small_request import PROFILE
+
+from libra.config import ConfigError, RunConfig, load_config
+from libra.exec.pool import make_pool
+from libra.exec.replanning import Replanner
+from libra.plan.offline import gather, offline_request
+from libra.plan.problem import EngineShape, Fleet
+from libra.trajectory import Trajectory, Turn, read_trajectories
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    """Engines of 64 and 192 tokens."""
+    return load_config(EXAMPLES / "calculator.yaml")
+
+
+def trajectory(context: int, generated: int = 8, finished: bool = True, tool_seconds: float | None = 0.5) -> Trajectory:
+    """One tool call of `generated` tokens and a last turn of 2; `context` tokens in the end."""
+    turns = (Turn(generated, "tool", "ok", 3, tool_seconds), Turn(2, None, None, 0))
+    prompt = context - generated - 5
+    return Trajectory("t", "p", "task", prompt, turns if finished else turns[:1], None, 0, finished)
+
+
+def test_the_request_is_made_of_the_configuration_and_the_log(config: RunConfig) -> None:
+    request = offline_request(config, [trajectory(20), trajectory(40), trajectory(40, generated=11)], PROFILE)
+    workload = request.workload
+    assert request.fleet == Fleet(core=1, hybrid=1, rollout=2)
+    assert request.shapes == (EngineShape("short", 64, 16, 1024), EngineShape("long", 192, 5, 1024))
+    assert request.profile == PROFILE
+    assert request.current is None
+    assert (workload.trajectories, workload.group_size, workload.max_staleness) == (144, 6, 1)
+    assert (workload.longest_context, workload.max_turn_tokens, workload.router_hit) == (192, 11, 1.0)
+    assert [cls.peak_context for cls in workload.classes] == [20, 40]
+    # Weights 2 ** (-age / 512) are 1 but for the third decimal.
+    assert workload.train_tokens == pytest.approx(100 / 3, rel=0.01)
+    assert [cls.share for cls in workload.classes] == pytest.approx([1 / 3, 2 / 3], rel=0.01)
+    assert [cls.tool_seconds for cls in workload.classes] == pytest.approx([0.5, 0.5])
+
+
+def test_engine_sizes_are_sorted_by_length_however_the_file_names_them(config: RunConfig) -> None:
+    short, long = config.engines["short"], config.engines["long"]
+    renamed = config.model_copy(update={"engines": {"a": long, "b": short}})
+    assert [shape.name for shape in offline_request(renamed, [trajectory(20)], PROFILE).shapes] == ["b", "a"]
+
+
+def test_the_half_life_is_the_configured_one(config: RunConfig) -> None:
+    planner = config.planner.model_copy(update={"half_life": 1.0})
+    quick = config.model_copy(update={"planner": planner})
+    classes = offline_request(quick, [trajectory(20), trajectory(40)], PROFILE).workload.classes
+    assert [cls.share for cls in classes] == pytest.approx([1 / 3, 2 / 3])
+
+
+def test_the_question_is_that_of_a_run_that_has_seen_the_same_trajectories(config: RunConfig) -> None:
+    log = list(read_trajectories(EXAMPLES / "trajectories.jsonl"))
+    offline = offline_request(config, log, PROFILE)
+    replanner = Replanner(config, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens)
+    for finished in log:
+        replanner.tracker.observe(finished)
+    assert replanner.request(make_pool(1, 1, 2).all(), None) == offline
+
+
+def test_unfinished_trajectories_are_counted_and_change_nothing(config: RunConfig) -> None:
+    finished = [trajectory(20), trajectory(40)]
+    cut_off = trajectory(60, generated=30, finished=False)
+    mixed = [cut_off, finished[0], cut_off, finished[1]]
+    evidence = gather(config, mixed)
+    assert (evidence.finished, evidence.unfinished, evidence.longest_turn) == (2, 2, 8)
+    assert offline_request(config, mixed, PROFILE) == offline_request(config, finished, PROFILE)
+
+
+def test_unknown_tool_seconds_count_as_none_and_are_known_to_be_missing(config: RunConfig) -> None:
+    evidence = gather(config, [trajectory(20, tool_seconds=None)] * 3)
+    assert evidence.tracker.unknown_tool_share == 1.0
+    assert evidence.tracker.classes()[0].tool_seconds == 0.0
+
+
+REFUSED: list[tuple[str, Sequence[Trajectory], str]] = [
+    ("empty", [], "the log has 0, none of them finished; give a log with at least one finished"),
+    ("unfinished", [trajectory(40, finished=False)] * 3, "the log has 3, none of them finished; give"),
+    (
+        "too long",
+        [trajectory(20), trajectory(193), trajectory(250), trajectory(192)],
+        "engines.long.max_model_len: it is 192, the largest, and 2 of the log's 4 trajectories hold more,"
+        " the longest 250 tokens: raise it to 250 at least",
+    ),
+    ("too long already", [trajectory(20), trajectory(300, finished=False)], "1 of the log's 2 trajectories hold more"),
+]
+
+
+@pytest.mark.parametrize(("log", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_a_log_that_cannot_be_planned_for_is_refused(
+    config: RunConfig, log: Sequence[Trajectory], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        offline_request(config, log, PROFILE)
+    assert message in str(refusal.value)
+
+
+def test_the_longest_context_that_fits_is_planned_for(config: RunConfig) -> None:
+    assert offline_request(config, [trajectory(192)], PROFILE).workload.classes[-1].peak_context == 192
+
+
+def test_a_log_of_turns_without_a_token_has_a_request(config: RunConfig) -> None:
+    silent = replace(trajectory(20), turns=(Turn(0, None, None, 0),))
+    assert offline_request(config, [silent], PROFILE).workload.max_turn_tokens == 1

@@ -1,0 +1,109 @@
+"""The tables of a plan, cell by cell, and the notes on its log."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from oracles.small_request import LONG, REQUEST, SHORT, two_buckets
+from rich.console import Console
+from rich.table import Table
+
+from libra.lengths import LengthTracker
+from libra.plan.offline import Evidence
+from libra.plan.problem import EngineShape, Plan, Prediction, Proof
+from libra.report.plan_table import log_notes, plan_tables
+from libra.trajectory import Trajectory, Turn
+
+PLAN = Plan(
+    REQUEST,
+    two_buckets(1, 1, 2),
+    Prediction(step=12.0, rollout=9.0, training=3.0, latency=12.0, bottleneck="latency"),
+    Proof("optimal", 11.994, 0.0005),
+)
+
+
+def cells(table: Table) -> list[tuple[str, ...]]:
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return list(zip(*columns, strict=True))
+
+
+def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
+    assert cells(plan_tables(PLAN)[0]) == [
+        ("training replicas", "1", "-", "-"),
+        ("engines", "1", "short", "1 to 1,000"),
+        ("engines", "2", "long", "1,001 to 5,000"),
+    ]
+
+
+def test_the_step_names_the_bottleneck_and_the_slack_of_the_rest() -> None:
+    table = plan_tables(PLAN)[1]
+    assert table.title == "One optimiser step, predicted: 12.0 s"
+    assert cells(table) == [
+        ("generation", "9.0000", "25.0 %"),
+        ("training", "3.0000", "75.0 %"),
+        ("the longest episodes", "12.0000", "bottleneck"),
+    ]
+
+
+def test_a_step_of_no_length_has_no_slack() -> None:
+    nothing = replace(PLAN, predicted=Prediction(0.0, 0.0, 0.0, 0.0, "rollout"))
+    assert [row[2] for row in cells(plan_tables(nothing)[1])] == ["bottleneck", "-", "-"]
+
+
+def test_the_proof_shows_status_bound_and_gap() -> None:
+    assert [value for _, value in cells(plan_tables(PLAN)[2])] == ["optimal", "11.9940 s", "0.05 %"]
+
+
+def test_the_work_shows_each_class_and_who_serves_it() -> None:
+    table = plan_tables(PLAN)[3]
+    assert table.title == "Work of a step: 8 trajectories, in classes"
+    assert cells(table) == [
+        ("1,000", "75.0 %", "100", "1,000", "2", "3", "short"),
+        ("4,000", "25.0 %", "400", "2,000", "4", "10", "long"),
+    ]
+    assert (SHORT.generated, LONG.generated) == (100.0, 400.0)
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is() -> None:
+    shapes = (EngineShape("[red]", 2000, 4, 10_000), REQUEST.shapes[1])
+    allocation = replace(
+        PLAN.allocation, buckets=(replace(PLAN.allocation.buckets[0], shape="[red]"), PLAN.allocation.buckets[1])
+    )
+    console = Console(width=200, file=StringIO(), record=True)
+    for table in plan_tables(replace(PLAN, request=replace(REQUEST, shapes=shapes), allocation=allocation)):
+        console.print(table)
+    assert console.export_text().count("[red]") == 2
+
+
+def evidence(unfinished: int, *tool_seconds: float | None) -> Evidence:
+    tracker = LengthTracker()
+    for seconds in tool_seconds:
+        turns = (Turn(5, "tool", "ok", 3, seconds), Turn(2, None, None, 0))
+        tracker.observe(Trajectory("t", "p", "task", 10, turns, None, 0, finished=True))
+    return Evidence(tracker, len(tool_seconds), unfinished, longest_turn=5)
+
+
+NOTES = [
+    ("complete", evidence(0, 0.1, 0.0), ()),
+    (
+        "one unfinished",
+        evidence(1, 0.1),
+        ("1 trajectory of 2 in the log left out: unfinished, so the tail may be longer",),
+    ),
+    (
+        "both",
+        evidence(3, None),
+        (
+            "3 trajectories of 4 in the log left out: unfinished, so the tail may be longer",
+            "tool seconds unknown for 100.0 % of the tool calls: planned as 0 s, so the longest episodes may take"
+            " longer",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "wanted"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
+def test_notes_say_what_the_log_cannot_tell(found: Evidence, wanted: tuple[str, ...]) -> None:
+    assert log_notes(found) == wanted

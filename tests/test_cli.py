@@ -1,0 +1,395 @@
+"""The commands as a user meets them: what they print, their exit status, and what they leave behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from libra.cli import app
+from libra.plan.document import dump_plan, parse_plan
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CONFIG, LOG, PROFILE = (EXAMPLES / name for name in ("calculator.yaml", "trajectories.jsonl", "profile_2_cores.json"))
+BASE: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
+
+
+def libra(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def process(*arguments: object, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "libra.cli", *(str(argument) for argument in arguments)],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def plan(*arguments: object, config: Path = CONFIG, log: Path = LOG, profile: Path = PROFILE) -> Result:
+    return libra("plan", config, "-t", log, "-p", profile, *arguments)
+
+
+def write(path: Path, data: object) -> Path:
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def changed(**sections: object) -> dict[str, Any]:
+    """The example's configuration with keys replaced; sections that are mappings are merged."""
+    data = copy.deepcopy(BASE)
+    for key, value in sections.items():
+        data[key] = {**data.get(key, {}), **value} if isinstance(value, dict) else value
+    return data
+
+
+def assert_refused(result: Result | subprocess.CompletedProcess[str], message: str, status: int = 2) -> None:
+    code = result.returncode if isinstance(result, subprocess.CompletedProcess) else result.exit_code
+    assert code == status, result.stderr
+    assert message in result.stderr
+    assert result.stderr.startswith("libra: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+# libra --help
+
+
+def test_help_names_every_command() -> None:
+    result = libra("--help")
+    assert result.exit_code == 0
+    for command in ("run", "plan", "trace"):
+        assert command in result.stdout
+
+
+@pytest.mark.parametrize("command", [("run",), ("plan",), ("trace",), ("trace", "stats")], ids=" ".join)
+def test_every_command_has_help(command: tuple[str, ...]) -> None:
+    assert libra(*command, "--help").exit_code == 0
+
+
+# libra plan
+
+
+def test_plan_shows_who_does_what_how_long_it_takes_and_the_proof() -> None:
+    result = plan()
+    assert result.exit_code == 0, result.stderr
+    for words in ("training replicas", "short", "long", "bottleneck", "optimal", "144 trajectories"):
+        assert words in result.stdout
+    assert result.stderr == ""
+
+
+def test_plan_as_json_embeds_the_request_that_it_answers() -> None:
+    result = plan("--json")
+    assert result.exit_code == 0, result.stderr
+    found = parse_plan(result.stdout)
+    assert dump_plan(found) == result.stdout
+    assert found.proof.status == "optimal"
+    assert found.request.workload.trajectories == 144
+    assert [shape.name for shape in found.request.shapes] == ["short", "long"]
+    assert found.request.profile.hardware == json.loads(PROFILE.read_text())["hardware"]
+    assert found.allocation.replicas + found.allocation.engines == 4
+
+
+def test_plan_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    first, second = (
+        process("plan", CONFIG, "-t", LOG, "-p", PROFILE, "--json", "-o", tmp_path / seed, hash_seed=seed)
+        for seed in ("1", "2")
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout == (tmp_path / "1").read_text() == (tmp_path / "2").read_text()
+    assert str(tmp_path) not in first.stdout
+
+
+def test_plan_writes_the_plan_and_still_shows_it(tmp_path: Path) -> None:
+    result = plan("--output", tmp_path / "plan.json")
+    assert "Allocation" in result.stdout
+    assert parse_plan((tmp_path / "plan.json").read_text()).allocation.engines > 0
+
+
+def test_plan_needs_nothing_that_running_needs() -> None:
+    code = (
+        "import sys\n"
+        "from libra.cli import app\n"
+        f"app(['plan', {str(CONFIG)!r}, '-t', {str(LOG)!r}, '-p', {str(PROFILE)!r}], standalone_mode=False)\n"
+        "heavy = {'torch', 'vllm', 'msgspec', 'psutil', 'transformers'} & set(sys.modules)\n"
+        "heavy |= {name for name in sys.modules if name.startswith('libra.exec')}\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_plan_says_what_the_log_cannot_tell(tmp_path: Path) -> None:
+    records = [json.loads(line) for line in LOG.read_text().splitlines()]
+    records[0]["finished"] = False
+    for record in records:
+        for turn in record["turns"]:
+            turn["tool_seconds"] = None
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    notes = (
+        "note: 1 trajectory of 60 in the log left out: unfinished",
+        "note: tool seconds unknown for 100.0 % of the tool calls: planned as 0 s",
+    )
+    shown, as_json = plan(log=log), plan("--json", log=log)
+    for note in notes:
+        assert note in shown.stdout
+        assert note in as_json.stderr
+    assert parse_plan(as_json.stdout).request.workload.classes[0].tool_seconds == 0.0
+
+
+def test_plan_refuses_files_that_are_not_there(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    assert_refused(plan(config=none), f"{none}: No such file or directory: give an existing YAML file")
+    assert_refused(plan(log=none), f"{none}: No such file or directory")
+    assert_refused(plan(profile=none), f"{none}: No such file or directory; give a profile.json that a run has written")
+    assert_refused(plan("-o", none / "plan.json"), f"{none / 'plan.json'}: No such file or directory")
+
+
+def test_plan_refuses_a_bad_line_with_file_line_and_field(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    first, second, *_ = LOG.read_text().splitlines()
+    log.write_text(f"{first}\n{second.replace('prompt_tokens', 'prompt_token', 1)}\n")
+    assert_refused(plan(log=log), f"{log}:2: prompt_tokens: ")
+
+
+def test_plan_refuses_a_profile_with_a_hole(tmp_path: Path) -> None:
+    costs = json.loads(PROFILE.read_text())
+    del costs["engine"]["per_turn"]
+    spoiled = tmp_path / "profile.json"
+    spoiled.write_text(json.dumps(costs))
+    assert_refused(plan(profile=spoiled), f"{spoiled}: engine.per_turn: ")
+
+
+def test_plan_refuses_a_log_with_nothing_finished(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("")
+    assert_refused(plan(log=log), "give a log with at least one finished trajectory")
+
+
+def test_plan_refuses_trajectories_longer_than_every_engine(tmp_path: Path) -> None:
+    engines = {name: {**shape, "max_model_len": shape["max_model_len"] // 2} for name, shape in BASE["engines"].items()}
+    config = write(tmp_path / "run.yaml", changed(engines=engines))
+    assert_refused(plan(config=config), "engines.long.max_model_len: it is 96, the largest, and ")
+
+
+def test_plan_ends_with_3_when_no_plan_exists(tmp_path: Path) -> None:
+    # No engine has the memory for its own longest context.
+    engines = {name: {**shape, "kv_tokens": 128} for name, shape in BASE["engines"].items()}
+    config = write(tmp_path / "run.yaml", changed(engines=engines))
+    assert_refused(plan(config=config), "no plan exists: no engine shape holds the longest context of 192", status=3)
+
+
+# libra trace stats
+
+
+def test_trace_stats_shows_the_log() -> None:
+    result = libra("trace", "stats", LOG)
+    assert result.exit_code == 0
+    assert "Trajectories" in result.stdout
+    assert "60" in result.stdout
+
+
+def test_trace_stats_as_json() -> None:
+    found = json.loads(libra("trace", "stats", LOG, "--json").stdout)
+    assert (found["count"], found["finished"], found["turns"]["max"]) == (60, 60, 7)
+
+
+def test_trace_stats_refuses_a_bad_line_with_file_line_and_field(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(LOG.read_text() + '{"id": "e60"}\n')
+    assert_refused(libra("trace", "stats", log), f"{log}:61: prompt_id: ")
+
+
+def test_trace_stats_refuses_a_log_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    assert_refused(libra("trace", "stats", tmp_path / "none"), f"{tmp_path / 'none'}: No such file or directory")
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert_refused(libra("trace", "stats", empty), "no trajectories to summarise; give a log with at least one line")
+
+
+# libra run: what is refused before anything starts
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory to run in. A run that starts all the same fails the test."""
+
+    async def started(*_: object) -> None:
+        pytest.fail("the run was started")
+
+    monkeypatch.setattr("libra.exec.run.run", started)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def everything_below(directory: Path) -> set[Path]:
+    return set(directory.rglob("*"))
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def slots(count: int) -> dict[str, Any]:
+    buckets = [BASE["start"]["buckets"][0], {**BASE["start"]["buckets"][1], "engines": count - 3}]
+    return changed(cluster={"slots": count, "core": 1, "hybrid": 1, "rollout": count - 2}, start={"buckets": buckets})
+
+
+BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "typo",
+        changed(training={"learning_rat": 1e-4}),
+        "training.learning_rat: unknown key 'learning_rat'; did you mean learning_rate?",
+    ),
+    (
+        "unknown tool",
+        changed(environment={"tools": ["calculatr"]}),
+        "environment.tools: unknown tool 'calculatr'; calculator has calculator",
+    ),
+    (
+        "unknown environment",
+        changed(environment={"kind": "chess"}),
+        "environment.kind: unknown environment 'chess'; use calculator or your own",
+    ),
+    (
+        "no model directory",
+        changed(model={"directory": "no/model"}),
+        "model.directory: no/model does not exist; give a directory in Hugging Face layout",
+    ),
+    ("more workers than memory", slots(100_000), "cluster.slots: 100000 workers need about "),
+    ("more slots than cores", changed(cluster={"share": 1000.0}), "or a smaller cluster.share"),
+    (
+        "no memory for a context",
+        changed(engines={"long": {"max_model_len": 192, "max_num_seqs": 5, "kv_tokens": 100}}),
+        "engines.long.kv_tokens: 100 tokens cannot hold one context of 192; give at least engines.long.max_model_len",
+    ),
+    (
+        "a bucket beyond its engines",
+        changed(start={"buckets": [{"shape": "short", "engines": 1, "up_to": 65}, BASE["start"]["buckets"][1]]}),
+        "start.buckets: 'short' is to serve contexts up to 65 tokens and holds 64; lower up_to, or raise engines.short",
+    ),
+    (
+        "the longest fit nowhere",
+        changed(start={"buckets": [{"shape": "short", "engines": 2, "up_to": 64}]}),
+        "start.buckets: the last bucket uses 'short', which holds 64 tokens; end with the shape that holds 192",
+    ),
+    ("in /proc", changed(directory="/proc/runs"), "directory: /proc/runs/calculator cannot be written; give a"),
+    (
+        "below a file",
+        changed(directory="run.yaml/runs"),
+        "directory: run.yaml/runs/calculator cannot be written; give a directory that you may write to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), [row[1:] for row in BAD_RUNS], ids=[row[0] for row in BAD_RUNS])
+def test_a_run_that_cannot_work_is_refused_and_leaves_nothing_behind(
+    here: Path, data: dict[str, Any], message: str
+) -> None:
+    config = write(here / "run.yaml", data)
+    before = everything_below(here)
+    assert_refused(libra("run", config), message)
+    assert everything_below(here) == before
+
+
+def test_too_many_workers_are_told_how_many_fit(here: Path) -> None:
+    result = libra("run", write(here / "run.yaml", slots(100_000)))
+    assert "GiB are free; use at most " in result.stderr
+
+
+def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
+    config = write(here / "run.yaml", changed(cluster={"port": taken_port}))
+    before = everything_below(here)
+    assert_refused(
+        libra("run", config),
+        f"cluster.port: {taken_port} cannot be used (Address already in use); give a free port, or 0 for any",
+    )
+    assert everything_below(here) == before
+
+
+def make_run(here: Path) -> Path:
+    """What an earlier run left: some file, and no checkpoint."""
+    run = here / "runs" / "calculator"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    return run
+
+
+MODELS: list[tuple[str, tuple[str, ...], str]] = [
+    ("no tokenizer", ("config.json",), "holds no tokenizer.json; give a directory in Hugging Face layout"),
+    ("no weights", ("config.json", "tokenizer.json"), "holds no *.safetensors weights; save the model there first"),
+    (
+        "no JSON",
+        ("config.json", "tokenizer.json", "one.safetensors"),
+        "config.json is not a JSON object; save the model there again",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
+def test_a_model_directory_that_lacks_something_is_refused(here: Path, files: tuple[str, ...], message: str) -> None:
+    (here / "model").mkdir()
+    for name in files:
+        (here / "model" / name).write_text("[")
+    config = write(here / "run.yaml", changed(model={"directory": "model"}))
+    before = everything_below(here)
+    assert_refused(libra("run", config), message)
+    assert everything_below(here) == before
+
+
+BAD_CONTINUATIONS = [
+    ("earlier run", (), True, "calculator holds an earlier run; use --resume, --overwrite, or another --name"),
+    ("no run", ("--resume",), False, "name: there is no run to resume in runs/calculator; start it without --resume"),
+    ("no checkpoint", ("--resume",), True, "holds no checkpoint to resume from; start again with --overwrite"),
+    ("both", ("--resume", "--overwrite"), True, "--resume and --overwrite contradict each other"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "ran_before", "message"),
+    [row[1:] for row in BAD_CONTINUATIONS],
+    ids=[row[0] for row in BAD_CONTINUATIONS],
+)
+def test_a_run_neither_destroys_nor_invents_an_earlier_one(
+    here: Path, options: tuple[str, ...], ran_before: bool, message: str
+) -> None:
+    config = write(here / "run.yaml", BASE)
+    if ran_before:
+        make_run(here)
+    before = everything_below(here)
+    assert_refused(libra("run", config, *options), message)
+    assert everything_below(here) == before
+
+
+def test_options_are_checked_as_the_file_is(here: Path) -> None:
+    config = write(here / "run.yaml", BASE)
+    before = everything_below(here)
+    assert_refused(libra("run", config, "--steps", 0), "training.steps: Input should be greater than 0 (got 0)")
+    assert_refused(libra("run", config, "--directory", "/proc"), "directory: /proc/calculator cannot be written")
+    assert everything_below(here) == before
+
+
+def test_a_refusal_in_a_process_of_its_own(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", changed(training={"learning_rat": 1e-4}, directory=str(tmp_path / "runs")))
+    assert_refused(process("run", config), f"{config}: training.learning_rat: unknown key 'learning_rat'")
+    assert everything_below(tmp_path) == {config}

@@ -1,0 +1,152 @@
+"""What README and docs say, held against the code: commands, options, links, YAML keys, record fields, examples."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from libra.cli import app
+from libra.config import RunConfig
+from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNNING = ROOT / "docs" / "running.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return [body for kind, body in _FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def _commands() -> Iterator[tuple[str, list[str]]]:
+    """Every `libra ...` command line: in shell blocks, and as code within the text where it has arguments."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = [line for block in _blocks(page, "sh") for line in block.splitlines()]
+        lines += re.findall(r"`(libra [^`]+)`", _FENCE.sub("", text))
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            if words and Path(words[0]).name == "libra":
+                yield f"{page.name}: {line}", words[1:]
+
+
+COMMANDS = dict(_commands())
+
+
+def test_the_docs_show_commands() -> None:
+    assert {words[0] for words in COMMANDS.values()} >= {"run", "plan", "trace"}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
+def test_a_command_and_its_options_exist(words: list[str]) -> None:
+    command, path, rest = get_command(app), [], list(words)
+    while isinstance(command, TyperGroup):
+        path.append(rest.pop(0))
+        assert path[-1] in command.commands, f"no command {' '.join(path)}"
+        command = command.commands[path[-1]]
+    assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0
+    known = {name for parameter in command.params for name in parameter.opts}
+    options = {word.partition("=")[0] for word in rest if word.startswith("-")}
+    assert options <= known
+    if rest and not rest[0].startswith("-"):  # a whole command line, not just a name in the text
+        command.make_context("libra", rest)  # parses the values; raises a usage error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert target.is_relative_to(ROOT), f"{link} leads out of the repository"
+        if anchor:
+            headings = _HEADING.findall(_FENCE.sub("", target.read_text(encoding="utf-8")))
+            assert anchor in {_anchor(heading) for heading in headings}, f"{link} names no heading"
+
+
+def _anchor(heading: str) -> str:
+    """The name that a heading is linked by, as code hosts make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _config_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and its default as JSON ("required" where there is none), sections opened."""
+    for name, field in section.model_fields.items():
+        inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)), None)
+        if inner is not None:
+            yield from _config_keys(inner, f"{prefix}{name}." + ("*." if inner is not field.annotation else ""))
+        elif field.is_required():
+            yield prefix + name, "required"
+        else:
+            default = str(field.default) if isinstance(field.default, Path) else field.default
+            yield prefix + name, list(default) if isinstance(default, tuple) else default
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def test_the_yaml_keys_are_those_of_the_configuration() -> None:
+    section = RUNNING.read_text(encoding="utf-8").partition("\n## The YAML file\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required) \|", section, re.MULTILINE)
+    documented = {key: yaml.safe_load(default.strip("`")) for key, default in rows}
+    assert len(documented) == len(rows), "a key stands there twice"
+    assert documented == dict(_config_keys(RunConfig))
+
+
+def test_the_example_in_the_docs_is_a_configuration() -> None:
+    for block in _blocks(RUNNING, "yaml"):
+        for name, content in yaml.safe_load(block).items():
+            kind = RunConfig.model_fields[name].annotation
+            assert isinstance(kind, type) and issubclass(kind, BaseModel)
+            kind.model_validate(content)
+
+
+@pytest.mark.parametrize("record", [StepRecord, PeriodRecord, DecisionRecord, EventRecord, Evaluation, RunSummary])
+def test_every_field_of_a_record_is_documented(record: Any) -> None:
+    section = RUNNING.read_text(encoding="utf-8").partition("\n### Fields\n")[2].partition("\n## ")[0]
+    assert {field.name for field in fields(record)} <= set(re.findall(r"`(\w+)`", section))
+
+
+def _readme_example(importing: str) -> str:
+    return next(block for block in _blocks(ROOT / "README.md", "python") if importing in block)
+
+
+@pytest.mark.parametrize(
+    ("importing", "printed"),
+    [("libra.plan.cpsat", "Allocation(replicas="), ("libra.route.cmlfq", "Placement(instance='a'")],
+)
+def test_the_examples_in_the_readme_work(
+    importing: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(compile(_readme_example(importing), f"README.md ({importing})", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.startswith(printed)
+
+
+def test_the_running_example_imports_what_exists() -> None:
+    for statement in ast.walk(ast.parse(_readme_example("libra.exec.run"))):
+        if isinstance(statement, ast.ImportFrom):
+            assert statement.module is not None
+            module = importlib.import_module(statement.module)
+            missing = [alias.name for alias in statement.names if not hasattr(module, alias.name)]
+            assert not missing, f"{statement.module} has no {', '.join(missing)}"
