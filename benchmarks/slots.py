@@ -125,8 +125,8 @@ def rows_of(configuration: Configuration, speeds: Speeds) -> list[Row]:
     goal = configuration.goal
     met = None if goal is None else abs(speeds.ratio - 1) <= TOLERANCE
     return [
-        Row(configuration.case, "idle neighbours", speeds.idle, "products/s"),
-        Row(configuration.case, "busy neighbours", speeds.busy, "products/s"),
+        Row(configuration.case, "speed, idle", speeds.idle, "products/s"),
+        Row(configuration.case, "speed, busy", speeds.busy, "products/s"),
         Row(configuration.case, "busy / idle", speeds.ratio, "ratio", goal, met),
     ]
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from libra.cli import app
 from libra.config import RunConfig
+from libra.environments.protocol import Environment
 from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +126,13 @@ def test_the_example_in_the_docs_is_a_configuration() -> None:
 def test_every_field_of_a_record_is_documented(record: Any) -> None:
     section = RUNNING.read_text(encoding="utf-8").partition("\n### Fields\n")[2].partition("\n## ")[0]
     assert {field.name for field in fields(record)} <= set(re.findall(r"`(\w+)`", section))
+
+
+def test_every_member_of_an_environment_is_documented() -> None:
+    section = RUNNING.read_text(encoding="utf-8").partition("\n## Your own environment\n")[2]
+    rows = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+    documented = [name for row in rows for name in re.findall(r"`(\w+)", row)]
+    assert sorted(documented) == sorted(name for name in vars(Environment) if not name.startswith("_"))
 
 
 def _readme_example(importing: str) -> str:

@@ -41,7 +41,7 @@ class FarEnd:
         self._connection.close()
 
 
-async def connect(kind: type[H], on_lost: Callable[[str], None], name: str = "w0") -> tuple[H, FarEnd]:
+async def connect(kind: type[H], on_lost: Callable[[str, str], object], name: str = "w0") -> tuple[H, FarEnd]:
     """A handle and the far end of its socket."""
     ours, theirs = socket.socketpair()
     return kind(WorkerLink(name, 4711, await ControllerChannel.open(ours)), on_lost), FarEnd(theirs)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.exec.admission import Admission
@@ -158,6 +158,7 @@ class Model:
             assert trained_policy - self.started_at[group] <= self.staleness
 
 
+@settings(deadline=None)
 @given(
     groups_per_step=st.integers(1, 3),
     group_size=st.integers(1, 3),

@@ -105,6 +105,7 @@ def test_the_result_is_what_was_wanted_with_as_few_changes_as_possible(
     assert len(changes) == fewest_changes(workers, wanted)
 
 
+@settings(deadline=None)
 @given(situations())
 def test_nothing_changes_twice(situation: tuple[list[Worker], Allocation]) -> None:
     workers, wanted = situation

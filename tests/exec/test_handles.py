@@ -37,7 +37,7 @@ def engine(scenario: Callable[[EngineHandle, FarEnd, list[str]], Awaitable[None]
 
     async def run() -> None:
         lost: list[str] = []
-        handle, far = await connect(EngineHandle, lost.append, "engine")
+        handle, far = await connect(EngineHandle, lambda name, why: lost.append(name), "engine")
         try:
             await asyncio.wait_for(scenario(handle, far, lost), PATIENCE)
         finally:
@@ -289,8 +289,7 @@ def test_a_turn_that_runs_when_its_engine_is_stopped_is_not_waited_for() -> None
 
 def test_a_plain_handle_has_answers_only() -> None:
     async def run() -> None:
-        lost: list[str] = []
-        handle, far = await connect(Handle, lost.append, "core-0")
+        handle, far = await connect(Handle, lambda name, why: None, "core-0")
         asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
         await far.receive()
         far.send(turns(turn("a", 9)))

@@ -7,7 +7,7 @@ import time
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.exec.pace import BURST, Pacer
@@ -101,6 +101,7 @@ def test_a_sleep_that_lasts_too_long_is_no_more_than_idle_time(clocks: Clocks, m
 pieces = st.lists(st.tuples(st.floats(0, 0.05), st.floats(0, 0.5)), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(share=st.floats(0.05, 0.95), pieces=pieces)
 def test_over_any_stretch_the_share_is_kept(share: float, pieces: list[tuple[float, float]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -118,6 +119,7 @@ def test_over_any_stretch_the_share_is_kept(share: float, pieces: list[tuple[flo
     assert all(now - low <= BURST + 1e-6 for now, low in zip(surplus, lowest, strict=True))
 
 
+@settings(deadline=None)
 @given(share=st.floats(0.05, 0.95), pieces=pieces)
 def test_a_slot_is_not_made_slower_than_its_share(share: float, pieces: list[tuple[float, float]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

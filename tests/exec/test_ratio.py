@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.exec.replanning import Ratio
@@ -31,6 +31,7 @@ def test_ratios(name: str, observed: list[tuple[float, float]], wanted: float) -
     assert ratio.value == pytest.approx(wanted), name
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.1, 10)), min_size=1))
 def test_it_lies_between_the_ratios_it_saw(observed: list[tuple[float, float]]) -> None:
     ratio = Ratio()

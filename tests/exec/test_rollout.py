@@ -267,8 +267,8 @@ def test_an_engine_process_that_goes_away_under_its_turns(end: str) -> None:
     async def run() -> list[Episode]:
         policy = FirstInstance()
         fleet = make_fleet(policy)
-        first, first_far = await connect(EngineHandle, lambda name: fleet.remove(name) and None, "e0")
-        second, second_far = await connect(EngineHandle, lambda name: fleet.remove(name) and None, "e1")
+        first, first_far = await connect(EngineHandle, lambda name, why: fleet.remove(name), "e0")
+        second, second_far = await connect(EngineHandle, lambda name, why: fleet.remove(name), "e1")
         fleet.add(Instance(first, "short", 1000))
         fleet.add(Instance(second, "short", 1000))
         rollout = make_rollout(fleet)

@@ -65,7 +65,16 @@ class SmallRuns:
         path = self.directory / "small.yaml"
         path.write_text(yaml.safe_dump(config))
         return subprocess.Popen(
-            [sys.executable, "-m", "libra.cli", "run", str(path), "--directory", str(self.directory / "runs"), *options],
+            [
+                sys.executable,
+                "-m",
+                "libra.cli",
+                "run",
+                str(path),
+                "--directory",
+                str(self.directory / "runs"),
+                *options,
+            ],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -67,7 +67,7 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns) -> None
     assert {turn.status for t in trained for turn in t.turns} <= {"ok", "error", "timeout", None}
 
     periods = small_runs.rows("periods")
-    assert [period["first_step"] for period in periods][0] == 1 and periods[-1]["last_step"] == 8
+    assert periods[0]["first_step"] == 1 and periods[-1]["last_step"] == 8
     assert all(row["solver_status"] == "optimal" for row in small_runs.rows("decisions"))
     page = (small_runs.run_directory / "report.html").read_text()
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")

@@ -42,17 +42,51 @@ class Span:
 
 
 class Environment(Protocol):
-    """One task. `libra run` calls `prompts` once per split, then `parse`, the tools and `reward` for every episode."""
+    """One task. `libra run` calls `prompts` once per split, then `parse`, the tools and `reward` for every episode.
 
-    name: str
-    alphabet: str  # every character of prompts, turns and returns; a tiny model's tokenizer is made from it
-    stop: str  # the one character that ends a turn
-    tools: Mapping[str, Tool]
-    deadline: float  # seconds a tool may take before the call counts as timed out
-    timeout_text: str  # what the agent reads then
-    error_text: str  # what it reads when a tool breaks, or does not exist
-    turn_tokens: int  # a turn is cut off here
-    max_turns: int  # an episode is cut off here, unanswered
+    The properties may be plain attributes.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of prompts, turns and returns; a tiny model's tokenizer is made from it."""
+        ...
+
+    @property
+    def stop(self) -> str:
+        """The one character that ends a turn."""
+        ...
+
+    @property
+    def tools(self) -> Mapping[str, Tool]: ...
+
+    @property
+    def deadline(self) -> float:
+        """Seconds a tool may take before the call counts as timed out."""
+        ...
+
+    @property
+    def timeout_text(self) -> str:
+        """What the agent reads when a call timed out."""
+        ...
+
+    @property
+    def error_text(self) -> str:
+        """What the agent reads when a tool breaks, or does not exist."""
+        ...
+
+    @property
+    def turn_tokens(self) -> int:
+        """A turn is cut off here."""
+        ...
+
+    @property
+    def max_turns(self) -> int:
+        """An episode is cut off here, unanswered."""
+        ...
 
     def prompts(self, split: str, count: int, seed: int) -> list[Prompt]:
         """`count` distinct prompts of `split` ("train" or "heldout"); no prompt is in both splits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from libra.config import ConfigError, EnvironmentConfig
 from libra.environments.calculator import Calculator
 from libra.environments.protocol import Environment
 
-BUILT_IN: dict[str, type[Environment]] = {"calculator": Calculator}
+BUILT_IN: dict[str, Callable[..., Environment]] = {"calculator": Calculator}
 
 
 def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
@@ -28,10 +29,10 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
             sys.path.insert(0, str(beside))
         try:
             factory = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001 - the module is somebody else's code: any failure is bad input
             raise ConfigError(
-                f"environment.kind: {config.kind!r} cannot be imported ({error}); give module:Class with the module"
-                f" in {beside}"
+                f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error}); give module:Class"
+                f" with the module in {beside}"
             ) from None
     elif config.kind in BUILT_IN:
         factory = BUILT_IN[config.kind]

@@ -49,8 +49,8 @@ class WorkerChannel:
         length = _length(self._read(_LENGTH.size))
         return self._decoder.decode(self._read(length))
 
-    def poll(self, seconds: float = 0.0) -> bool:
-        """Whether a message (or the end of the connection) is waiting."""
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether a message (or the end of the connection) is waiting; None waits for one."""
         readable, _, _ = select.select([self._connection], [], [], seconds)
         return bool(readable)
 

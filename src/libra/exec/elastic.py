@@ -30,21 +30,28 @@ class GradientExchange:
         self.rank, self.size = 0, 1
 
     def regroup(self, generation: int, rank: int, size: int, port: int) -> None:
-        """Leave the old membership and enter the new one. Rank 0 keeps the store that the others find it by."""
+        """Leave the old membership and enter the new one. Rank 0 keeps the store that the others find it by.
+
+        Raises `PeerLostError` when not everyone came; this replica then exchanges nothing until the next membership."""
         self._group = None
         self.rank, self.size = rank, size
         if size <= 1:
             return
-        if self._store is None:
-            self._store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=DEADLINE, wait_for_workers=False)
-        store = PrefixStore(f"generation-{generation}", self._store)
-        self._group = ProcessGroupGloo(store, rank, size, timeout=DEADLINE)
+        try:
+            if self._store is None:
+                self._store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=DEADLINE, wait_for_workers=False)
+            store = PrefixStore(f"generation-{generation}", self._store)
+            self._group = ProcessGroupGloo(store, rank, size, timeout=DEADLINE)
+        except RuntimeError as error:
+            raise PeerLostError(f"membership {generation} of {size} replicas did not come about: {error}") from error
 
     def add_up(self, tensors: list[torch.Tensor], denominator: float) -> tuple[float, float]:
         """Replace the tensors by their sums over all replicas; returns (summed denominator, seconds)."""
         began = time.monotonic()
-        if self._group is None:
+        if self.size <= 1:
             return denominator, 0.0
+        if self._group is None:
+            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: the membership did not come about")
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors] + [torch.tensor([denominator])])
         try:
             self._group.allreduce(flat).wait()

@@ -60,9 +60,7 @@ class VllmEngine:
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             )
         )
-        self._engine.collective_rpc(
-            "init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},)
-        )
+        self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},))
         self.version = 0
         self._added: dict[str, float] = {}
 
@@ -197,9 +195,9 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
             seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
             if repeat > 0:  # the first time pays for kernels that are set up when they are first met
                 rows[point].append(seconds)
-    iterations = []
+    iterations: list[tuple[float, float, float, float]] = []
     for (sequences, context), runs in rows.items():
         iterations.append((sequences, 0, sequences * context, fmean(run[0] for run in runs)))
         decoding = sequences * (context + tokens / 2)
         iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
-    return EngineMeasured([(float(b), float(s), float(p), seconds) for b, s, p, seconds in iterations])
+    return EngineMeasured(iterations)

@@ -38,6 +38,8 @@ from libra.exec.trainers import Trainers
 from libra.exec.weights import BUFFERS
 from libra.plan.problem import Allocation
 
+_WATCH_SECONDS = 1.0  # between two looks at the workers' processes
+
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
@@ -77,9 +79,12 @@ class Executor:
         self.trainers: Trainers
         self.longest_context = max(shape.max_model_len for shape in config.engines.values())
         self.start_seconds: dict[str, float] = {}
+        self._handles: dict[str, Handle] = {}
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self, allocation: Allocation, version: int, checkpoint: Path | None) -> None:
         """Bring up the first allocation, with weight `version`. The core trainer is first: it knows the layout."""
+        self._watch = asyncio.create_task(self._watch_workers())
         core = next(w for w in self.pool.all() if w.allowed == {Role.TRAIN})
         handle = await self._start_trainer(core.id)
         if checkpoint is not None:
@@ -147,6 +152,8 @@ class Executor:
 
     async def stop(self) -> None:
         """End all workers in order; the launcher ends whatever does not go."""
+        if self._watch is not None:
+            self._watch.cancel()
         handles: list[Handle] = [*self.trainers.replicas(), *(entry.handle for entry in self.fleet.instances())]
         await asyncio.gather(*(handle.stop() for handle in handles))
 
@@ -182,7 +189,7 @@ class Executor:
         if self.pool[name].role is Role.IDLE:
             self._become(name, Role.JOINING)
         training = self._config.training
-        handle = Handle(await self._launcher.spawn(name), self.lose)
+        handle = self._handles[name] = Handle(await self._launcher.spawn(name), self.lose)
         ready = await handle.start(
             StartTrainer(
                 model_directory=str(self._model_directory),
@@ -205,6 +212,7 @@ class Executor:
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
         handle = EngineHandle(await self._launcher.spawn(name), self.lose)
+        self._handles[name] = handle
         ready = await handle.start(
             StartEngine(
                 model_directory=str(self._model_directory),
@@ -224,6 +232,16 @@ class Executor:
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
             await self._load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
+
+    async def _watch_workers(self) -> None:
+        """Notice what a channel does not tell: a process that is gone, a worker that overstays a passing role."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            for handle in list(self._handles.values()):
+                if not handle.lost and not Path(f"/proc/{handle.pid}").exists():
+                    handle.declare_lost("its process is gone")
+            for worker in self.pool.overdue(time.monotonic()):
+                self.lose(worker.id, f"it was {worker.role} for more than {DEADLINES[worker.role]:.0f} s")
 
     async def _load(self, handle: EngineHandle) -> float:
         try:

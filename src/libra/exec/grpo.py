@@ -65,7 +65,7 @@ def loss_sum(
     clip: tuple[float, float],
     kind: Denominator,
 ) -> LossSum:
-    """-sum over tokens of  w * min(r A, clip(r) A),  r = pi / pi_prox,  w = min(pi_prox / mu, 2), no gradient through w.
+    """-sum over tokens of w * min(r A, clip(r) A), with r = pi / pi_prox and w = min(pi_prox / mu, 2) without gradient.
 
     `logprobs` (pi), `prox` and `behaviour` (mu) are [samples, tokens], `advantages` [samples, 1], `mask` [samples,
     tokens] is 1 where the policy wrote the token. With `kind` "sequences" each sample is divided by its own length.

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import msgspec
 
-import msgspec
-
 from libra.exec.launch_local import WorkerLink
 from libra.exec.messages import (
     Abort,
@@ -118,11 +116,12 @@ class Handle:
             while True:
                 self._receive(await self._channel.receive())
         except ConnectionError as error:
-            self._end(str(error))
+            self.declare_lost(str(error))
         except msgspec.MsgspecError as error:
-            self._end(f"it sent what is not a message: {error}")
+            self.declare_lost(f"it sent what is not a message: {error}")
 
-    def _end(self, why: str) -> None:
+    def declare_lost(self, why: str) -> None:
+        """Take the worker for gone; once, and not when it was told to stop."""
         if self.lost:
             return
         self.lost = True

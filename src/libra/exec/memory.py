@@ -29,7 +29,9 @@ class MemoryWatch:
         self._task = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

@@ -24,7 +24,7 @@ class Tensor(msgspec.Struct, frozen=True):
     offset: int
 
 
-class StartEngine(Message):
+class StartEngine(Message, frozen=True):
     """Become a rollout engine."""
 
     model_directory: str
@@ -39,7 +39,7 @@ class StartEngine(Message):
     refresh_kv: bool  # salt the prefix cache with the weight version
 
 
-class StartTrainer(Message):
+class StartTrainer(Message, frozen=True):
     """Become a training replica. `replica` 0 is the core replica that publishes weights and writes checkpoints."""
 
     model_directory: str
@@ -54,7 +54,7 @@ class StartTrainer(Message):
     cores: tuple[int, ...]
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """One turn. Generation stops at `stop_token` or after `max_tokens`."""
 
     id: str
@@ -66,24 +66,24 @@ class Generate(Message):
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     id: str
 
 
-class LoadWeights(Message):
+class LoadWeights(Message, frozen=True):
     version: int
     buffer: int
     checksum: int
 
 
-class MeasureEngine(Message):
+class MeasureEngine(Message, frozen=True):
     """Time iterations at these (sequences, context tokens each), `repeats` times in turn."""
 
     points: list[tuple[int, int]]
     repeats: int
 
 
-class MeasureTraining(Message):
+class MeasureTraining(Message, frozen=True):
     """Time steps on samples of these lengths, `repeats` times in turn; the state is put back afterwards."""
 
     batches: list[list[int]]
@@ -101,7 +101,7 @@ class Sample(msgspec.Struct, frozen=True):
     advantage: float
 
 
-class Train(Message):
+class Train(Message, frozen=True):
     """One optimiser step over this replica's share of a batch.
 
     `sequences` and `tokens` are this replica's part of the loss denominator: they count every trajectory of the batch,
@@ -115,7 +115,7 @@ class Train(Message):
     publish_to: int  # buffer index; -1: this replica does not publish
 
 
-class Regroup(Message):
+class Regroup(Message, frozen=True):
     """Exchange gradients with `size` replicas from now on, as number `rank`; -1 leaves the exchange."""
 
     generation: int
@@ -125,41 +125,41 @@ class Regroup(Message):
     share_state: bool  # rank 0 broadcasts parameters and optimiser state to the others
 
 
-class WarmUp(Message):
+class WarmUp(Message, frozen=True):
     """Supervised steps on demonstrations: (tokens, generated mask) per sequence."""
 
     batch: list[tuple[list[int], list[bool]]]
     learning_rate: float
 
 
-class Publish(Message):
+class Publish(Message, frozen=True):
     version: int
     buffer: int
 
 
-class SaveCheckpoint(Message):
+class SaveCheckpoint(Message, frozen=True):
     directory: str
     optimiser: bool  # with its moments, to continue from; without, just the model
 
 
-class LoadCheckpoint(Message):
+class LoadCheckpoint(Message, frozen=True):
     directory: str
 
 
-class Score(Message):
+class Score(Message, frozen=True):
     """Log-probs of these sequences under the current weights, for the check against the engines."""
 
     sequences: list[list[int]]
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     pass
 
 
 # --- from a worker -------------------------------------------------------------------------------------------------
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The role is taken. `layout` and `buffer_bytes` are set by trainers."""
 
     seconds: float
@@ -179,7 +179,7 @@ class Turn(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Turns(Message):
+class Turns(Message, frozen=True):
     """What one or more engine iterations finished, and the engine's counters since it started."""
 
     turns: list[Turn]
@@ -190,18 +190,18 @@ class Turns(Message):
     running: int
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True):
     version: int
     seconds: float
 
 
-class EngineMeasured(Message):
+class EngineMeasured(Message, frozen=True):
     """Mean seconds of one iteration per kind: (sequences, context tokens in all, prefilled tokens, seconds)."""
 
     iterations: list[tuple[float, float, float, float]]
 
 
-class TrainingMeasured(Message):
+class TrainingMeasured(Message, frozen=True):
     """(tokens, seconds of forward and backward) per batch, and mean seconds of what comes once a step."""
 
     batches: list[tuple[int, float]]
@@ -209,7 +209,7 @@ class TrainingMeasured(Message):
     exchange_seconds: float
 
 
-class Trained(Message):
+class Trained(Message, frozen=True):
     """One step done. Sums over this replica's generated tokens unless said otherwise."""
 
     version: int
@@ -226,30 +226,30 @@ class Trained(Message):
     gradient_norm: float  # of the exchanged gradient, before clipping
 
 
-class WarmedUp(Message):
+class WarmedUp(Message, frozen=True):
     loss: float
     tokens: int
 
 
-class Published(Message):
+class Published(Message, frozen=True):
     version: int
     checksum: int
 
 
-class Regrouped(Message):
+class Regrouped(Message, frozen=True):
     generation: int
     seconds: float
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Acknowledges SaveCheckpoint, LoadCheckpoint and Stop."""
 
 
-class Scored(Message):
+class Scored(Message, frozen=True):
     logprobs: list[list[float]]  # per token after the first
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """The worker could not do what it was told. `remedy` may be empty."""
 
     error: str

@@ -25,21 +25,25 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
 def main(control_descriptor: int, weights_descriptor: int) -> None:
-    _die_with_parent()
+    _die_with(os.getppid())
     control = socket.socket(fileno=control_descriptor)
     began = time.monotonic()
     _import_everything()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps; the controller sees a death on the worker's socket
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # the kernel reaps; the controller sees a death on the worker's socket
     control.sendall(json.dumps({"ready": time.monotonic() - began}).encode() + b"\n")
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
         if not request:
             return
         order: dict[str, Any] = json.loads(request)
+        nursery = os.getpid()
         pid = os.fork()
         if pid == 0:
+            _die_with(nursery)
             control.close()
             _become_worker(socket.socket(fileno=descriptors[0]), order, weights_descriptor)
         os.close(descriptors[0])
@@ -48,7 +52,6 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
 
 def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> None:
     """Run one worker in the forked child, and leave without the nursery's clean-up handlers."""
-    _die_with_parent()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -100,8 +103,7 @@ def _import_everything() -> None:
     import libra.exec.trainer  # noqa: F401
 
 
-def _die_with_parent() -> None:
-    parent = os.getppid()
+def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)

@@ -152,6 +152,10 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
         latest_checkpoint(directory)
+    if used and overwrite and not (directory / "journal.jsonl").is_file():
+        raise ConfigError(
+            f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"
+        )
     if used and not resume and not overwrite:
         raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
 

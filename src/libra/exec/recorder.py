@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from libra.exec.pool import Role, Worker
@@ -131,15 +132,13 @@ class Recorder:
 
 def cut_back(directory: Path, step: int) -> None:
     """Drop what a run wrote after the checkpoint of `step`: those steps will be made again."""
-    _keep(directory / "metrics.jsonl", [r for r in read_records(StepRecord, directory / "metrics.jsonl") if r.step <= step])
-    for name, kind in (("periods", PeriodRecord), ("decisions", DecisionRecord)):
-        path = directory / f"{name}.jsonl"
-        records = list(read_records(kind, path))  # type: ignore[type-var]
-        last = [r.last_step if isinstance(r, PeriodRecord) else r.step for r in records]  # type: ignore[attr-defined]
-        _keep(path, [record for record, end in zip(records, last, strict=True) if end <= step])
+    metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
+    _keep(metrics, [record for record in read_records(StepRecord, metrics) if record.step <= step])
+    _keep(periods, [record for record in read_records(PeriodRecord, periods) if record.last_step <= step])
+    _keep(decisions, [record for record in read_records(DecisionRecord, decisions) if record.step <= step])
 
 
-def _keep(path: Path, records: list[Record] | list[StepRecord]) -> None:
+def _keep(path: Path, records: Sequence[Record]) -> None:
     part = path.with_suffix(".part")
     part.write_text("".join(record.to_json() + "\n" for record in records))
     part.rename(path)

@@ -97,9 +97,7 @@ class Rollout:
         self._requests = 0
         self.generated_tokens = 0
 
-    async def episode(
-        self, id: str, prompt: Prompt, order: int, temperature: float, fresh: bool = False
-    ) -> Episode:
+    async def episode(self, id: str, prompt: Prompt, order: int, temperature: float, fresh: bool = False) -> Episode:
         """One episode. `order` ranks it inside an engine (smaller first); `fresh` keeps its KV apart from everything
         generated before."""
         tokens = self._codec.encode(prompt.text)
@@ -173,9 +171,7 @@ class Rollout:
             except WorkerLostError:
                 continue
             self.generated_tokens += len(generation.tokens)
-            self._on_turn(
-                TurnReport(draft.id, placement.instance, len(generation.tokens), placement)
-            )
+            self._on_turn(TurnReport(draft.id, placement.instance, len(generation.tokens), placement))
             return generation, placement.bucket
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:

@@ -174,7 +174,9 @@ class _Session:
             if report.worker in {entry.handle.name for entry in fleet.instances()}:
                 recorder.running_turns(report.worker, fleet.handle(report.worker).running)
 
-        rollout = Rollout(environment, config.environment.tools, codec, fleet, executor.longest_context, on_turn, recorder.now)
+        rollout = Rollout(
+            environment, config.environment.tools, codec, fleet, executor.longest_context, on_turn, recorder.now
+        )
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
         temperature = config.training.temperature

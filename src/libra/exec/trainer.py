@@ -61,9 +61,7 @@ class Trainer:
         torch.manual_seed(start.seed)
         self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16")
         model = _load_or_make(Path(start.model_directory))
-        optimiser = torch.optim.AdamW(
-            model.parameters(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
-        )
+        optimiser = torch.optim.AdamW(model.parameters(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
         self._model, self._optimiser = self._accelerator.prepare(model, optimiser)
         self._model.train()
         self._exchange = GradientExchange()
@@ -256,9 +254,9 @@ class Trainer:
 def _load_or_make(directory: Path) -> torch.nn.Module:
     """The model of a directory, in float32; with random weights where the directory holds none yet."""
     if any(directory.glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)  # type: ignore[no-any-return]
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = AutoConfig.from_pretrained(directory)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Sample]]:
@@ -274,7 +272,7 @@ def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Samp
 
 
 def _collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1], aligned with the predicted token; advantages [n, 1]."""
+    """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1] of the predicted tokens; advantages [n, 1]."""
     longest = max(len(sample.tokens) for sample in samples)
 
     def padded(values: list[list[float]]) -> torch.Tensor:

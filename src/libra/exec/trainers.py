@@ -111,7 +111,9 @@ class Trainers:
         shares = split_evenly(samples, self.size)
         orders = [
             # The denominator is a sum over replicas: one of them reports the whole batch.
-            Train(version, share, sequences if rank == 0 else 0, tokens if rank == 0 else 0, buffer if rank == 0 else -1)
+            Train(
+                version, share, sequences if rank == 0 else 0, tokens if rank == 0 else 0, buffer if rank == 0 else -1
+            )
             for rank, share in enumerate(shares)
         ]
         answers = await asyncio.gather(

@@ -52,7 +52,10 @@ def decide(request: PlanRequest, proposed: Plan, *, horizon_steps: float, uncert
 
 def _weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:
     if gain <= 0:
-        return False, f"nothing better was found: the best other allocation takes {-gain:.4g} s longer than {step:.4g} s"
+        return (
+            False,
+            f"nothing better was found: the best other allocation takes {-gain:.4g} s longer than {step:.4g} s",
+        )
     saves = f"the change saves {gain:.4g} s of {step:.4g} s a step"
     if gain <= uncertainty * step:
         return False, f"{saves}, not more than the {uncertainty * step:.4g} s by which the tracked work is uncertain"

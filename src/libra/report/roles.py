@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoleStyle:
-    """How a role is painted. The report colours are from the palette of Okabe and Ito (2008), told apart by all eyes."""
+    """How a role is painted. Report colours are from the palette of Okabe and Ito (2008), told apart by all eyes."""
 
     colour: str  # in the HTML report
     ink: str  # of text written on `colour`

@@ -1,0 +1,185 @@
+"""Who outlives whom: a real nursery whose heavy imports are left out, and workers that it really forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from libra.exec.launch_local import LaunchError, LocalLauncher, WorkerLink
+from libra.exec.messages import Failure, Stop
+from libra.exec.weights import create_buffer
+
+PATIENCE = 20.0  # seconds after which a test that would hang fails
+
+NURSERY = """
+import sys
+import libra.exec.nursery as nursery
+nursery._import_everything = lambda: None
+nursery.main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+BROKEN = "raise SystemExit('ImportError: no module named vllm')"
+
+
+def with_launcher(
+    logs: Path, scenario: Callable[[LocalLauncher, subprocess.Popen[bytes]], Awaitable[None]], source: str = NURSERY
+) -> None:
+    """Run a scenario with a launcher, wired as `LocalLauncher.open` wires it."""
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        weights = create_buffer()
+        with open(logs / "nursery.log", "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", source, str(theirs.fileno()), str(weights)],
+                pass_fds=(theirs.fileno(), weights),
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+        theirs.close()
+        ours.setblocking(False)
+        launcher = LocalLauncher(process, ours, logs, weights)
+        try:
+            await asyncio.wait_for(scenario(launcher, process), PATIENCE)
+        finally:
+            launcher.close()
+
+    asyncio.run(run())
+
+
+async def ended(process: int) -> bool:
+    """Whether the process of this descriptor ends. It becomes readable when it does, whoever its parent is."""
+    readable, _, _ = await asyncio.to_thread(select.select, [process], [], [], PATIENCE)
+    os.close(process)
+    return bool(readable)
+
+
+async def gone(link: WorkerLink) -> None:
+    """Returns when the worker's end of the channel is closed, which the kernel does when its process ends."""
+    with pytest.raises(ConnectionError):
+        await link.channel.receive()
+
+
+def test_workers_are_forked_and_end_when_they_are_left_alone(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        assert await launcher.ready() >= 0
+        assert launcher.nursery_pid == process.pid
+        links = [await launcher.spawn(name) for name in ("core-0", "rollout-0")]
+        assert [link.name for link in links] == ["core-0", "rollout-0"]
+        assert len({process.pid, *(link.pid for link in links)}) == 3
+        for link in links:
+            worker = os.pidfd_open(link.pid)
+            link.channel.close()
+            assert await ended(worker)
+        await launcher.spawn("core-0")  # the nursery goes on
+        assert process.poll() is None
+
+    with_launcher(tmp_path, scenario)
+    assert (tmp_path / "core-0.log").is_file()
+
+
+def test_a_worker_that_is_told_nonsense_says_so_and_ends(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        link = await launcher.spawn("rollout-0")
+        link.channel.send(Stop())
+        assert await link.channel.receive() == Failure(
+            "TypeError: a worker starts with StartEngine or StartTrainer, not Stop"
+        )
+        await gone(link)
+
+    with_launcher(tmp_path, scenario)
+    assert "Traceback" in (tmp_path / "rollout-0.log").read_text()
+
+
+def test_closing_the_launcher_ends_everything(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        links = [await launcher.spawn(f"rollout-{number}") for number in range(2)]
+        launcher.close()
+        assert process.returncode == -signal.SIGKILL
+        await asyncio.gather(*(gone(link) for link in links))
+        launcher.close()  # a second time is harmless
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_workers_die_with_their_nursery(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        link = await launcher.spawn("rollout-0")
+        process.kill()
+        process.wait()
+        await gone(link)
+        with pytest.raises((LaunchError, ConnectionError)):
+            await launcher.spawn("rollout-1")
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        victim, other = [await launcher.spawn(f"rollout-{number}") for number in range(2)]
+        os.kill(victim.pid, signal.SIGKILL)
+        await gone(victim)
+        other.channel.send(Stop())
+        assert isinstance(await other.channel.receive(), Failure)
+        assert process.poll() is None
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_nursery_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        link = await launcher.spawn("rollout-0")
+        launcher._control.close()
+        assert await asyncio.to_thread(process.wait, PATIENCE) == 0
+        await gone(link)
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_nursery_that_cannot_import_says_why(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await asyncio.to_thread(process.wait, PATIENCE)
+        with pytest.raises(LaunchError, match=r"no module named vllm\. Is the engine extra installed"):
+            await launcher.ready()
+
+    with_launcher(tmp_path, scenario, source=BROKEN)
+
+
+CONTROLLER = """
+import asyncio, os, sys
+from pathlib import Path
+from test_launch_local import with_launcher
+async def scenario(launcher, process):
+    await launcher.ready()
+    link = await launcher.spawn("rollout-0")
+    print(process.pid, link.pid, flush=True)
+    await asyncio.get_running_loop().create_future()
+with_launcher(Path(sys.argv[1]), scenario)
+"""
+
+
+def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(tmp_path)], cwd=Path(__file__).parent, stdout=subprocess.PIPE
+    )
+    assert controller.stdout is not None
+    pids = [int(pid) for pid in controller.stdout.readline().split()]
+    nursery, worker = [os.pidfd_open(pid) for pid in pids]
+    controller.kill()
+    controller.wait()
+    assert asyncio.run(ended(nursery))
+    assert asyncio.run(ended(worker))
+    controller.stdout.close()
