@@ -31,8 +31,8 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
             factory = getattr(importlib.import_module(module_name), class_name)
         except Exception as error:  # noqa: BLE001 - the module is somebody else's code: any failure is bad input
             raise ConfigError(
-                f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error}); give module:Class"
-                f" with the module in {beside}"
+                f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error});"
+                f" give module:Class with the module in {beside}"
             ) from None
     elif config.kind in BUILT_IN:
         factory = BUILT_IN[config.kind]

@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -57,6 +58,12 @@ def _check_model_directory(config: RunConfig) -> None:
             raise ConfigError(f"model.directory: {directory} holds no {name}; give a directory in Hugging Face layout")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model.directory: {directory} holds no *.safetensors weights; save the model there first")
+    if _model_config(directory).get("tie_word_embeddings", False):
+        # vLLM's CPU backend keeps a packed copy of a tied output layer, which a weight update leaves behind.
+        raise ConfigError(
+            f"model.directory: {directory} ties its word embeddings, which engines on CPU cannot update; save it with"
+            " tie_word_embeddings false and an lm_head of its own"
+        )
 
 
 def _check_memory(config: RunConfig) -> None:
@@ -72,17 +79,24 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
+def _model_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"model.directory: {directory / 'config.json'} is not a JSON object; save the model there again"
+        )
+    return config
+
+
 def _weight_bytes(config: RunConfig) -> int:
     """Float32 bytes of the model's weights."""
     directory = config.model.directory
     if directory is not None:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        try:
-            dtype = json.loads((directory / "config.json").read_text()).get("dtype", "bfloat16")
-        except (ValueError, AttributeError):
-            raise ConfigError(
-                f"model.directory: {directory / 'config.json'} is not a JSON object; save the model there again"
-            ) from None
+        dtype = _model_config(directory).get("dtype", "bfloat16")
         return stored * (1 if dtype == "float32" else 2)
     shape = config.model
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.heads + shape.kv_heads)

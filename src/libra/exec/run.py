@@ -89,11 +89,11 @@ class _Phases:
     def __init__(self, config: RunConfig, display: Display, began: float) -> None:
         self._config, self._display, self._began = config, display, began
 
-    def show(self, phase: str) -> None:
+    def show(self, phase: str, step: int = 0) -> None:
         self._display.show(
             RunView(
                 name=self._config.name,
-                step=0,
+                step=step,
                 steps=self._config.training.steps,
                 elapsed=time.monotonic() - self._began,
                 reward=None,
@@ -208,7 +208,7 @@ class _Session:
         )
         self._journal.commit("start", step=first_step)
         await training.run()
-        self._phase.show(f"evaluating on {len(heldout)} held-out questions")
+        self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
         ended, _ = await evaluate(rollout, heldout, "end", training.step, temperature)
         self._phase.line(_words(ended))
         gaps.append(await logprob_gap(rollout, executor.trainers.core, heldout, "check-end"))

@@ -135,16 +135,20 @@ class Trainer:
             Sample(str(i), tokens, generated, [0.0] * len(tokens), [], 0.0)
             for i, (tokens, generated) in enumerate(order.batch)
         ]
-        ids, mask, _, _ = _collate(samples)
-        loss = -(self._logprobs(ids) * mask).sum() / mask.sum()
-        self._accelerator.backward(loss)
+        demonstrated = sum(sum(sample.generated[1:]) for sample in samples)
+        total, forward = 0.0, 0
+        for batch in micro_batches(samples, self._settings.micro_batch_tokens):
+            ids, mask, _, _ = _collate(batch)
+            loss = -(self._logprobs(ids) * mask).sum() / demonstrated
+            self._accelerator.backward(loss)
+            total, forward = total + loss.item(), forward + ids.numel()
         self._accelerator.clip_grad_norm_(self._model.parameters(), _GRADIENT_NORM)
         for group in self._optimiser.param_groups:
             group["lr"] = order.learning_rate
         self._optimiser.step()
         self._optimiser.zero_grad()
         self._pacer.pace()
-        return WarmedUp(float(loss), ids.numel())
+        return WarmedUp(total, forward)
 
     def publish(self, buffer: int) -> int:
         return self._buffer.write(buffer, self.layout, self._named_parameters())

@@ -44,8 +44,9 @@ def decisions_table(log: RunLog) -> Markup:
             tag(
                 "p",
                 text(
-                    "Measured: mean step of the period before against the first full period after. Lengths drift "
-                    "between the two as well, so the difference is not the change's alone."
+                    "Measured step: the period before, and the first full period after. Lengths drift between the two, "
+                    "so the measured gain is what the allocation that was left would take for the work as it is by "
+                    "then, priced by the same model, less what was measured."
                 ),
                 class_="note",
             )

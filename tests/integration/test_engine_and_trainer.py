@@ -1,0 +1,224 @@
+"""One real engine and one real trainer: weights, versions, log-probs, and the role that changes between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from libra.config import ModelConfig
+from libra.exec.handles import EngineHandle, Handle, WorkerFailedError
+from libra.exec.launch_local import LocalLauncher
+from libra.exec.messages import (
+    Done,
+    Generate,
+    LoadWeights,
+    Publish,
+    Published,
+    Ready,
+    Sample,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    StartEngine,
+    StartTrainer,
+    Train,
+    Trained,
+)
+from libra.exec.rollout import _versions
+from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
+from libra.exec.trainers import Trainers
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+ARITHMETIC_GAP = 0.1  # largest difference of two bfloat16 log-probs of these tiny models
+
+
+@dataclass(frozen=True)
+class Pair:
+    launcher: LocalLauncher
+    model: Path
+    ready: Ready
+    trainer: Handle
+    engine: EngineHandle
+
+
+def start_trainer(model: Path, replica: int) -> StartTrainer:
+    return StartTrainer(
+        model_directory=str(model),
+        replica=replica,
+        learning_rate=1e-2,
+        clip=(0.8, 1.28),
+        denominator="constant",
+        token_constant=12.0,
+        micro_batch_tokens=256,
+        seed=replica,  # replicas start from different optimiser noise; joining must make them equal
+        share=0.9,
+        cores=(0,),
+    )
+
+
+def start_engine(model: Path, ready: Ready, refresh_kv: bool = False) -> StartEngine:
+    return StartEngine(
+        model_directory=str(model),
+        max_model_len=256,
+        max_num_seqs=4,
+        kv_cache_bytes=1024 * kv_bytes_per_token(model),
+        layout=ready.layout,
+        buffer_bytes=ready.buffer_bytes,
+        seed=0,
+        share=0.9,
+        cores=(0,),
+        refresh_kv=refresh_kv,
+    )
+
+
+@asynccontextmanager
+async def pair(directory: Path) -> AsyncIterator[Pair]:
+    model = directory / "model"
+    write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", 256)
+    async with LocalLauncher.open(directory / "logs") as launcher:
+        await launcher.ready()
+        trainer = Handle(await launcher.spawn("trainer"), lambda name, why: None)
+        ready = await trainer.start(start_trainer(model, 0))
+        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)  # the engine needs weights to start from
+        engine = EngineHandle(await launcher.spawn("engine"), lambda name, why: None)
+        await engine.start(start_engine(model, ready))
+        yield Pair(launcher, model, ready, trainer, engine)
+
+
+def turn(name: str, tokens: int, salt: str | None = None) -> Generate:
+    return Generate(name, PROMPT, tokens, 1.0, -1, 0, salt)
+
+
+def samples(count: int, offset: int = 0) -> list[Sample]:
+    made = []
+    for index in range(count):
+        length = 6 + 5 * index
+        tokens = [4 + (offset + 3 * index + position) % 12 for position in range(length)]
+        own = [position >= 3 for position in range(length)]
+        made.append(Sample(str(index), tokens, own, [-2.0] * length, [0] * length, 1.0 if index % 2 else -0.7))
+    return made
+
+
+def step(version: int, buffer: int) -> Train:
+    batch = samples(5)
+    return Train(version, batch, len(batch), sum(sum(s.generated) for s in batch), buffer)
+
+
+def gap(generated: list[float], scored: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(generated, scored[len(PROMPT) - 1 :], strict=True))
+
+
+def test_engine_and_trainer_agree_after_updates_and_not_before(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with pair(tmp_path) as both:
+            for version in (1, 2, 3):
+                done = await both.trainer.ask(step(version, version % 2), Trained)
+                old = await both.engine.generate(turn(f"old-{version}", 24, salt=f"old-{version}"))
+                await both.engine.load(LoadWeights(version, version % 2, done.checksum))
+                new = await both.engine.generate(turn(f"new-{version}", 24, salt=f"new-{version}"))
+                scored = await both.trainer.ask(Score([PROMPT + old.tokens, PROMPT + new.tokens]), Scored)
+                assert _versions(new) == [version] * 24
+                assert gap(new.logprobs, scored.logprobs[1]) < ARITHMETIC_GAP
+                assert gap(old.logprobs, scored.logprobs[0]) > ARITHMETIC_GAP  # the check can tell versions apart
+
+    asyncio.run(check())
+
+
+def test_weights_arrive_in_the_middle_of_a_turn_without_draining(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with pair(tmp_path) as both:
+            first = await both.trainer.ask(Publish(1, 1), Published)
+            await both.engine.load(LoadWeights(1, 1, first.checksum))
+            running = asyncio.create_task(both.engine.generate(turn("long", 200)))
+            while both.engine.running == 0:
+                await asyncio.sleep(0)
+            second = await both.trainer.ask(step(2, 0), Trained)
+            await both.engine.load(LoadWeights(2, 0, second.checksum))
+            assert not running.done()
+            versions = _versions(await running)
+            assert len(versions) == 200
+            assert versions == sorted(versions) and set(versions) == {1, 2}
+
+    asyncio.run(check())
+
+
+def test_a_damaged_update_is_refused_and_the_old_weights_stay(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with pair(tmp_path) as both:
+            first = await both.trainer.ask(Publish(1, 1), Published)
+            await both.engine.load(LoadWeights(1, 1, first.checksum))
+            done = await both.trainer.ask(step(2, 0), Trained)
+            with pytest.raises(WorkerFailedError, match="version 2: checksum"):
+                await both.engine.load(LoadWeights(2, 0, done.checksum ^ 1))
+            assert _versions(await both.engine.generate(turn("after", 8))) == [1] * 8
+            await both.engine.load(LoadWeights(2, 0, done.checksum))
+            assert _versions(await both.engine.generate(turn("then", 8))) == [2] * 8
+
+    asyncio.run(check())
+
+
+def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) -> None:
+    """The hybrid's way: engine, replica, engine; the core trains before, with and after it."""
+
+    async def check() -> None:
+        async with pair(tmp_path) as both:
+            trainers = Trainers(both.trainer, lambda: 0 or _free_port())
+            batch = samples(6)
+            tokens = sum(sum(sample.generated) for sample in batch)
+            alone = await trainers.step(1, batch, len(batch), tokens)
+            await both.engine.stop()
+
+            hybrid = Handle(await both.launcher.spawn("hybrid"), lambda name, why: None)
+            await hybrid.start(start_trainer(both.model, 1))
+            await trainers.join(hybrid)
+            together = await trainers.step(2, samples(6, offset=5), len(batch), tokens)  # raises if replicas differ
+            assert (alone.replicas, together.replicas) == (1, 2)
+
+            leaving = await trainers.leave("hybrid")
+            await leaving.stop()
+            after = await trainers.step(3, batch, len(batch), tokens)
+            assert after.replicas == 1
+            engine = EngineHandle(await both.launcher.spawn("hybrid-engine"), lambda name, why: None)
+            await engine.start(start_engine(both.model, both.ready))
+            await engine.load(LoadWeights(3, after.buffer, after.checksum))
+            new = await engine.generate(turn("back", 16))
+            scored = await both.trainer.ask(Score([PROMPT + new.tokens]), Scored)
+            assert _versions(new) == [3] * 16
+            assert gap(new.logprobs, scored.logprobs[0]) < ARITHMETIC_GAP
+
+    asyncio.run(check())
+
+
+def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with pair(tmp_path) as both:
+            trainers = Trainers(both.trainer, _free_port)
+            hybrid = Handle(await both.launcher.spawn("hybrid"), lambda name, why: None)
+            await hybrid.start(start_trainer(both.model, 1))
+            await trainers.join(hybrid)
+            batch = samples(6)
+            tokens = sum(sum(sample.generated) for sample in batch)
+            await trainers.step(1, batch, len(batch), tokens)
+            import os
+            import signal
+
+            os.kill(hybrid.pid, signal.SIGKILL)
+            survived = await trainers.step(2, batch, len(batch), tokens)
+            assert survived.replicas == 1 and survived.generated_tokens == tokens
+
+    asyncio.run(check())
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
