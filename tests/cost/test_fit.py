@@ -100,3 +100,8 @@ def test_no_set_of_features_fits_better(measured: tuple[list[list[float]], list[
     assert all(coefficient >= 0 for coefficient in fit.coefficients)
     arrays = np.array(rows), np.array(times)
     assert misfit(*arrays, np.array(fit.coefficients)) == pytest.approx(best_misfit(*arrays), rel=1e-6, abs=1e-6)
+
+
+def test_large_features_and_short_times_end() -> None:
+    fit = fit_linear([[1000.0, 2000.0], [2000.0, 3000.0], [3000.0, 2000.0]], [1e-3] * 3)
+    assert all(coefficient >= 0 for coefficient in fit.coefficients)

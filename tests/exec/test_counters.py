@@ -41,6 +41,7 @@ LOOKS = [
         0.5,
     ),
     ("no engine", [], (0.0, 0, 0, 0, 0), 0.0),
+    ("a process id that is used again is a new engine", [(2, 0.5, 5, 50, 9, 1)], (0.5, 5, 50, 9, 1), 0.5),
 ]
 
 

@@ -299,3 +299,14 @@ def test_a_plain_handle_has_answers_only() -> None:
         far.close()
 
     asyncio.run(run())
+
+
+def test_an_answer_that_is_too_late_is_a_loss_and_not_the_next_orders() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        with pytest.raises(TimeoutError):
+            await handle.ask(Publish(1, 1), Published, deadline=0.01)
+        assert lost == ["engine"] or len(lost) == 1
+        with pytest.raises(WorkerLostError):
+            await handle.ask(Publish(2, 0), Published)
+
+    engine(scenario)

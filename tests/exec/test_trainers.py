@@ -140,7 +140,7 @@ def test_when_a_replica_is_lost_before_the_exchange_the_rest_make_the_same_step(
         hybrid.to_train.append(None)
         core.to_train.append(GONE)
         result = await trainers.step(2, SAMPLES, sequences=8, tokens=50)
-        assert core.memberships[1:] == [Regroup(2, 0, 1, PORT, share_state=False)]
+        assert core.memberships[1:] == [Regroup(2, 0, 1, PORT, share_state=True)]
         lost, made = core.trains
         assert lost.samples == [SAMPLES[0]]
         assert (made.version, made.sequences, made.tokens, made.publish_to) == (2, 8, 50, 0)
@@ -208,3 +208,13 @@ def test_every_sample_has_one_replica_and_the_loads_are_even(lengths: list[int],
     assert sorted(s.id for share in shares for s in share) == sorted(s.id for s in samples)
     loads = [sum(len(s.tokens) for s in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_a_replica_that_dies_after_the_exchange_does_not_undo_the_step() -> None:
+    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
+        hybrid.to_train.append(None)  # dies, but its gradient was in the sum: the core has stepped
+        result = await trainers.step(2, SAMPLES, sequences=8, tokens=50)
+        assert [order.version for order in core.trains] == [2]
+        assert (result.version, trainers.names()) == (2, ("core-0",))
+
+    together(scenario)

@@ -41,6 +41,9 @@ def fit_linear(features: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 def _non_negative(rows: Rows, times: Rows) -> Rows:
     """Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23) on rows scaled by 1 / time."""
     scaled, ones = rows / times[:, None], np.ones(len(times))
+    lengths = np.linalg.norm(scaled, axis=0)
+    lengths[lengths == 0] = 1.0
+    scaled = scaled / lengths  # columns of unit length: the tolerances below mean the same for every feature
     width = rows.shape[1]
     solution, free = np.zeros(width), np.zeros(width, dtype=bool)
     while True:
@@ -48,7 +51,8 @@ def _non_negative(rows: Rows, times: Rows) -> Rows:
         gradient[free] = -np.inf
         entering = int(np.argmax(gradient))
         if free.all() or gradient[entering] <= 1e-10 * len(times):
-            return solution
+            fitted: Rows = solution / lengths
+            return fitted
         free[entering] = True
         while True:
             trial = np.zeros(width)

@@ -78,7 +78,6 @@ class Executor:
         self.pool, self.fleet = pool, fleet
         self.trainers: Trainers
         self.longest_context = max(shape.max_model_len for shape in config.engines.values())
-        self.start_seconds: dict[str, float] = {}
         self._handles: dict[str, Handle] = {}
         self._watch: asyncio.Task[None] | None = None
 
@@ -121,6 +120,13 @@ class Executor:
         """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
         self._current = LoadWeights(version, buffer, checksum)
         return await asyncio.gather(*(self._load(entry.handle) for entry in self.fleet.instances()))
+
+    async def restart(self, name: str) -> float:
+        """End a worker's process and bring it back into the same role; returns the seconds it was out of service."""
+        worker = self.pool[name]
+        began = time.monotonic()
+        await self._change(Change(name, worker.role, worker.shape))
+        return time.monotonic() - began
 
     async def reload(self) -> list[float]:
         """Give every engine the current weights once more; returns the seconds of each."""
@@ -206,14 +212,13 @@ class Executor:
         )
         self._layout = ready
         self._journal.commit("worker", worker=name, pid=handle.pid)
-        self.start_seconds[name] = ready.seconds
         return handle
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
         handle = EngineHandle(await self._launcher.spawn(name), self.lose)
         self._handles[name] = handle
-        ready = await handle.start(
+        await handle.start(
             StartEngine(
                 model_directory=str(self._model_directory),
                 max_model_len=size.max_model_len,
@@ -228,7 +233,6 @@ class Executor:
             )
         )
         self._journal.commit("worker", worker=name, pid=handle.pid)
-        self.start_seconds[name] = ready.seconds
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
             await self._load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))

@@ -77,7 +77,12 @@ class Handle:
             if self.lost:
                 raise WorkerLostError(f"worker {self.name} is gone")
             self._channel.send(message)
-            answer = await asyncio.wait_for(self._answers.get(), deadline)
+            try:
+                answer = await asyncio.wait_for(self._answers.get(), deadline)
+            except TimeoutError:
+                # Its answer may still come, and would be taken for the next order's.
+                self.declare_lost(f"no answer to {type(message).__name__} in {deadline:.0f} s")
+                raise
         if answer is None:
             raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
         if isinstance(answer, Failure):
@@ -126,6 +131,7 @@ class Handle:
             return
         self.lost = True
         self._fail_waiters()
+        self._channel.close()  # should the process still run, this ends it
         if not self._stopping:
             self._on_lost(self.name, why)
 

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +20,7 @@ from typing import Any
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.cost.fit import fit_linear
+from libra.exec.executor import Executor
 from libra.exec.fleet import Instance
 from libra.exec.messages import Generate, MeasureEngine, MeasureTraining, TrainingMeasured
 from libra.exec.trainers import Trainers
@@ -35,20 +35,11 @@ _CONTEXTS = (16, 48)  # prompt tokens of a turn, one closed-loop run each
 _SAMPLE_LENGTHS = (14, 22, 31, 40, 52, 68, 90, 120)  # tokens; a batch of agent trajectories is as uneven as this
 
 
-@dataclass(frozen=True, slots=True)
-class StartTimes:
-    """Seconds that the run's own workers took to start, from the order to readiness, all starting at once."""
-
-    engine: float
-    trainer: float
-
-
 async def measure(
     instances: Sequence[Instance],
     trainers: Trainers,
     config: RunConfig,
-    starts: StartTimes,
-    weight_load: float,
+    switch: SwitchCost,
     hardware: str,
     model: str,
 ) -> DeviceProfile:
@@ -70,9 +61,26 @@ async def measure(
             per_token=per_token,
             exchange=fmean(measured.exchange_seconds for measured in replicas),
         ),
-        switch=SwitchCost(starts.engine, starts.trainer, weight_load),
+        switch=switch,
         heldout_error=fit.heldout_error,
     )
+
+
+async def measure_switch(executor: Executor, config: RunConfig) -> SwitchCost:
+    """Seconds a device is out of service when it becomes an engine or a replica: restarts of running workers, not their
+    first start, which on a fresh machine also pays for cold disk caches. The others are kept busy meanwhile."""
+    load = fmean(await executor.reload())
+    engine, *others = executor.fleet.instances()
+    busy = asyncio.gather(*(_engine_rows(entry, config) for entry in (engine, *others)))
+    joins = [await executor.restart(name) for name in executor.trainers.names()[1:]]
+    await busy
+    training = asyncio.gather(
+        *(replica.ask(_training_points(config), TrainingMeasured) for replica in executor.trainers.replicas()),
+    )
+    generating = asyncio.gather(*(_engine_rows(entry, config) for entry in others))
+    start = await executor.restart(engine.handle.name)
+    await asyncio.gather(training, generating)
+    return SwitchCost(engine_start=start, trainer_join=fmean(joins) if joins else start, weight_load=load)
 
 
 _Row = tuple[tuple[float, float, float, float, float], float]

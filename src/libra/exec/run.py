@@ -12,7 +12,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from libra.config import RunConfig
@@ -27,10 +26,10 @@ from libra.exec.fleet import Fleet
 from libra.exec.journal import Journal
 from libra.exec.launch_local import LocalLauncher
 from libra.exec.measure import (
-    StartTimes,
     cache_directory,
     hardware_name,
     measure,
+    measure_switch,
     profile_key,
 )
 from libra.exec.memory import MemoryWatch
@@ -246,19 +245,14 @@ class _Session:
             return load_profile(cached)
         self._phase.show("measuring engines and trainers, all at once")
         began = time.monotonic()
-        starts = executor.start_seconds
-        trainers = executor.trainers.names()
-        times = StartTimes(
-            engine=fmean(seconds for name, seconds in starts.items() if name not in trainers),
-            trainer=fmean(seconds for name, seconds in starts.items() if name in trainers),
-        )
-        load = fmean(await executor.reload())
-        profile = await measure(executor.fleet.instances(), executor.trainers, config, times, load, hardware, key)
+        switch = await measure_switch(executor, config)
+        profile = await measure(executor.fleet.instances(), executor.trainers, config, switch, hardware, key)
         save_profile(cached, profile)
         self._phase.line(
             f"measured in {time.monotonic() - began:.1f} s: iteration {profile.engine.step * 1e3:.1f} ms +"
             f" {profile.engine.per_sequence * 1e3:.2f} ms a sequence, training {1 / profile.train.per_token:.0f}"
-            f" tokens/s a replica, held-out error {profile.heldout_error:.0%}"
+            f" tokens/s a replica, engine start {switch.engine_start:.1f} s, held-out error"
+            f" {profile.heldout_error:.0%}"
         )
         return profile
 

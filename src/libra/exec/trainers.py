@@ -94,7 +94,7 @@ class Trainers:
                 try:
                     return await self._step(version, samples, sequences, tokens)
                 except (WorkerLostError, WorkerFailedError) as error:
-                    if isinstance(error, WorkerFailedError) and not error.peer_lost:
+                    if isinstance(error, WorkerFailedError) and not _peer_lost(error):
                         raise
                     await asyncio.sleep(0)  # let the channel of the lost replica report its end
                     if self.core.lost:
@@ -103,7 +103,7 @@ class Trainers:
                     if len(survivors) == len(self._replicas):
                         raise
                     self._replicas = survivors
-                    await self._regroup(share_state=False)
+                    await self._regroup(share_state=True)  # one of them may have stepped before the loss was noticed
 
     async def _step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         began = time.monotonic()
@@ -120,10 +120,16 @@ class Trainers:
             *(replica.ask(order, Trained) for replica, order in zip(self._replicas, orders, strict=True)),
             return_exceptions=True,
         )
+        if isinstance(answers[0], BaseException):
+            raise answers[0]
         for answer in answers:
-            if isinstance(answer, BaseException):
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError) and not _peer_lost(answer):
                 raise answer
+        # The core has stepped, with the gradients of all: the step is made, whoever was lost after the exchange.
         done = [answer for answer in answers if isinstance(answer, Trained)]
+        if len(done) < len(answers):
+            self._replicas = [replica for replica in self._replicas if not replica.lost]
+            await self._regroup(share_state=True)
         if len({answer.parameter_hash for answer in done}) != 1:
             raise DivergedError(
                 f"after step {version} the replicas {', '.join(self.names())} hold different parameters"
@@ -157,6 +163,10 @@ class Trainers:
                 for rank, replica in enumerate(self._replicas)
             )
         )
+
+
+def _peer_lost(error: BaseException) -> bool:
+    return isinstance(error, WorkerFailedError) and error.peer_lost
 
 
 def split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:

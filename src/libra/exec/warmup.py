@@ -26,6 +26,7 @@ from libra.exec.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, Wa
 from libra.exec.rollout import Codec
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 
+_RECIPE = 1  # counts up when the way of training changes, so that no older warm model is taken for this one
 _RAMP_STEPS = 50  # of the learning rate
 _FINAL_RATE = 0.05  # of the learning rate, reached linearly
 
@@ -112,6 +113,7 @@ def _encode(environment: Environment, codec: Codec, rng: random.Random) -> tuple
 def _key(config: RunConfig, environment: Environment) -> str:
     source = inspect.getsource(inspect.getmodule(type(environment)) or type(environment))
     parts = {
+        "recipe": _RECIPE,
         "seed": config.seed,
         "model": config.model.model_dump(mode="json"),
         "warm_up": config.warm_up.model_dump(),
