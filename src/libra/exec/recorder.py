@@ -22,9 +22,10 @@ from libra.report.records import (
     StepRecord,
     read_records,
 )
-from libra.report.timeline import Timeline
+from libra.report.timeline import JsonValue, Timeline
 from libra.trajectory import dump_trajectory
 
+_EPISODE_LANE = "one episode at a time"
 _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
 
 
@@ -49,6 +50,7 @@ class Recorder:
         self.lost: list[str] = []
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
+        self._followed: str | None = None
         self.migrations = 0
 
     def begin(self) -> None:
@@ -80,9 +82,19 @@ class Recorder:
 
     def episode(self, episode: Episode) -> None:
         self._files["trajectories"].write(dump_trajectory(episode.trajectory) + "\n")
+        if episode.trajectory.id == self._followed:
+            self._followed = None
 
     def turn(self, report: TurnReport) -> None:
-        """A served turn; those that changed engines are written with the reason."""
+        """A served turn; those that changed engines are written with the reason. The timeline shows all turns of one
+        episode at a time: hundreds run at once, and following one shows its queues, tools and moves."""
+        if self._began is not None and self._followed is None:
+            self._followed = report.trajectory
+        if report.trajectory == self._followed:
+            now = self._on_timeline()
+            name = f"{report.trajectory} on {report.worker}"
+            details: dict[str, JsonValue] = {"tokens": report.tokens, "reason": report.placement.reason}
+            self.timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
         if report.placement.migrated:
             self.migrations += 1
             entry = {

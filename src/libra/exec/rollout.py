@@ -49,6 +49,7 @@ class TurnReport:
     trajectory: str
     worker: str
     tokens: int
+    seconds: float  # in the engine, its queue included
     placement: Placement
 
 
@@ -171,7 +172,9 @@ class Rollout:
             except WorkerLostError:
                 continue
             self.generated_tokens += len(generation.tokens)
-            self._on_turn(TurnReport(draft.id, placement.instance, len(generation.tokens), placement))
+            self._on_turn(
+                TurnReport(draft.id, placement.instance, len(generation.tokens), generation.seconds, placement)
+            )
             return generation, placement.bucket
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:

@@ -1,0 +1,58 @@
+"""A slot gets its share of a core, whatever its neighbours do; `benchmarks/slots.py` shows the same as speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+SHARE = 0.45
+SECONDS = 1.5
+WORKER = """
+import sys, time
+import numpy
+from libra.exec.pace import Pacer
+
+core, share, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+matrix = numpy.ones((96, 96), dtype=numpy.float32)
+pacer = Pacer(share, (core,))
+cpu, wall = time.process_time(), time.monotonic()
+while time.monotonic() - wall < seconds:
+    for _ in range(64):
+        matrix @ matrix
+    pacer.pace()
+print((time.process_time() - cpu) / (time.monotonic() - wall))
+"""
+
+
+def start(core: int, seconds: float) -> subprocess.Popen[str]:
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(core), str(SHARE), str(seconds)],
+        env={**os.environ, **one_thread},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def share_of(process: subprocess.Popen[str]) -> float:
+    return float(process.communicate(timeout=60)[0])
+
+
+def test_busy_neighbours_take_less_than_a_tenth_of_a_slot() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    alone, crowded = [], []
+    for _ in range(3):  # in turn, so that whatever else the machine does falls on both
+        alone.append(share_of(start(cores[0], SECONDS)))
+        # Every slot of every core is busy before the measured one starts and after it ends.
+        neighbours = [start(core, 2 * SECONDS) for core in cores for _ in range(2)][1:]
+        crowded.append(share_of(start(cores[0], SECONDS)))
+        for neighbour in neighbours:
+            share_of(neighbour)
+    assert median(alone) == pytest.approx(SHARE, rel=0.1)
+    assert median(crowded) / median(alone) == pytest.approx(1.0, abs=0.1)
