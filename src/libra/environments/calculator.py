@@ -55,7 +55,7 @@ class Calculator:
     latency: float = 0.01
     spread: float = 1.0
     deadline: float = 0.15
-    skill: float = 0.4
+    skill: float = 0.46
     turn_tokens: int = 16
     max_turns: int = 10
 
