@@ -101,10 +101,3 @@ def test_make_pool_numbers_slots_core_first() -> None:
         Worker("hybrid-1", 2, ANY),
         Worker("rollout-0", 3, rollout),
     )
-
-
-def test_with_role() -> None:
-    pool = make_pool(2, 0, 0)
-    pool.become("core-1", Role.JOINING, 0.0)
-    assert [worker.id for worker in pool.with_role(Role.IDLE)] == ["core-0"]
-    assert [worker.id for worker in pool.with_role(Role.JOINING)] == ["core-1"]

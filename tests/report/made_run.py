@@ -69,6 +69,7 @@ def make_step(step: int, ended: float) -> StepRecord:
         staleness_mean=0.6 + 0.1 * wave,
         staleness_max=2,
         behaviour_weight_mean=0.98,
+        prox_gap_mean=0.04,
         clip_share=0.012,
         grad_norm=0.8 + 0.1 * wave,
         context_p50=110 + 60 * progress,

@@ -207,7 +207,3 @@ class EngineHandle(Handle):
         for future, _ in self._turns.values():
             if not future.done():
                 future.set_exception(WorkerLostError(f"engine {self.name} went away"))
-
-
-class TrainerHandle(Handle):
-    """A training replica."""

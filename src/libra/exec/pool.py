@@ -69,9 +69,6 @@ class Pool:
     def all(self) -> tuple[Worker, ...]:
         return tuple(self._workers.values())
 
-    def with_role(self, role: Role) -> tuple[Worker, ...]:
-        return tuple(worker for worker in self._workers.values() if worker.role is role)
-
     def become(self, worker: str, role: Role, now: float, shape: str | None = None) -> Worker:
         self._workers[worker] = self._workers[worker].become(role, now, shape)
         return self._workers[worker]

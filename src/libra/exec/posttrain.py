@@ -351,6 +351,7 @@ class PostTraining:
             staleness_mean=fmean(stale),
             staleness_max=max(stale),
             behaviour_weight_mean=result.behaviour_weight_mean,
+            prox_gap_mean=result.prox_gap_mean,
             clip_share=result.clip_share,
             grad_norm=result.gradient_norm,
             context_p50=_quantile(contexts, 0.5),

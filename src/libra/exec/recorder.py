@@ -51,7 +51,6 @@ class Recorder:
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
-        self.migrations = 0
 
     def begin(self) -> None:
         """Reinforcement learning begins, or goes on."""
@@ -96,7 +95,6 @@ class Recorder:
             details: dict[str, JsonValue] = {"tokens": report.tokens, "reason": report.placement.reason}
             self.timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
         if report.placement.migrated:
-            self.migrations += 1
             entry = {
                 "time": round(self.now(), 4),
                 "trajectory": report.trajectory,

@@ -60,6 +60,7 @@ class StepRecord(Record):
     staleness_mean: float  # versions between generation and training
     staleness_max: int
     behaviour_weight_mean: float  # mean of min(pi_prox / mu, 2)
+    prox_gap_mean: float  # mean over tokens of |log pi_prox - log mu|: how far the policy moved since generation
     clip_share: float  # of tokens whose ratio was clipped
     grad_norm: float
     context_p50: float  # tokens, final context of the trajectories trained on

@@ -228,6 +228,7 @@ def _health(steps: Sequence[StepRecord]) -> list[tuple[str, list[float], Any, st
             plain,
             "min(π_prox/μ, 2); 1 where data are fresh",
         ),
+        ("Moved since generation", [s.prox_gap_mean for s in steps], plain, "mean |log π_prox − log μ| of a token"),
         ("Clipped", [s.clip_share for s in steps], percent, "tokens whose probability ratio left the trust region"),
         ("Gradient norm", [s.grad_norm for s in steps], plain, "before clipping"),
         ("Trained tokens", [float(s.trained_tokens) for s in steps], count, "in one step"),
