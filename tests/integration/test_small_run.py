@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SmallRuns  # type: ignore[import-not-found]
+from small_runs import SmallRuns
 
 from libra.trajectory import read_trajectories
 
