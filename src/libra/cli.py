@@ -92,18 +92,20 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     try:
         summary = asyncio.run(run_session(settings, environment, display, resume))
     except KeyboardInterrupt:
-        status, problem = 130, f"interrupted; continue with --resume (files are in {run_directory})"
+        status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
     except (LaunchError, CoreLostError, DivergedError, WorkerFailedError, WorkerLostError, TimeoutError) as error:
-        status, problem = 1, f"{error}; logs are in {run_directory / 'logs'}, continue with --resume"
+        status, problem = 1, f"{error} (logs are in {run_directory / 'logs'})"
     finally:
         display.close()
     report = run_directory / "report.html"
     if (run_directory / "metrics.jsonl").exists():
         report.write_text(render_report(run_directory), encoding="utf-8")
     if problem:
-        typer.echo(f"libra run: {problem}", err=True)
+        saved = any(run_directory.glob("checkpoint-*/state.json"))
+        remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
+        typer.echo(f"libra run: {problem}; {remedy}", err=True)
         return status
     if as_json:
         typer.echo(summary.to_json())

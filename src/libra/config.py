@@ -92,8 +92,8 @@ class StartConfig(_Section):
 
 class TrainingConfig(_Section):
     steps: PositiveInt
-    prompts_per_step: PositiveInt = 16
-    samples_per_prompt: int = Field(default=8, ge=2)
+    prompts_per_step: int = Field(default=16, ge=1, le=100_000)
+    samples_per_prompt: int = Field(default=8, ge=2, le=10_000)
     max_staleness: int = Field(default=1, ge=0)
     learning_rate: float = Field(default=5e-5, ge=0)
     clip: tuple[PositiveFloat, PositiveFloat] = (0.8, 1.28)

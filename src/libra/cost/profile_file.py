@@ -37,4 +37,4 @@ def load_profile(path: Path) -> DeviceProfile:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ConfigError(f"{path}: {field}: {first['msg']}; delete the file to measure again") from None
+        raise ConfigError(f"{path}: {field}: {first['msg']}; give a profile.json that a run has written") from None

@@ -42,6 +42,7 @@ class VllmEngine:
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
         self._refresh_kv = start.refresh_kv
+        self._buffer = buffer
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=start.model_directory,
@@ -104,7 +105,9 @@ class VllmEngine:
         return [self._turn(output) for output in self._engine.step() if output.finished]
 
     def load(self, order: LoadWeights) -> None:
-        """Take a new version between two iterations. On `WeightUpdateError` the old one stays."""
+        """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before
+        vLLM's reload, which empties the layers as its first act."""
+        self._buffer.verify(order.buffer, order.checksum)
         self._engine.collective_rpc("start_weight_update")
         self._engine.collective_rpc("update_weights", args=({"buffer": order.buffer, "checksum": order.checksum},))
         self._engine.collective_rpc("finish_weight_update")

@@ -37,11 +37,12 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
 
 
 def prepare_run_directory(config: RunConfig, overwrite: bool) -> Path:
-    """Make the run directory, empty if `overwrite`."""
+    """Make the run directory, empty if `overwrite`; `config.json` marks it as a run's from its first moment."""
     directory = config.run_directory
     if overwrite and directory.exists():
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
     return directory
 
 
@@ -167,7 +168,7 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
         latest_checkpoint(directory)
-    if used and overwrite and not (directory / "journal.jsonl").is_file():
+    if used and overwrite and not (directory / "config.json").is_file():
         raise ConfigError(
             f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"
         )

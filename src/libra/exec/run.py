@@ -53,7 +53,6 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     """One whole run in `config.run_directory`, which exists. Returns its summary; also writes it."""
     directory = config.run_directory
     began = time.monotonic()
-    (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
     async with LocalLauncher.open(directory / "logs") as launcher, MemoryWatch(launcher.nursery_pid) as memory:
         phase = _Phases(config, display, began)
         phase.show("starting: importing torch and vLLM")

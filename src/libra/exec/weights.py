@@ -69,13 +69,17 @@ class WeightBuffer:
         with memoryview(self._map) as view:
             return zlib.crc32(view[buffer * self._size : (buffer + 1) * self._size])
 
+    def verify(self, buffer: int, checksum: int) -> None:
+        """Raises `WeightUpdateError` when the buffer does not hold what the checksum was made of."""
+        found = self.checksum(buffer)
+        if found != checksum:
+            raise WeightUpdateError(f"checksum {found:#010x} of buffer {buffer}, expected {checksum:#010x}")
+
     def read(self, buffer: int, layout: Iterable[Tensor], checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, as views of the shared memory. Raises `WeightUpdateError` before the first one."""
         import torch
 
-        found = self.checksum(buffer)
-        if found != checksum:
-            raise WeightUpdateError(f"checksum {found:#010x} of buffer {buffer}, expected {checksum:#010x}")
+        self.verify(buffer, checksum)
         source = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]
         for tensor in layout:
             size = prod(tensor.shape) * _BYTES
