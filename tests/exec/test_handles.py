@@ -305,7 +305,7 @@ def test_an_answer_that_is_too_late_is_a_loss_and_not_the_next_orders() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         with pytest.raises(TimeoutError):
             await handle.ask(Publish(1, 1), Published, deadline=0.01)
-        assert lost == ["engine"] or len(lost) == 1
+        assert len(lost) == 1
         with pytest.raises(WorkerLostError):
             await handle.ask(Publish(2, 0), Published)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -169,7 +172,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, lambda: 0 or _free_port())
+            trainers = Trainers(both.trainer, _free_port)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             alone = await trainers.step(1, batch, len(batch), tokens)
@@ -206,9 +209,6 @@ def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             await trainers.step(1, batch, len(batch), tokens)
-            import os
-            import signal
-
             os.kill(hybrid.pid, signal.SIGKILL)
             survived = await trainers.step(2, batch, len(batch), tokens)
             assert survived.replicas == 1 and survived.generated_tokens == tokens
@@ -217,8 +217,6 @@ def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
