@@ -18,6 +18,8 @@ from libra.trajectory import (
     dump_trajectory,
     parse_trajectory,
     read_trajectories,
+    read_workload,
+    truncate,
     write_trajectories,
 )
 
@@ -162,3 +164,125 @@ def test_contexts(
     assert trajectory.final_context == final
     assert trajectory.peak_context == peak
     assert trajectory.generated_tokens == sum(g for g, _, _ in turns)
+
+
+def episode(prompt: int, turns: list[tuple[int, int, int | None]], finished: bool = True) -> Trajectory:
+    """Turns as (generated, returned, context or None); the last one calls no tool where the episode is finished."""
+    made = [Turn(g, "tool", "ok", r, 1.0, c) for g, r, c in turns]
+    if finished:
+        generated, _, context = turns[-1]
+        made[-1] = Turn(generated, None, None, 0, None, context)
+    return Trajectory("a", "p", "t", prompt, tuple(made), 1.0, 0, finished)
+
+
+def ended_by_an_engine(prompt: int, turns: list[tuple[int, int]], limit: int) -> list[int]:
+    """Tokens of each turn when an engine of `limit` tokens generates one after the other."""
+    context, made = prompt, []
+    for generated, returned in turns:
+        if context >= limit:
+            break
+        made.append(0)
+        while made[-1] < generated and context < limit:
+            made[-1] += 1
+            context += 1
+        if made[-1] < generated or context + returned > limit:
+            break
+        context += returned
+    return made
+
+
+@given(
+    st.integers(0, 20),
+    st.lists(st.tuples(st.integers(1, 15), st.integers(0, 15)), min_size=1, max_size=5),
+    st.integers(21, 60),
+    st.booleans(),
+)
+def test_a_trajectory_is_cut_where_an_engine_would_have_ended_it(
+    prompt: int, turns: list[tuple[int, int]], limit: int, finished: bool
+) -> None:
+    if finished:
+        turns = [*turns[:-1], (turns[-1][0], 0)]
+    whole = episode(prompt, [(g, r, None) for g, r in turns], finished)
+    cut = truncate(whole, limit)
+    if whole.peak_context <= limit:
+        assert cut is whole
+    else:
+        assert [turn.generated_tokens for turn in cut.turns] == ended_by_an_engine(prompt, turns, limit)
+        assert cut.turns[:-1] == whole.turns[: len(cut.turns) - 1]
+        assert (cut.finished, cut.prompt_tokens, cut.reward) == (True, prompt, 1.0)
+
+
+@settings(deadline=None)
+@given(trajectories(), st.integers(1, 2**41))
+def test_a_cut_trajectory_is_valid_and_fits(trajectory: Trajectory, limit: int) -> None:
+    cut = truncate(trajectory, limit)
+    assert cut.peak_context <= limit
+    assert cut.generated_tokens <= trajectory.generated_tokens
+    assert parse_trajectory(dump_trajectory(cut), "cut") == cut
+    assert truncate(cut, limit) is cut
+
+
+# prompt, turns, limit -> prompt, turns as (generated, context or None)
+CUTS = {
+    "in a later turn": (10, [(5, 5, None), (50, 0, None)], 40, 10, [(5, None), (20, None)]),
+    "in a tool return": (10, [(5, 50, None), (5, 0, None)], 40, 10, [(5, None)]),
+    "at the end of a return": (10, [(5, 25, None), (5, 0, None)], 40, 10, [(5, None)]),
+    "in the first turn": (10, [(50, 0, None)], 40, 10, [(30, None)]),
+    "in the prompt": (100, [(5, 5, None), (5, 0, None)], 40, 35, [(5, None)]),
+    "in a recorded prompt": (0, [(5, 5, 100), (5, 0, None)], 40, 0, [(5, 35)]),
+    "a turn as long as the limit": (100, [(99, 0, None)], 40, 0, [(40, None)]),
+    "after compaction": (10, [(20, 0, None), (5, 0, 3), (90, 0, 10)], 40, 10, [(20, None), (5, 3), (30, 10)]),
+    "where the record jumps": (10, [(5, 0, None), (5, 0, 400)], 40, 10, [(5, None)]),
+}
+
+
+@pytest.mark.parametrize(("prompt", "turns", "limit", "cut_prompt", "cut_turns"), CUTS.values(), ids=CUTS)
+def test_where_a_trajectory_is_cut(
+    prompt: int,
+    turns: list[tuple[int, int, int | None]],
+    limit: int,
+    cut_prompt: int,
+    cut_turns: list[tuple[int, int | None]],
+) -> None:
+    cut = truncate(episode(prompt, turns), limit)
+    assert cut.prompt_tokens == cut_prompt
+    assert [(turn.generated_tokens, turn.context_tokens) for turn in cut.turns] == cut_turns
+    assert (cut.turns[-1].tool, cut.turns[-1].returned_tokens, cut.turns[-1].tool_seconds) == (None, 0, None)
+
+
+def test_an_episode_that_has_not_begun_is_cut_in_its_prompt() -> None:
+    waiting = Trajectory("a", "p", "t", 100, (), None, 0, False)
+    assert truncate(waiting, 40) == Trajectory("a", "p", "t", 40, (), None, 0, False)
+
+
+def test_a_limit_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_context is 0; an engine holds 1 token or more"):
+        truncate(episode(1, [(1, 0, None)]), 0)
+
+
+LONG, SHORT, RUNNING = episode(10, [(50, 0, None)]), episode(10, [(5, 0, None)]), episode(10, [(5, 5, None)], False)
+
+
+def test_a_workload_is_read_whole_and_cut_on_demand(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write_trajectories(path, [SHORT, RUNNING, LONG])
+    assert list(read_workload(path, 60)) == [SHORT, RUNNING, LONG]
+    assert list(read_workload(path, 40, truncate_context=True)) == [SHORT, RUNNING, truncate(LONG, 40)]
+    reader = read_workload(path, 40)
+    assert [next(reader), next(reader)] == [SHORT, RUNNING]
+    with pytest.raises(TrajectoryFormatError, match=r"log\.jsonl:3: a context of 60 tokens, .* --truncate-context"):
+        next(reader)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [([], "there is no trajectory; give a log with"), ([RUNNING] * 3, "all 3 trajectories are unfinished; give a log")],
+    ids=["empty", "unfinished"],
+)
+def test_a_workload_without_a_finished_trajectory_is_refused(
+    tmp_path: Path, written: list[Trajectory], message: str
+) -> None:
+    path = tmp_path / "log.jsonl"
+    write_trajectories(path, written)
+    with pytest.raises(TrajectoryFormatError, match=message):
+        list(read_workload(path, 60))

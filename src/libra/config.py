@@ -6,31 +6,24 @@ the key and what would be right. Lengths are tokens, times are seconds, sizes ar
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from libra.yaml_file import ConfigError as ConfigError
+from libra.yaml_file import Section, read_section, unknown
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be run. The message is one line: file, key, what is wrong, what would be right."""
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class EnvironmentConfig(_Section):
+class EnvironmentConfig(Section):
     kind: str  # a built-in name, or `module:Class` found beside the file
     tools: tuple[str, ...]  # the tools the agent may call; each must be one the environment has
-    options: dict[str, Any] = {}  # passed to the environment
+    options: dict[str, Any] = Field(default={})  # passed to the environment
     train_prompts: PositiveInt = 512
     heldout_prompts: PositiveInt = 200
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Either a directory in Hugging Face layout, or the shape of a tiny Qwen3 made here and warmed up."""
 
     directory: Path | None = None
@@ -41,7 +34,7 @@ class ModelConfig(_Section):
     head_dim: PositiveInt = 32
 
 
-class WarmUpConfig(_Section):
+class WarmUpConfig(Section):
     """Supervised steps on demonstrations, before reinforcement learning. Skipped (0) for a model that can act."""
 
     steps: int = Field(default=500, ge=0)
@@ -49,7 +42,7 @@ class WarmUpConfig(_Section):
     learning_rate: PositiveFloat = 2e-3
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """The devices: CPU slots of fixed speed on a machine without accelerators."""
 
     slots: PositiveInt = 4
@@ -69,7 +62,7 @@ class ClusterConfig(_Section):
         return self
 
 
-class ShapeConfig(_Section):
+class ShapeConfig(Section):
     """A size in which an engine can be started on one device."""
 
     max_model_len: PositiveInt
@@ -77,20 +70,20 @@ class ShapeConfig(_Section):
     kv_tokens: PositiveInt
 
 
-class StartBucket(_Section):
+class StartBucket(Section):
     shape: str
     engines: PositiveInt
     up_to: PositiveInt
 
 
-class StartConfig(_Section):
+class StartConfig(Section):
     """The allocation that the run starts with (and keeps, with `allocation: static`)."""
 
     replicas: PositiveInt
     buckets: tuple[StartBucket, ...] = Field(min_length=1)
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     steps: PositiveInt
     prompts_per_step: int = Field(default=16, ge=1, le=100_000)
     samples_per_prompt: int = Field(default=8, ge=2, le=10_000)
@@ -108,14 +101,14 @@ class TrainingConfig(_Section):
         return self.prompts_per_step * self.samples_per_prompt
 
 
-class PlannerConfig(_Section):
+class PlannerConfig(Section):
     period: PositiveInt = 10  # steps between two decisions
     horizon: PositiveInt = 100  # steps for which a plan is expected to hold, at most those that remain
     half_life: PositiveFloat = 512.0  # trajectories after which evidence counts half
     calibration: Path | None = None  # a measured profile to use instead of measuring
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One run of `libra run`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)  # names a directory
@@ -136,7 +129,7 @@ class RunConfig(_Section):
     def _start_is_possible(self) -> Self:
         for bucket in self.start.buckets:
             if bucket.shape not in self.engines:
-                raise ValueError(f"start.buckets: {_unknown('shape', bucket.shape, list(self.engines))}")
+                raise ValueError(f"start.buckets: {unknown('shape', bucket.shape, list(self.engines))}")
         engines = sum(bucket.engines for bucket in self.start.buckets)
         cluster = self.cluster
         if not cluster.core <= self.start.replicas <= cluster.core + cluster.hybrid:
@@ -162,61 +155,4 @@ class RunConfig(_Section):
 
 def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read a YAML file; `overrides` are dotted keys that replace what it says. Raises `ConfigError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: give an existing YAML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): give a YAML file") from None
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys, as in examples/calculator.yaml")
-    for key, value in (overrides or {}).items():
-        *parents, last = key.split(".")
-        section = data
-        for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"{path}: {parent}: expected a mapping of keys (got {section!r})")
-        section[last] = value
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_first_problem(error)}") from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        known = _keys_of(location[:-1])
-        return f"{key}: {_unknown('key', location[-1], known)}"
-    if problem["type"] == "missing":
-        return f"{key}: this key is required; add it"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (got {problem['input']!r})" if key and problem["type"] != "value_error" else (
-        f"{key}: {message}" if key else message
-    )  # fmt: skip
-
-
-def _keys_of(location: list[str]) -> list[str]:
-    """The keys that the section at `location` may have."""
-    section: Any = RunConfig
-    for part in location:
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            section = section.model_fields[part].annotation
-        elif hasattr(section, "__args__"):  # a mapping or a tuple of sections
-            section = section.__args__[-1] if section.__args__[-1] is not Ellipsis else section.__args__[0]
-    if hasattr(section, "__args__"):
-        section = section.__args__[0]
-    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
-
-
-def _unknown(what: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
-    return f"unknown {what} {name!r}; {hint}"
+    return read_section(path, RunConfig, "examples/calculator.yaml", overrides)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class TrajectoryFormatError(ValueError):
-    """A trajectory file breaks the schema. The message names file, line and field."""
+    """A trajectory file cannot be used. The message is one line: file, line, field, what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,48 @@ class Trajectory:
         return max(ends, default=self.prompt_tokens)
 
 
+def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
+    """The trajectory as an engine that holds `max_context` >= 1 tokens would have ended it: finished at the limit.
+
+    The turn that outgrows the limit is the last one, and generates what room there is; its tool return is not taken. A
+    turn that would have started at the limit never starts. A prompt that leaves the first turn no room loses as many of
+    its tokens as that turn needs. A trajectory that fits is returned as it is.
+    """
+    if max_context < 1:
+        raise ValueError(f"max_context is {max_context}; an engine holds 1 token or more")
+    if trajectory.peak_context <= max_context:
+        return trajectory
+    if not trajectory.turns:
+        return replace(trajectory, prompt_tokens=max_context)
+    starts = trajectory.contexts()
+    cut = next(
+        number
+        for number, (turn, start) in enumerate(zip(trajectory.turns, starts, strict=True))
+        if start + turn.generated_tokens + turn.returned_tokens > max_context
+    )
+    start = starts[cut]
+    if start >= max_context and cut > 0:
+        cut, start = cut - 1, starts[cut - 1]
+    last = trajectory.turns[cut]
+    if start >= max_context:
+        start = max_context - min(last.generated_tokens, max_context)
+    last = replace(
+        last,
+        generated_tokens=min(last.generated_tokens, max_context - start),
+        tool=None,
+        status=None,
+        returned_tokens=0,
+        tool_seconds=None,
+        context_tokens=None if last.context_tokens is None else start,
+    )
+    return replace(
+        trajectory,
+        prompt_tokens=start if cut == 0 and last.context_tokens is None else min(trajectory.prompt_tokens, max_context),
+        turns=(*trajectory.turns[:cut], last),
+        finished=True,
+    )
+
+
 @cache
 def _adapter() -> TypeAdapter[Trajectory]:
     return TypeAdapter(Trajectory)
@@ -117,14 +159,37 @@ def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "line"
-        raise TrajectoryFormatError(f"{where}: {field}: {first['msg']}") from None
+        raise TrajectoryFormatError(" ".join(f"{where}: {field}: {first['msg']}".split())) from None
 
 
 def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """Read a JSONL file, one trajectory a line. Raises `TrajectoryFormatError`, also on a blank line."""
+    """Read a JSONL file, one trajectory a line and in memory at a time. Raises `TrajectoryFormatError`, also on a blank
+    line."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield parse_trajectory(line, f"{path}:{number}")
+
+
+def read_workload(path: Path | str, max_context: int, truncate_context: bool = False) -> Iterator[Trajectory]:
+    """Read a JSONL file as evidence of what a model of `max_context` tokens will be asked for.
+
+    Raises `TrajectoryFormatError` where a trajectory outgrows `max_context`, unless it is to be cut there, and after
+    the last one where none was finished.
+    """
+    finished = unfinished = 0
+    for number, trajectory in enumerate(read_trajectories(path), start=1):
+        if trajectory.peak_context > max_context and not truncate_context:
+            raise TrajectoryFormatError(
+                f"{path}:{number}: a context of {trajectory.peak_context} tokens, more than the {max_context} that the"
+                " model and the request allow: give --truncate-context to cut it there"
+            )
+        kept = truncate(trajectory, max_context)
+        finished += kept.finished
+        unfinished += not kept.finished
+        yield kept
+    if not finished:
+        found = f"all {unfinished} trajectories are unfinished" if unfinished else "there is no trajectory"
+        raise TrajectoryFormatError(f"{path}: {found}; give a log with at least one finished trajectory")
 
 
 def dump_trajectory(trajectory: Trajectory) -> str:

@@ -1,0 +1,45 @@
+"""Quantities written with their unit, such as `200 Gb/s` or `80 GiB`.
+
+Invariant: a number is never taken without a unit, and a bit is never taken for a byte: `b` and `B` differ by eight.
+Sizes become bytes, rates bytes per second, speeds FLOP per second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_BIT = 1 / 8
+
+SIZES: Mapping[str, float] = {"GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+RATES: Mapping[str, float] = {
+    **{f"{prefix}B/s": scale for prefix, scale in (("G", 1e9), ("T", 1e12), ("M", 1e6))},
+    **{
+        f"{prefix}{bits}": scale * _BIT
+        for bits in ("b/s", "bit/s", "bps")
+        for prefix, scale in (("G", 1e9), ("T", 1e12), ("M", 1e6))
+    },
+}
+SPEEDS: Mapping[str, float] = {"TFLOP/s": 1e12, "PFLOP/s": 1e15, "TFLOPS": 1e12, "PFLOPS": 1e15}
+
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z][A-Za-z/]*)\s*")
+
+
+def quantity(field: str, given: object, units: Mapping[str, float]) -> float:
+    """The text `given` for `field` in base units. Raises ValueError that lists the units understood.
+
+    >>> quantity("link", "400 Gb/s", RATES) == quantity("link", "50 GB/s", RATES) == 50e9
+    True
+    """
+    understood = ", ".join(units)
+    if isinstance(given, (int, float)):
+        raise ValueError(f"{field} is {given!r:.40} without a unit; add one of {understood}")
+    match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
+    if match is None or match[2] not in units:
+        raise ValueError(f"{field} is {given!r:.40}; write a number and one of {understood} (b is a bit, B a byte)")
+    return float(match[1]) * units[match[2]]
+
+
+def rate(value: float) -> str:
+    """Bytes per second in words, in bytes and in bits."""
+    return f"{value / 1e9:g} GB/s ({value * 8 / 1e9:g} Gb/s)"
