@@ -1,0 +1,83 @@
+"""Tables against numbers read from them by hand, and what they must refuse."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+
+from libra.cluster import GPU, GPUS
+from libra.cost.rates import rates
+from libra.cost.roofline import all_reduce_seconds
+from libra.integrations.aiconfigurator import NoTablesError, tables
+from libra.model import Experts, LatentAttention, ModelSpec
+
+QWEN_14B = ModelSpec("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+QWEN_30B = ModelSpec("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
+
+
+@pytest.fixture
+def installed() -> None:
+    pytest.importorskip("aiconfigurator_core", reason="the extra `aic` is not installed")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a100_with_qwen3_14b() -> None:
+    profile = tables(GPUS["A100"], QWEN_14B, [8, 1, 2, 4])
+    assert profile.source.startswith("tables: aiconfigurator-core 0.12")
+    wanted = {  # milliseconds of decode at batch 1, 32, 128 with 8,000 tokens each, and of a prefill of 8,000
+        1: (20.7, 51.6, 130.7, 931),
+        2: (12.4, 25.7, 76.2, 528),
+        4: (7.5, 14.5, 43.2, 325),
+        8: (5.1, 9.2, 20.1, 211),
+    }
+    assert [grid.tp for grid in profile.engines] == list(wanted)
+    for grid in profile.engines:
+        seconds = [grid.decode_seconds(batch, 8000) for batch in (1, 32, 128)] + [grid.prefill_seconds(8000, 0)]
+        assert [1e3 * value for value in seconds] == pytest.approx(wanted[grid.tp], rel=0.01)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_prefix_is_not_computed_again() -> None:
+    grid = tables(GPUS["A100"], QWEN_14B, [1]).grid(1)
+    alone, after = grid.prefill_seconds(1024, 0), grid.prefill_seconds(1024, 16384)
+    assert alone < after < grid.prefill_seconds(16384, 0) / 4
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_slower_link_adds_its_all_reduces() -> None:
+    fast, slow = (tables(GPUS[name], QWEN_14B, [1, 8]) for name in ("A100", "A800"))
+    assert slow.grid(1).decode == fast.grid(1).decode
+    size = 8192 * 5120 * 2
+    here = all_reduce_seconds(rates(GPUS["A800"]), 200e9, 8, size)
+    there = all_reduce_seconds(rates(GPUS["A100"]), 300e9, 8, size)
+    more = slow.grid(8).prefill_seconds(8192, 4096) - fast.grid(8).prefill_seconds(8192, 4096)
+    assert more == pytest.approx(80 * float(here - there))
+    assert more > 0
+    assert "all-reduces modelled at 200 GB/s instead of A100's 300" in slow.source
+    assert tables(GPUS["A100"], QWEN_14B, [8], intra_bandwidth=300e9) == replace(fast, engines=fast.engines[1:])
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_was_not_measured_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NoTablesError, match=r"lack kernels of 30b at tp 8: leave tp 8 out, or use a roofline"):
+        tables(GPUS["A100"], QWEN_30B, [4, 8])
+    with pytest.raises(NoTablesError, match="no tables for mine"):
+        tables(GPU("mine", 8e10, 2e12, 3e14, 3e11, "made up"), QWEN_14B, [1])
+    with pytest.raises(NoTablesError, match="latent attention"):
+        tables(GPUS["H200"], replace(QWEN_30B, latent=LatentAttention(1536, 512, 128, 64, 128)), [1])
+    with pytest.raises(NoTablesError, match="shared experts"):
+        tables(GPUS["H200"], replace(QWEN_30B, experts=Experts(128, 8, 768, 768, 48)), [1])
+    with pytest.raises(ValueError, match="14B: tp is 3; it must divide the 40 heads"):
+        tables(GPUS["A100"], QWEN_14B, [3])
+    assert not [record for record in caplog.records if record.levelno < logging.ERROR]
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("aiconfigurator_core")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    with pytest.raises(NoTablesError, match=r"pip install 'libra-rl\[aic\]', or use a roofline"):
+        tables(GPUS["A100"], QWEN_14B, [1])
