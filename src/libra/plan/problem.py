@@ -1,116 +1,121 @@
-"""The planning question and its answer, as frozen values.
+"""The planning problem as numbers, and its answer, as frozen values.
 
-Invariant: a `Plan` embeds the request it answers and nothing of the machine it was computed on (no wall time, host
-name or date), so the same request gives the same bytes. Times are seconds, lengths are tokens.
+Invariant: a `Problem` is a menu. Everything that could be chosen is listed and priced before the solver sees it, so
+the solvers, the brute-force oracle, the explanation and the executor mean the same thing by a choice. Whatever can be
+listed without knowing hardware or model lives here; where the prices come from is the business of `plan.slots` (one
+machine, measured) and `plan.cluster_request` (many nodes, profiles). Times are seconds, lengths are tokens.
+
+What a choice costs. Generation and training overlap; a trajectory's oldest token is trained on at most `staleness`
+versions late. With L the seconds of one training step, S those of its publication, and for every bucket b the load
+`W_b / n_b` of its engines and the residence of its longest trajectory,
+
+    step >= L
+    step >= W_b / n_b + stall_b                      for every bucket
+    (1 + staleness) * step >= R + L + S              R = max over buckets of residence
+
+With staleness 0, synchronous training, nothing overlaps: R is then the larger of residence and load, and
+step = R + L + S; colocated training adds two switches. A bucket's work W_b is the largest of several rows,
+each linear in the classes the bucket serves; with `refresh` it also grows by (refresh seconds squared) / step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from pydantic import ConfigDict
 
-from libra.cost.device import DeviceProfile
-from libra.lengths import TrajectoryClass
-
 Bottleneck = Literal["rollout", "training", "latency"]
 SolverStatus = Literal["optimal", "feasible"]
 
-FORMAT = 1
+ONE_DEVICE = "one device"  # the layout of a replica that is not spread over devices
 
-# How these values are read from a file: see `libra.plan.document`. It also holds for the values inside them.
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
+# How requests and plans are read from a file: see `libra.plan.document`. It also holds for the values inside them.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _require_at_least(minimum: int, **fields: int) -> None:
+def require_at_least(minimum: int, **fields: int) -> None:
+    """Raise ValueError naming the first of `fields` that is below `minimum`."""
     for field, value in fields.items():
         if value < minimum:
             raise ValueError(f"{field} is {value}; set it to {minimum} or more")
 
 
+def _require_costs(owner: str, **fields: Iterable[float]) -> None:
+    for field, values in fields.items():
+        for value in values:
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{owner}: {field} has {value}; every price is finite and >= 0")
+
+
 @dataclass(frozen=True, slots=True)
-class EngineShape:
-    """A size in which a rollout engine can be started on one device."""
+class Pool:
+    """Devices of one kind: `nodes` nodes of `devices_per_node`. A tensor-parallel group never leaves its node."""
 
     name: str
-    max_model_len: int  # longest context it serves
-    max_num_seqs: int  # sequences that decode together
-    kv_tokens: int  # tokens its KV memory holds
+    nodes: int
+    devices_per_node: int
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("name of an engine shape is empty; buckets refer to shapes by name")
-        _require_at_least(1, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, kv_tokens=self.kv_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Healthy devices by what they may do: `core` always train, `rollout` always generate, `hybrid` do either."""
-
-    core: int
-    hybrid: int
-    rollout: int
-
-    def __post_init__(self) -> None:
-        _require_at_least(0, core=self.core, hybrid=self.hybrid, rollout=self.rollout)
+        require_at_least(0, nodes=self.nodes)
+        require_at_least(1, devices_per_node=self.devices_per_node)
 
     @property
     def devices(self) -> int:
-        return self.core + self.hybrid + self.rollout
+        return self.nodes * self.devices_per_node
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What one optimiser step needs, drawn from the tracked distribution."""
+class EngineOption:
+    """One way to generate, priced for every class. Options of one `shape` differ only in `seats` and their prices.
 
-    trajectories: int  # B: trajectories trained on in one step
-    group_size: int  # samples of one prompt; a group is complete before use
-    max_staleness: int  # eta: versions between generation and training
-    max_turn_tokens: int  # a turn is never longer; engines keep this much room
-    longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
-    train_tokens: float  # expected tokens per trajectory that go through forward and backward
-    router_hit: float  # share of a trajectory's work after its first tool return that the router puts in its own bucket
-    classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
+    All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
+    """
+
+    shape: str  # what is started
+    pool: str
+    devices: int  # of one engine, all on one node (or on whole nodes)
+    seats: int  # sequences that decode together, at most
+    holds: int  # tokens: the longest context it can serve
+    stall: float  # seconds of every step in which it takes new weights and does not generate
+    work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
+    refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
+    residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, tools included
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            1,
-            trajectories=self.trajectories,
-            group_size=self.group_size,
-            max_turn_tokens=self.max_turn_tokens,
-            longest_context=self.longest_context,
-        )
-        _require_at_least(0, max_staleness=self.max_staleness)
-        if not (math.isfinite(self.train_tokens) and self.train_tokens >= 0):
-            raise ValueError(f"train_tokens is {self.train_tokens}; give the expected tokens per trajectory, >= 0")
-        if not 0 <= self.router_hit <= 1:
-            raise ValueError(f"router_hit is {self.router_hit}; give a share between 0 and 1")
-        if not self.classes:
-            raise ValueError("classes is empty; a workload needs at least one trajectory class")
-        for index, cls in enumerate(self.classes):
-            self._check_class(f"classes[{index}]", cls)
-        total = math.fsum(cls.share for cls in self.classes)
-        if abs(total - 1) > SHARE_TOLERANCE:
-            raise ValueError(f"classes: the shares sum to {total}; divide each by their sum")
-        if any(shorter.peak_context > longer.peak_context for shorter, longer in pairwise(self.classes)):
-            raise ValueError("classes are not ordered; sort them by peak_context, shortest first")
+        require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
+        _require_costs(f"engine option {self.name}", stall=(self.stall,), refresh=self.refresh)
+        _require_costs(f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row))
+        if not self.work or any(len(row) != len(self.residence) for row in (*self.work, self.refresh)):
+            raise ValueError(f"engine option {self.name}: work, refresh and residence must price the same classes")
 
-    def _check_class(self, where: str, cls: TrajectoryClass) -> None:
-        means = (cls.share, cls.generated, cls.context_sum, cls.prefill, cls.turns, cls.tool_seconds)
-        if not all(math.isfinite(mean) and mean >= 0 for mean in means):
-            raise ValueError(f"{where}: {cls} has a negative or infinite field; every mean is finite and >= 0")
-        if not 0 <= cls.before_first_return <= 1:
-            raise ValueError(f"{where}.before_first_return is {cls.before_first_return}; it is a fraction of 0 to 1")
-        if not 1 <= cls.peak_context <= self.longest_context:
-            raise ValueError(
-                f"{where}.peak_context is {cls.peak_context}; it lies between 1 and longest_context "
-                f"({self.longest_context}): raise longest_context, or clip the class"
-            )
+    @property
+    def name(self) -> str:
+        return f"{self.shape}/{self.seats}"
+
+    @property
+    def footprint(self) -> tuple[str, int, int]:
+        """What all options of the shape have in common: pool, devices, and the longest context."""
+        return self.pool, self.devices, self.holds
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOption:
+    """One way to train: `replicas` data-parallel copies in one layout, `devices` in all, on one pool."""
+
+    layout: str
+    pool: str
+    devices: int
+    replicas: int
+    seconds: float  # one optimiser step over one step's trajectories, with all that generation has to wait for
+    publish: float  # further seconds until engines have the new weights
+
+    def __post_init__(self) -> None:
+        require_at_least(1, devices=self.devices, replicas=self.replicas)
+        _require_costs(f"training option {self.layout}", seconds=(self.seconds,), publish=(self.publish,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +128,21 @@ class Bucket:
     up_to: int
 
     def __post_init__(self) -> None:
-        _require_at_least(1, engines=self.engines)
+        require_at_least(1, engines=self.engines)
         if not 0 <= self.above < self.up_to:
             raise ValueError(f"bucket ({self.above}, {self.up_to}] is empty; its range needs 0 <= above < up_to")
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Who does what: training replicas (core plus hybrids that train) and the rollout buckets, shortest first."""
+    """Who does what: training replicas in one layout, and the rollout buckets, shortest first."""
 
     replicas: int
     buckets: tuple[Bucket, ...]
+    layout: str = ONE_DEVICE
 
     def __post_init__(self) -> None:
-        _require_at_least(0, replicas=self.replicas)
+        require_at_least(0, replicas=self.replicas)
         reached = 0
         for bucket in self.buckets:
             if bucket.above != reached:
@@ -149,30 +155,80 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRequest:
-    __pydantic_config__ = _STRICT
+class Problem:
+    """Everything that can be chosen, priced."""
 
-    fleet: Fleet
-    shapes: tuple[EngineShape, ...]
-    profile: DeviceProfile
-    workload: Workload
-    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    pools: tuple[Pool, ...]
+    engines: tuple[EngineOption, ...]
+    training: tuple[TrainingOption, ...]
+    peaks: tuple[int, ...]  # [class] tokens: the longest context of the class; shortest class first
+    met: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
+    longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
+    # How much of a class's work reaches its own bucket; the rest stays in the first one, where all trajectories start.
+    # Each row is a router; a plan must have time for all of them. Ranges that run already are known better.
+    reach_tried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
+    reach_untried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
+    staleness: int = 0  # versions; 0 is synchronous training
+    colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
+    switch: float = 0.0  # seconds to change sides, twice a step, when colocated
+    use_all_devices: bool = False  # a run's devices are there anyway: what is not needed generates, too
+    one_bucket_per_shape: bool = False  # where an engine's shape alone says which bucket it serves
+    most_buckets: int | None = None  # None: as many as there are classes
+    current: Allocation | None = None  # what runs now: a hint, and the tie-break
 
     def __post_init__(self) -> None:
-        if len({shape.name for shape in self.shapes}) < len(self.shapes):
-            raise ValueError("shapes: two have the same name; buckets refer to shapes by name, so name each once")
-        if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
-            raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
+        require_at_least(0, staleness=self.staleness)
+        require_at_least(1, longest_context=self.longest_context)
+        if self.most_buckets is not None:
+            require_at_least(1, most_buckets=self.most_buckets)
+        if self.colocated and self.staleness:
+            raise ValueError(f"staleness is {self.staleness}; colocated training is synchronous: set it to 0")
+        if not self.peaks:
+            raise ValueError("there is no class; a problem needs at least one trajectory class")
+        if any(shorter > longer for shorter, longer in pairwise(self.peaks)) or self.peaks[-1] > self.longest_context:
+            raise ValueError("peaks are not ordered; sort the classes, shortest first, none above longest_context")
+        pools = {pool.name for pool in self.pools}
+        if len(pools) < len(self.pools):
+            raise ValueError("two pools have the same name; name each once")
+        for named in (*(option.pool for option in self.engines), *(option.pool for option in self.training)):
+            if named not in pools:
+                raise ValueError(f"an option is on pool {named!r}; the pools are {', '.join(sorted(pools))}")
+        same: dict[str, tuple[str, int, int]] = {}
+        for engine in self.engines:
+            if same.setdefault(engine.shape, engine.footprint) != engine.footprint:
+                raise ValueError(f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart")
+        classes = len(self.peaks)
+        rows = (self.met, *self.reach_tried, *self.reach_untried, *(option.residence for option in self.engines))
+        if any(len(row) != classes for row in rows):
+            raise ValueError(f"there are {classes} classes; met, reach and every engine option must list them all")
+        for row in (*self.reach_tried, *self.reach_untried):
+            if not all(0 <= part <= 1 for part in row):
+                raise ValueError("reach holds fractions of 0 to 1")
+        if not set(self.reach_tried) <= set(self.reach_untried):
+            raise ValueError("reach_untried must list every router of reach_tried: what is known is also possible")
+        _require_costs("problem", switch=(self.switch,))
+
+    def pool(self, name: str) -> Pool:
+        return next(pool for pool in self.pools if pool.name == name)
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Names of the shapes, in the order of the options."""
+        return tuple(dict.fromkeys(option.shape for option in self.engines))
+
+    def footprint(self, shape: str) -> tuple[str, int, int]:
+        """Pool, devices of one engine, and longest context of a shape."""
+        return next(option.footprint for option in self.engines if option.shape == shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted seconds of one optimiser step, and what bounds it (async mode)."""
+    """Predicted seconds of one optimiser step, and what bounds it."""
 
-    step: float  # max of the three below
+    step: float  # the largest of the three below
     rollout: float  # the busiest bucket's work for one step's trajectories, per engine, weight loads included
-    training: float  # forward, backward, exchange, optimiser, publication
-    latency: float  # (longest expected residence + training) / (1 + max_staleness)
+    training: float  # forward, backward, exchange, optimiser, exposed publication
+    latency: float  # (longest residence + training + publication) / (1 + staleness)
     bottleneck: Bottleneck
 
 
@@ -186,14 +242,12 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    __pydantic_config__ = _STRICT
+class Solution:
+    """The best allocation of a problem, its price and the proof."""
 
-    request: PlanRequest
     allocation: Allocation
     predicted: Prediction
     proof: Proof
-    format: int = FORMAT
 
 
 class InfeasiblePlanError(ValueError):

@@ -1,0 +1,195 @@
+"""What training takes of one device's memory, item by item.
+
+Invariant: every byte is counted on the device that holds most, at the moment it holds most; nothing is divided by a
+degree that does not divide it. Sizes are bytes.
+
+Sources. Model states: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), sec. 3.1 and 5. Activations: Korthikanti et
+al. 2022 (arXiv 2205.05198), sec. 4, counted again for gated MLPs and grouped-query attention, without dropout and
+with FlashAttention (no scores are kept), in sequence parallelism. In-flight micro-batches of 1F1B: Narayanan et al.
+2021 (arXiv 2104.04473), sec. 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+
+from libra.model import ModelSpec
+from libra.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
+from libra.recipe import TrainingBytes
+
+Reference = Literal["none", "resident", "offloaded"]
+
+# CUDA context and kernels (0.5-0.8 GiB on A100 and H100), NCCL channels of a few groups, cuBLAS workspaces.
+CONTEXT = 2 * 2.0**30
+# What a caching allocator holds and cannot use, of the whole device. Assumed: allocators with expandable segments
+# keep it below this.
+FRAGMENTATION = 0.05
+LOGIT_CHUNK = 2048  # tokens whose logits exist at one time where they are chunked
+
+_ZERO2, _ZERO3 = SHARDING.index("zero2"), SHARDING.index("zero3")
+_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBreakdown:
+    """Bytes on the fullest device."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    reference: float
+    workspace: float  # what full sharding gathers for the moment
+    margin: float  # context, communication buffers, fragmentation
+
+    @property
+    def total(self) -> float:
+        return sum(float(getattr(self, field.name)) for field in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """The item that takes most."""
+        return max(MEMORY_ITEMS, key=lambda item: float(getattr(self, item)))
+
+
+MEMORY_ITEMS = tuple(field.name for field in fields(MemoryBreakdown))
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters of the heaviest pipeline stage on one of its devices, before data-parallel ranks divide them.
+
+    Columns, as long as the table. Stages have the same layers; of several, the first holds the input embedding and
+    the last the language-model head, which are equally large.
+    """
+
+    dense: Array  # everything but routed experts
+    experts: Array  # routed experts of this device
+    layer: Array  # one layer, routed experts included
+    embedding: Array  # the largest single matrix: embedding or head
+
+    @property
+    def total(self) -> Array:
+        return self.dense + self.experts
+
+
+def stage_parameters(model: ModelSpec, table: LayoutTable) -> StageParameters:
+    tp = table.tp
+    layers = np.ceil(model.layers / table.pp)
+    sparse = np.minimum(layers, model.sparse_layers)
+    attention = per_degree(model.attention_parameters, tp) + model.norm_parameters
+    dense_mlp = model.dense_mlp_parameters / tp
+    count = model.experts.count if model.experts else 0
+    routed = model.expert_parameters * count / (table.ep * tp)
+    beside = model.shared_expert_parameters / tp + model.router_parameters
+    embedding = model.vocab * model.hidden / tp
+    both = np.where(table.pp > 1, embedding, model.embedding_parameters / tp)
+    return StageParameters(
+        dense=both + model.hidden + layers * attention + (layers - sparse) * dense_mlp + sparse * beside,
+        experts=sparse * routed,
+        layer=attention + (routed + beside if model.sparse_layers else dense_mlp),
+        embedding=embedding,
+    )
+
+
+def per_degree(of: Callable[[int], float], degrees: Array) -> Array:
+    """`of(degree)` for a column of degrees, evaluated once for each that occurs."""
+    values, at = np.unique(degrees, return_inverse=True)
+    return np.array([of(int(value)) for value in values], dtype=float)[at]
+
+
+def memory_columns(
+    model: ModelSpec,
+    table: LayoutTable,
+    longest: int,
+    gpu_memory: float,
+    state: TrainingBytes,
+    reference: Reference,
+) -> Mapping[str, Array]:
+    """The items of `MemoryBreakdown` for every layout of `table`; arguments as of `training_memory`."""
+    parameters = stage_parameters(model, table)
+    ranks = table.dp * table.cp
+    whole, divided = parameters.total, (parameters.dense + parameters.experts * table.ep) / ranks
+    weights = state.weights * np.where(table.sharding == _ZERO3, divided, whole)
+    gradients = state.gradients * np.where(table.sharding >= _ZERO2, divided, whole)
+
+    tokens = np.maximum(table.micro_tokens, longest) / table.cp
+    layers = np.ceil(model.layers / table.pp)
+    every, kept = _layer_bytes_per_token(model, table, state)
+    inside_layer = np.where(table.recompute == _FULL, every, 0.0)  # the layer that is being computed again
+    logit_tokens = np.where(table.chunked == 1, np.minimum(tokens, LOGIT_CHUNK), tokens)
+    # Logits in the weights' precision, the fp32 copy that log-probabilities are taken from, and its gradient.
+    logits = logit_tokens * (state.weights + 4 + 4) * model.vocab / table.tp
+    # 1F1B: the first stage holds as many micro-batches as there are stages, the last one holds the logits.
+    first = tokens * (layers * kept * table.pp + inside_layer)
+    last = tokens * (layers * kept + inside_layer)
+    one_stage = table.pp == 1
+    first_is_fuller = ~one_stage & (first > last + logits)
+
+    # Full sharding gathers one unit ahead and holds a unit's whole gradient until it is reduced.
+    unit = np.maximum(parameters.layer, parameters.embedding)
+    gathered = state.weights * (unit + parameters.layer) + state.gradients * unit
+    reduced = state.gradients * unit
+    workspace = np.where(table.sharding == _ZERO3, gathered, np.where(table.sharding == _ZERO2, reduced, 0.0))
+    # The reference is stored like the weights. Offloaded, it comes while there are no gradients, into their room.
+    kept_reference = {
+        "none": np.zeros_like(weights),
+        "resident": weights,
+        "offloaded": np.maximum(0.0, weights - gradients),
+    }[reference]
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimiser": state.states * divided,
+        "activations": np.where(first_is_fuller, first, last),
+        "logits": np.where(first_is_fuller, 0.0, logits),
+        "reference": kept_reference,
+        "workspace": workspace,
+        "margin": np.full(len(table), CONTEXT + FRAGMENTATION * gpu_memory),
+    }
+
+
+def training_memory(
+    model: ModelSpec,
+    layout: ParallelLayout,
+    longest: int,
+    gpu_memory: float,
+    state: TrainingBytes,
+    reference: Reference,
+) -> MemoryBreakdown:
+    """Bytes on the fullest device of `layout`, whose longest trajectory has `longest` tokens.
+
+    `gpu_memory` is the device's memory in bytes, of which a share is lost to fragmentation. It fits where `total` is
+    at most that. MoE: tokens are taken to be spread evenly over experts.
+    """
+    columns = memory_columns(model, LayoutTable.of([layout]), longest, gpu_memory, state, reference)
+    return MemoryBreakdown(**{item: float(column[0]) for item, column in columns.items()})
+
+
+def _layer_bytes_per_token(model: ModelSpec, table: LayoutTable, state: TrainingBytes) -> tuple[Array, Array]:
+    """Activation bytes of one layer and token on one device: of a layer without recomputation, and what is kept."""
+    tp, value = table.tp, state.weights
+    norms, product = 2.0 * model.hidden, 0.0
+    if model.latent is None:
+        query, key = model.heads * model.head_dim / tp, model.kv_heads * model.head_dim / np.minimum(tp, model.kv_heads)
+        heads = 2 * query + 2 * key + (query + key if model.qk_norm else 0)
+    else:
+        latent = model.latent
+        query = model.heads * (latent.nope_dim + latent.rope_dim) / tp
+        compressed = 2.0 * (latent.q_rank + latent.kv_rank) + latent.rope_dim
+        heads = 2 * query + 2 * model.heads * latent.value_dim / tp + compressed
+    if model.experts and model.sparse_layers:
+        experts = model.experts
+        product = experts.active * experts.intermediate + experts.shared_intermediate
+        # Routed tokens are whole on every tensor-parallel rank, and one copy for each expert they go to.
+        routed = 2.0 * experts.active * model.hidden + 2 * experts.count
+    else:
+        product, routed = float(model.intermediate), 0.0
+    every = value * (2 * model.hidden / tp + norms / tp + heads + 3 * product / tp + routed)
+    kept = np.where(table.recompute >= _SELECTIVE, every - value * (norms + product) / tp, every)
+    return every, np.where(table.recompute == _FULL, value * model.hidden / tp, kept)

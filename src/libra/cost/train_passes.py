@@ -1,0 +1,146 @@
+"""Seconds of the passes over the layers: what one rank computes and exchanges inside its replica.
+
+Invariant: a pass is charged for all tokens and keys of its rank, however they are packed, and for every micro-batch's
+fixed costs. Communication counts as far as it is not hidden behind attention. Times are seconds.
+
+FLOPs: two per multiplied parameter and token, attention by the real, causal lengths; backward twice the forward
+(Narayanan et al. 2021, arXiv 2104.04473, appendix), attention's 2.5 times since FlashAttention computes the scores
+again (Dao 2023, arXiv 2307.08691, sec. 4.1). Tensor and sequence parallelism: Korthikanti et al. 2022 (arXiv
+2205.05198), sec. 4.2. Context parallelism: ring attention (Liu et al. 2023, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.cluster import GPU
+from libra.cost.collectives import Fabric, Group, all_gather_seconds, all_to_all_seconds, point_to_point_seconds
+from libra.cost.train_batch import Batch
+from libra.cost.train_memory import Reference
+from libra.cost.train_rates import TrainingRates
+from libra.model import ModelSpec
+from libra.parallel import RECOMPUTE, Array, LayoutTable
+from libra.recipe import TrainingBytes
+
+ATTENTION_BACKWARD = 2.5  # FLOPs of FlashAttention's backward, relative to its forward
+LAUNCH = 8e-6  # seconds per operation, measured with linear layers on A100 and H100
+OPERATIONS = 16  # kernels of one layer's forward that are not hidden behind others
+HIDDEN = 0.8  # assumed: share of a computation behind which communication can hide; both use the same memory and SMs
+
+_SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is trained, and how: all that is the same for every layout."""
+
+    model: ModelSpec
+    batch: Batch
+    state: TrainingBytes
+    reference: Reference
+    gpu: GPU
+    rates: TrainingRates
+    fabric: Fabric
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of one rank, all its micro-batches: of a middle stage's layers, and of what the last stage adds."""
+
+    forward: Array
+    backward: Array
+    attention_forward: Array
+    attention_backward: Array
+    head: Array  # one forward of the language-model head
+    layer_recompute: Array
+    exchange_forward: Array  # tensor, context and expert parallelism, sending between stages
+    exchange_backward: Array
+
+
+def layer_passes(work: Work, table: LayoutTable, counts: Array) -> Passes:
+    """The passes of one data-parallel rank with its share of the batch, in `counts` micro-batches per layout.
+
+    Data-parallel exchange is not part of them. What is sent has the type of the weights.
+    """
+    model, batch, rates, state, fabric = work.model, work.batch, work.rates, work.state, work.fabric
+    tp, cp = table.tp, table.cp
+    layers = np.ceil(model.layers / table.pp)
+    sparse = np.minimum(layers, model.sparse_layers)
+    tokens = batch.tokens / table.dp / cp  # of one rank, on one of its context-parallel devices
+    # Ring attention is a kernel and a merge for each part of the keys.
+    launches = counts * layers * (OPERATIONS + 2 * (cp - 1)) * LAUNCH
+
+    active = model.experts.active if model.experts else 0
+    dense = layers * (model.attention_parameters() + model.norm_parameters)
+    dense = dense + (layers - sparse) * model.dense_mlp_parameters
+    dense = dense + sparse * (model.shared_expert_parameters + model.router_parameters)
+    routed = sparse * active * model.expert_parameters
+    # A pass reads every expert of the device once per micro-batch, however few tokens come to it.
+    held = sparse * model.expert_parameters * (model.experts.count if model.experts else 0) / (table.ep * tp)
+    reading = counts * held * state.weights / rates.bandwidth
+    experts = np.maximum(2 * routed * tokens / tp / rates.experts, reading)
+    forward = 2 * dense * tokens / tp / rates.linear + experts
+    head = 2 * model.vocab * model.hidden * tokens / tp / rates.linear
+
+    keys = batch.context_sum / table.dp
+    attention = model.forward_flops(0, 1) * keys * layers / model.layers / (tp * cp) / rates.attention
+    product = _product_width(model)
+    again = tokens / tp * state.weights * layers * (4 * model.hidden + 3 * product) / rates.bandwidth
+    layer_recompute = np.select(
+        [table.recompute == _FULL, table.recompute == _SELECTIVE], [forward + launches + attention, again], 0.0
+    )
+
+    value = state.weights
+    micro = tokens / counts
+    group = Group(tp)
+    whole = all_gather_seconds(micro * model.hidden * value, group, fabric)
+    per_layer = np.where(tp > 1, 4 * whole, 0.0)  # gather and scatter, around attention and around the MLP
+    per_sparse = np.zeros(len(table))
+    if model.sparse_layers:
+        copies = micro * active * model.hidden * value
+        moved = all_to_all_seconds(copies / tp, Group(table.ep, tp), fabric)
+        beside = np.where(tp > 1, 2 * whole + 2 * all_gather_seconds(copies, group, fabric), 0.0)
+        per_sparse = np.where(table.ep > 1, 2 * moved, 0.0) + beside - per_layer
+    next_stage = table.tp * table.cp * table.dp
+    to_next = point_to_point_seconds(micro * model.hidden * value / tp, next_stage, fabric)
+    sent = np.where(table.pp > 1, to_next, 0.0)
+    ring = _ring_seconds(model, table, micro, value, fabric)
+    layers_exchange = counts * (layers * per_layer + sparse * per_sparse + sent)
+    backward_attention = ATTENTION_BACKWARD * attention
+    passed = counts * layers * ring
+    ring_forward = np.maximum(0.0, passed - HIDDEN * attention)
+    # Backward, the gradients of keys and values travel with them.
+    ring_backward = np.maximum(0.0, 2 * passed - HIDDEN * backward_attention)
+    again_exchange = np.where(table.recompute == _FULL, layers_exchange - counts * sent + ring_forward, 0.0)
+    return Passes(
+        forward=forward + launches,
+        backward=2 * (forward + launches),
+        attention_forward=attention,
+        attention_backward=backward_attention,
+        head=head,
+        layer_recompute=layer_recompute,
+        exchange_forward=layers_exchange + ring_forward,
+        exchange_backward=layers_exchange + ring_backward + again_exchange,
+    )
+
+
+def _product_width(model: ModelSpec) -> float:
+    """Width of the gated product of one layer, all experts that a token takes together."""
+    if model.experts and model.sparse_layers:
+        return model.experts.active * model.experts.intermediate + model.experts.shared_intermediate
+    return model.intermediate
+
+
+def _ring_seconds(model: ModelSpec, table: LayoutTable, micro: Array, value: float, fabric: Fabric) -> Array:
+    """Keys and values of one layer and micro-batch, passed once around the context-parallel ring."""
+    if model.latent is None:
+        width = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / table.tp)
+    else:
+        width = (2 * model.latent.nope_dim + model.latent.rope_dim) * model.heads / table.tp
+    group = Group(table.cp, table.tp)
+    hop = micro * width * value / group.bandwidth(fabric)
+    latency = np.where(table.cp > 1, group.latency(fabric), 0.0)
+    seconds: Array = (table.cp - 1) * hop + latency
+    return seconds

@@ -1,0 +1,200 @@
+"""Seconds of one optimiser step over the trajectories of a batch, for one layout or for a table of them.
+
+Invariant: nothing computes faster than devices of its kind were measured to train: `TrainStep.mfu` never exceeds the
+ceiling of `TrainingRates`. Every second belongs to one item. Times are seconds, sizes bytes, lengths tokens.
+
+Sharded data parallelism: Rajbhandari et al. 2020 (arXiv 1910.02054), sec. 7. Pipeline: 1F1B, `libra.cost.pipeline`.
+What one rank computes: `libra.cost.train_passes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from libra.cost.collectives import Group, all_gather_seconds, reduce_scatter_seconds
+from libra.cost.pipeline import pipeline_seconds
+from libra.cost.train_batch import Packed
+from libra.cost.train_memory import StageParameters, stage_parameters
+from libra.cost.train_passes import ATTENTION_BACKWARD, HIDDEN, Passes, Work, layer_passes
+from libra.cost.transfer import HOST_LINK
+from libra.parallel import SHARDING, Array, LayoutTable, ParallelLayout
+
+SIMULATED = 64  # micro-batches of a pipeline that are simulated; further ones repeat its steady state
+
+_ZERO1, _ZERO3 = SHARDING.index("zero1"), SHARDING.index("zero3")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """One optimiser step on the pipeline stage and data-parallel rank that finish last."""
+
+    compute: float  # forward and backward of everything but attention, kernel launches included
+    attention: float  # forward and backward
+    recompute: float  # activations and chunked logits made again
+    forwards: float  # log-probabilities of the old policy and of the reference, with its loading
+    communication: float  # of all parallel degrees, as far as it is not hidden
+    bubble: float  # the stage waits for the pipeline to fill and drain
+    imbalance: float  # the other ranks wait for the one with most work
+    optimiser: float
+    total: float
+    mfu: float  # FLOPs that the model needs, per second and device, over the data sheet's
+
+
+STEP_ITEMS = tuple(field.name for field in fields(TrainStep))[:-2]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The items of `TrainStep` for a table of layouts, and what it takes to simulate one of its pipelines."""
+
+    items: Mapping[str, Array]
+    total: Array
+    table: LayoutTable
+    counts: Array  # micro-batches of one rank
+    passes: Passes
+    packed: Mapping[int, Packed]  # by micro_tokens
+    forwards_each: int  # forward passes of a micro-batch beside the one of training
+
+    def simulated_bubble(self, row: int) -> float:
+        """Seconds that the last stage waits when the micro-batches of a rank differ as their trajectories do."""
+        table, passes, count = self.table, self.passes, int(self.counts[row])
+        tokens, keys = self.packed[int(table.micro_tokens[row])].of_rank(int(table.dp[row]), count)
+        if count > SIMULATED:
+            chosen = np.linspace(0, count - 1, SIMULATED).round().astype(int)
+            tokens, keys = tokens[chosen], keys[chosen]
+        share_tokens, share_keys = tokens / tokens.mean() / count, keys / keys.mean() / count
+        stages = int(table.pp[row])
+
+        def rows(linear: float, attention: float, head: float) -> list[list[float]]:
+            middle = linear * share_tokens + attention * share_keys
+            return [middle.tolist()] * (stages - 1) + [(middle + head * share_tokens).tolist()]
+
+        head = float(passes.head[row])
+        forward = rows(passes.forward[row] + passes.exchange_forward[row], passes.attention_forward[row], head)
+        backward = rows(
+            passes.backward[row] + passes.exchange_backward[row] + passes.layer_recompute[row],
+            passes.attention_backward[row],
+            (2 + table.chunked[row]) * head,
+        )
+        nothing = [[0.0] * len(share_tokens)] * stages
+        trained = pipeline_seconds(forward, backward) - sum(forward[-1]) - sum(backward[-1])
+        scored = pipeline_seconds(forward, nothing) - sum(forward[-1])
+        return trained + self.forwards_each * scored
+
+    def seconds(self, row: int) -> float:
+        """`total` of one layout, its pipeline simulated."""
+        if self.table.pp[row] == 1:
+            return float(self.total[row])
+        return float(self.total[row] - self.items["bubble"][row]) + self.simulated_bubble(row)
+
+
+def step_table(work: Work, table: LayoutTable) -> StepTable:
+    """The price of every layout of `table`; micro-batches are taken to be equal where a pipeline is not simulated."""
+    parameters = stage_parameters(work.model, table)
+    sizes, at = np.unique(table.micro_tokens, return_inverse=True)
+    packed = {int(size): work.batch.packed(int(size)) for size in sizes}
+    share = np.ceil(np.array([kinds.count for kinds in packed.values()])[at] / table.dp - 1e-9)
+    counts = np.maximum(1.0, share)
+    passes = layer_passes(work, table, counts)
+    scored = 2 if work.reference != "none" else 1  # of the old policy, of the reference
+    layers_forward = passes.forward + passes.attention_forward
+    layers_backward = passes.backward + passes.attention_backward + passes.layer_recompute
+    exchange = (1 + scored) * passes.exchange_forward + passes.exchange_backward
+    recompute = passes.layer_recompute + np.where(table.chunked == 1, passes.head, 0.0)
+    compute = passes.forward + passes.backward + 3 * passes.head
+    attention = passes.attention_forward + passes.attention_backward
+    forwards = scored * (layers_forward + passes.head)
+    bubble = (table.pp - 1) * ((1 + scored) * layers_forward + layers_backward + exchange) / counts
+    spread = work.batch.imbalance(table.dp, *_seconds_per_token(work)) - 1
+    imbalance = spread * (compute + attention + recompute + forwards + exchange + bubble)
+    if work.reference == "offloaded":
+        forwards = forwards + _stored_weights(work, table, parameters) / HOST_LINK
+    items = {
+        "compute": compute,
+        "attention": attention,
+        "recompute": recompute,
+        "forwards": forwards,
+        "communication": exchange
+        + _data_parallel_seconds(work, table, parameters, counts, layers_forward, layers_backward, scored),
+        "bubble": bubble,
+        "imbalance": imbalance,
+        "optimiser": _update_seconds(work, table, parameters),
+    }
+    total = np.sum(list(items.values()), axis=0)
+    return StepTable(items, total, table, counts, passes, packed, scored)
+
+
+def train_step(work: Work, layout: ParallelLayout) -> TrainStep:
+    """The price of one layout, unequal micro-batches in its pipeline included."""
+    steps = step_table(work, LayoutTable.of([layout]))
+    items = {name: float(column[0]) for name, column in steps.items.items()}
+    if layout.pp > 1:
+        items["bubble"] = steps.simulated_bubble(0)
+    total = sum(items.values())
+    needed = 3 * work.model.forward_flops(work.batch.tokens, work.batch.context_sum)
+    return TrainStep(**items, total=total, mfu=needed / (total * layout.devices * work.gpu.flops))
+
+
+def _data_parallel_seconds(
+    work: Work,
+    table: LayoutTable,
+    parameters: StageParameters,
+    counts: Array,
+    forward: Array,
+    backward: Array,
+    scored: int,
+) -> Array:
+    """Exposed seconds of gradient reduction and weight gathering. Routed experts have fewer copies than the rest."""
+    fabric, state = work.fabric, work.state
+    ranks = table.cp * table.dp
+    groups = (
+        (parameters.dense, Group(ranks, table.tp)),
+        (parameters.experts, Group(np.maximum(1.0, ranks / table.ep), table.tp * table.ep)),
+    )
+    gather, reduce = np.zeros(len(table)), np.zeros(len(table))
+    for size, group in groups:
+        occurs = (size > 0) & (np.asarray(group.size) > 1)
+        gather += np.where(occurs, all_gather_seconds(state.weights * size, group, fabric), 0.0)
+        reduce += np.where(occurs, reduce_scatter_seconds(state.gradients * size, group, fabric), 0.0)
+    # The first unit is gathered, and the last reduced, when there is nothing yet, or nothing more, to hide behind.
+    unit = np.maximum(parameters.layer, parameters.embedding) / parameters.total
+    window_forward, window_backward = HIDDEN * forward / counts, HIDDEN * backward / counts
+
+    def exposed(size: Array, window: Array) -> Array:
+        shown: Array = np.maximum(size - window, 0.0) + np.minimum(unit * size, window)
+        return shown
+
+    gathers = np.where(
+        table.sharding == _ZERO3,
+        counts * ((1 + scored) * exposed(gather, window_forward) + exposed(gather, window_backward / 2)),
+        exposed(gather, window_forward),
+    )
+    reduces = np.where(table.sharding == _ZERO1, 1.0, counts) * exposed(
+        reduce, np.where(table.sharding == _ZERO3, window_backward / 2, window_backward)
+    )
+    return gathers + reduces
+
+
+def _stored_weights(work: Work, table: LayoutTable, parameters: StageParameters) -> Array:
+    ranks = table.dp * table.cp
+    divided = (parameters.dense + parameters.experts * table.ep) / ranks
+    stored = np.where(table.sharding == _ZERO3, divided, parameters.total)
+    return work.state.weights * stored
+
+
+def _update_seconds(work: Work, table: LayoutTable, parameters: StageParameters) -> Array:
+    """The optimiser reads and writes its state, reads gradients twice (for their norm, too) and writes weights."""
+    state = work.state
+    own = (parameters.dense + parameters.experts * table.ep) / (table.dp * table.cp)
+    return own * (2 * state.states + 2 * state.gradients + state.weights) / work.rates.bandwidth
+
+
+def _seconds_per_token(work: Work) -> tuple[float, float]:
+    """Forward and backward seconds of a token, and of a key that a token sees, on one device: the unit of balance."""
+    model, rates = work.model, work.rates
+    routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
+    linear = 3 * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
+    return linear, (1 + ATTENTION_BACKWARD) * model.forward_flops(0, 1) / rates.attention

@@ -1,0 +1,144 @@
+"""How one model is spread over devices for training.
+
+Invariant: a `ParallelLayout` is a layout that could run: its degrees are consistent with each other. Whether a model
+and a device can hold it is the business of `libra.cost.train_memory`. A `LayoutTable` is many of them as columns, so
+that thousands are priced at once by the formulas that price one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Recompute = Literal["none", "selective", "full"]
+Sharding = Literal["zero1", "zero2", "zero3"]
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+SHARDING: tuple[Sharding, ...] = get_args(Sharding)
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Degrees of parallelism and what is stored where.
+
+    `recompute`: activations that the backward pass computes again. "selective": norm outputs and the gated product of
+    the MLP, which cost memory traffic only; "full": whole layers. `sharding`: what data-parallel (and
+    context-parallel) ranks divide among themselves, as ZeRO counts it (Rajbhandari et al. 2020, arXiv 1910.02054):
+    optimiser state ("zero1", Megatron's distributed optimiser), gradients too ("zero2"), weights too ("zero3", FSDP).
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    ep: int  # expert-parallel groups are made of data- and context-parallel ranks
+    micro_tokens: int  # tokens that one micro-batch is packed to; a longer trajectory is a micro-batch by itself
+    recompute: Recompute
+    sharding: Sharding
+    chunked_logits: bool  # logits are made, used and made again a few tokens at a time
+
+    def __post_init__(self) -> None:
+        for field in ("tp", "pp", "dp", "cp", "ep", "micro_tokens"):
+            value = getattr(self, field)
+            if value < 1:
+                raise ValueError(f"{field} is {value}; set it to 1 or more")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTE)}")
+        if self.sharding not in SHARDING:
+            raise ValueError(f"sharding is {self.sharding!r}; choose one of {', '.join(SHARDING)}")
+        if self.dp * self.cp % self.ep:
+            raise ValueError(f"ep is {self.ep}; it must divide dp * cp = {self.dp * self.cp}")
+        if self.pp > 1 and self.sharding != "zero1":
+            raise ValueError(
+                f"sharding is {self.sharding!r} with pp {self.pp}; a pipeline accumulates whole gradients of its stage"
+                " over micro-batches: set sharding to 'zero1' or pp to 1"
+            )
+
+    @property
+    def replica_devices(self) -> int:
+        return self.tp * self.pp * self.cp
+
+    @property
+    def devices(self) -> int:
+        return self.replica_devices * self.dp
+
+    @property
+    def name(self) -> str:
+        """Degrees first, then what is stored where."""
+        return self._named(str(self.dp))
+
+    @property
+    def family(self) -> str:
+        """The name of all layouts that differ from this one in dp only."""
+        return self._named("*")
+
+    def _named(self, dp: str) -> str:
+        words = [f"tp{self.tp} pp{self.pp} cp{self.cp} dp{dp}"]
+        if self.ep > 1:
+            words.append(f"ep{self.ep}")
+        words.append(self.sharding)
+        if self.recompute != "none":
+            words.append(f"{self.recompute}-recompute")
+        if self.chunked_logits:
+            words.append("chunked-logits")
+        words.append(f"{self.micro_tokens}-token")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTable:
+    """Layouts as columns of equal length. `recompute` and `sharding` are positions in RECOMPUTE and SHARDING."""
+
+    tp: Array
+    pp: Array
+    dp: Array
+    cp: Array
+    ep: Array
+    micro_tokens: Array
+    recompute: Array
+    sharding: Array
+    chunked: Array  # 0 or 1
+
+    @classmethod
+    def of(cls, layouts: Sequence[ParallelLayout]) -> LayoutTable:
+        rows = [
+            (
+                *(each.tp, each.pp, each.dp, each.cp, each.ep, each.micro_tokens),
+                *(RECOMPUTE.index(each.recompute), SHARDING.index(each.sharding), each.chunked_logits),
+            )
+            for each in layouts
+        ]
+        return cls(*np.array(rows, dtype=float).reshape(len(rows), len(fields(cls))).T)
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def replica_devices(self) -> Array:
+        return self.tp * self.pp * self.cp
+
+    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> LayoutTable:
+        """The layouts at these positions, or where the mask is true."""
+        return LayoutTable(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def with_dp(self, dp: Array) -> LayoutTable:
+        return LayoutTable(*(dp if field.name == "dp" else getattr(self, field.name) for field in fields(self)))
+
+    def layout(self, row: int) -> ParallelLayout:
+        return ParallelLayout(
+            tp=int(self.tp[row]),
+            pp=int(self.pp[row]),
+            dp=int(self.dp[row]),
+            cp=int(self.cp[row]),
+            ep=int(self.ep[row]),
+            micro_tokens=int(self.micro_tokens[row]),
+            recompute=RECOMPUTE[int(self.recompute[row])],
+            sharding=SHARDING[int(self.sharding[row])],
+            chunked_logits=bool(self.chunked[row]),
+        )
