@@ -73,11 +73,14 @@ def requests(draw: st.DrawFn, *, with_current: bool = False) -> PlanRequest:
         TrajectoryClass(
             share=weight / sum(weights),
             peak_context=peak * 100,
+            mean_context=peak * 90.0,
             generated=float(draw(st.integers(0, peak * 50))),
+            generated_std=0.0,
             context_sum=float(draw(st.integers(0, peak * peak * 2000))),
             prefill=float(draw(st.integers(0, peak * 50))),
             turns=float(draw(st.integers(1, 5))),
             tool_seconds=draw(st.sampled_from([0.0, 1.5, 20.0])),
+            tool_seconds_std=0.0,
             before_first_return=draw(st.sampled_from([0.0, 0.3, 1.0])),
         )
         for peak, weight in zip(peaks, weights, strict=True)

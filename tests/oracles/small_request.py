@@ -1,13 +1,18 @@
-"""One request of four devices, two shapes and two classes whose prices can be worked out by hand."""
+"""One request of four devices, two shapes and two classes whose prices can be worked out by hand, and random ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.lengths import TrajectoryClass
-from libra.plan.problem import Allocation, Bucket, EngineShape, Fleet, PlanRequest, Workload
+from libra.plan.problem import Allocation, Bucket
+from libra.plan.slots import EngineShape, Fleet, SlotRequest, Workload
 
-SHORT = TrajectoryClass(0.75, 1000, 100.0, 50_000.0, 1000.0, 2.0, 3.0, 0.6)
-LONG = TrajectoryClass(0.25, 4000, 400.0, 800_000.0, 2000.0, 4.0, 10.0, 0.5)
+SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
+LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
 
 WORKLOAD = Workload(
     trajectories=8,
@@ -27,7 +32,7 @@ PROFILE = DeviceProfile(
     switch=SwitchCost(engine_start=8.0, trainer_join=3.0, weight_load=0.3),
     heldout_error=0.05,
 )
-REQUEST = PlanRequest(
+REQUEST = SlotRequest(
     fleet=Fleet(core=1, hybrid=1, rollout=2),
     shapes=(EngineShape("short", 2000, 4, 10_000), EngineShape("long", 6000, 16, 20_000)),
     profile=PROFILE,
@@ -41,3 +46,45 @@ def two_buckets(replicas: int, short: int, long: int, cut: int = 1000, end: int 
 
 def one_bucket(replicas: int, long: int, end: int = 5000) -> Allocation:
     return Allocation(replicas, (Bucket("long", long, 0, end),))
+
+
+@st.composite
+def slot_requests(draw: st.DrawFn) -> SlotRequest:
+    """Requests of up to five devices, two shapes and three classes, some of them running already."""
+    sizes = sorted(draw(st.lists(st.integers(100, 5000), min_size=1, max_size=2, unique=True)))
+    fleet = Fleet(core=draw(st.integers(1, 2)), hybrid=draw(st.integers(0, 2)), rollout=draw(st.integers(1, 2)))
+    peaks = sorted(draw(st.lists(st.integers(1, sizes[-1]), min_size=1, max_size=3)))
+    weights = draw(st.lists(st.integers(1, 9), min_size=len(peaks), max_size=len(peaks)))
+    classes = tuple(_class(draw, peak, weight / sum(weights)) for peak, weight in zip(peaks, weights, strict=True))
+    running = (one_bucket(fleet.core, fleet.devices - fleet.core, end=sizes[-1]), None)
+    return SlotRequest(
+        fleet=fleet,
+        shapes=tuple(EngineShape(f"shape{i}", size, 4 * i + 1, size) for i, size in enumerate(sizes)),
+        profile=PROFILE,
+        workload=replace(
+            WORKLOAD,
+            trajectories=draw(st.integers(1, 20)),
+            max_staleness=draw(st.integers(0, 2)),
+            longest_context=sizes[-1],
+            router_hit=draw(st.sampled_from([0.0, 0.5, 1.0])),
+            classes=classes,
+        ),
+        current=draw(st.sampled_from(running)),
+    )
+
+
+def _class(draw: st.DrawFn, peak: int, share: float) -> TrajectoryClass:
+    generated = draw(st.integers(0, peak))
+    return TrajectoryClass(
+        share=share,
+        peak_context=peak,
+        mean_context=peak * draw(st.floats(0.5, 1)),
+        generated=float(generated),
+        generated_std=generated * draw(st.floats(0, 1)),
+        context_sum=peak * generated * draw(st.floats(0, 1)),
+        prefill=peak * 0.5,
+        turns=draw(st.floats(1, 9)),
+        tool_seconds=draw(st.floats(0, 10)),
+        tool_seconds_std=draw(st.floats(0, 10)),
+        before_first_return=draw(st.floats(0, 1)),
+    )

@@ -1,0 +1,132 @@
+"""A distribution of trajectories by final context, and the few classes it is priced as.
+
+Invariant: shares sum to 1 and classes are runs of neighbouring bins, so every weighted mean over the classes is the
+weighted mean over the bins.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.lengths.cohorts import Sums
+
+TAIL_SHARE = 0.05  # the class of the longest trajectories holds no more than this share of them, where bins allow
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryClass:
+    """Trajectories of similar final context, as one weighted class: means (and standard deviations, where the name says
+    so) over its trajectories, save for `share` and `peak_context`. Lengths are tokens, times are seconds."""
+
+    share: float  # fraction of trajectories; the shares of a workload sum to 1
+    peak_context: int  # no trajectory of the class needs more
+    mean_context: float  # of the final contexts
+    generated: float  # G: tokens generated
+    generated_std: float
+    context_sum: float  # C: sum of the context length over those tokens
+    prefill: float  # tokens prefilled with a warm prefix cache: prompt and tool returns, each once
+    turns: float
+    tool_seconds: float
+    tool_seconds_std: float
+    before_first_return: float  # fraction of `generated` that belongs to the first turn, before any tool has spoken
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Trajectories by final context: one entry, or row, for each bin that holds any, shortest first."""
+
+    shares: Array  # of the trajectories; they sum to 1
+    sums: Array  # [bin, field of `Sums`], so that a column's total is the mean over all trajectories
+    lower: Array  # tokens: the bin's lower edge
+    peaks: Array  # tokens: the longest final context in the bin
+    log_survival_variance: Array  # of the estimated share that outlives the bin, as the variance of its logarithm
+    samples: float  # equally weighted finished trajectories that would say as much
+
+    def total(self) -> Sums:
+        """Means over all trajectories."""
+        return Sums(*self.sums.sum(axis=0))
+
+    def quantile(self, q: float) -> float:
+        """Final context in tokens that a share `q` does not exceed, evenly spread in the logarithm within a bin."""
+        upto = np.cumsum(self.shares)
+        at = min(int(np.searchsorted(upto, q)), len(upto) - 1)
+        inside = min(1.0, 1 - float((upto[at] - q) / self.shares[at]))
+        return float(self.lower[at] * (self.peaks[at] / self.lower[at]) ** inside)
+
+    def share_error(self, q: float) -> float:
+        """Standard error of the share of trajectories found below the true quantile `q` (Greenwood 1926)."""
+        at = min(int(np.searchsorted(np.cumsum(self.shares), q)), len(self.shares) - 1)
+        if at < len(self.shares) - 1:
+            return (1 - q) * math.sqrt(self.log_survival_variance[at])
+        # Nothing is known to outlive the last bin: there the error is that of a share counted in as many samples.
+        return math.sqrt(q * (1 - q) / self.samples) if self.samples else math.inf
+
+    def level_error(self) -> float:
+        """Standard error of the mean logarithm of the final context, for independent trajectories."""
+        if not self.samples:
+            return math.inf
+        logs = self.sums[:, Sums._fields.index("log_context")] / self.shares
+        mean = float((self.shares * logs).sum())
+        return math.sqrt(float((self.shares * (logs - mean) ** 2).sum()) / self.samples)
+
+    def classes(self, limit: int) -> tuple[TrajectoryClass, ...]:
+        """At most `limit` classes, shortest first; see `LengthTracker.classes`."""
+        starts = partition(self.shares, self.peaks, limit)
+        members = np.split(np.arange(len(self.shares)), starts[1:])
+        return tuple(_class(Sums(*self.sums[bins].sum(axis=0)), int(self.peaks[bins[-1]])) for bins in members)
+
+
+def _class(sums: Sums, peak: int) -> TrajectoryClass:
+    count = float(sums.trajectories)
+    return TrajectoryClass(
+        share=count,
+        peak_context=peak,
+        mean_context=float(sums.final_context / count),
+        generated=float(sums.generated / count),
+        generated_std=_std(count, sums.generated, sums.generated_squared),
+        context_sum=float(sums.context_sum / count),
+        prefill=float(sums.prefill / count),
+        turns=float(sums.turns / count),
+        tool_seconds=float(sums.tool_seconds / count),
+        tool_seconds_std=_std(count, sums.tool_seconds, sums.tool_seconds_squared),
+        # Where nothing was generated, no part of it came after a tool return.
+        before_first_return=float(sums.first_generated / sums.generated) if sums.generated > 0 else 1.0,
+    )
+
+
+def _std(count: float, total: float, squares: float) -> float:
+    """Standard deviation of `count` values of which the sum and the sum of squares are known."""
+    return math.sqrt(max(0.0, squares / count - (total / count) ** 2))  # rounding can take equal values below zero
+
+
+def partition(shares: Array, peaks: Array, limit: int) -> list[int]:
+    """Where each of at most `limit` classes of neighbouring bins starts, by dynamic programming over the last start.
+
+    Minimises `sum share * (peak of its class - peak)`: the tokens by which the mean final context is overstated.
+    """
+    bins = len(shares)
+    below = np.concatenate(([0.0], np.cumsum(shares)))
+    tokens_below = np.concatenate(([0.0], np.cumsum(shares * peaks)))
+    # cost[start, end] of one class of the bins [start, end)
+    class_peak = np.concatenate(([0.0], peaks))
+    cost = class_peak * (below - below[:, None]) - (tokens_below - tokens_below[:, None])
+    cost[np.tril_indices(bins + 1)] = math.inf
+    if limit > 1:
+        too_heavy = below[-1] - below[: bins - 1] > TAIL_SHARE
+        cost[: bins - 1, bins][too_heavy] = math.inf
+    best, choices = cost[0], []
+    for _ in range(min(limit, bins) - 1):
+        with_one_more = best[:, None] + cost
+        choices.append(with_one_more.argmin(axis=0))
+        best = with_one_more.min(axis=0)
+    starts, end = [], bins
+    for choice in reversed(choices):
+        end = int(choice[end])
+        starts.append(end)
+    return [0, *reversed(starts)]

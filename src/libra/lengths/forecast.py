@@ -1,0 +1,147 @@
+"""Where lengths are going: the trend over start versions, and the workload it leads to.
+
+Invariant: a trend that the evidence does not show is no trend, and what a forecast adds to the tracked lengths it also
+adds to their stated error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.lengths.classes import TrajectoryClass
+from libra.lengths.cohorts import OCTAVES, Cohort, Sums
+from libra.lengths.evidence import Evidence
+
+DAMPING = 0.9  # each version ahead continues the trend by this much of the one before (Gardner & McKenzie 1985)
+TREND_MEMORY = 4  # a trend is seen over this many half-lives of the rest: a small change between noisy levels
+_LOG = Sums._fields.index("log_context")
+_MIN_POINTS = 6  # a line with a step through fewer leaves nothing to judge its error by
+_STEP_F = 12.0  # about the 1 % point of the largest F over all places of one step (Andrews 1993, table I)
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Change of the mean logarithm of the final context per version, and its standard error."""
+
+    slope: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The workload some versions ahead."""
+
+    classes: tuple[TrajectoryClass, ...]
+    scale: float  # factor on the tracked lengths
+    error: float  # standard error of the logarithm of the forecast level of the lengths; about their relative error
+
+
+def cohort_levels(cohorts: Sequence[Cohort], evidence: Evidence) -> Array:
+    """[cohort] mean logarithm of the final context.
+
+    A running trajectory enters with the mean over all that outlive what it has come to (one step of Buckley & James
+    1979), which knows of no trend: weigh a cohort by how much of it has finished.
+    """
+    shares = evidence.shares()
+    counts = evidence.finished[:, 0]
+    middles = (np.arange(len(counts)) + 0.5) * math.log(2) * OCTAVES / len(counts)  # where none has finished
+    logs = np.divide(evidence.sums[:, _LOG], counts, out=middles, where=counts > 0)
+    # On average half of its own bin is behind a running trajectory.
+    outliving = np.cumsum(shares[::-1])[::-1] - shares / 2
+    total = np.cumsum((shares * logs)[::-1])[::-1] - shares * logs / 2
+    expected = np.divide(total, outliving, out=logs.copy(), where=outliving > 0)
+    return np.array([(c.sums[:, _LOG].sum() + (c.running * expected).sum()) / c.started for c in cohorts])
+
+
+def fit(versions: Array, levels: Array, weights: Array) -> Trend:
+    """The slope of the weighted least-squares line of `levels` over `versions`, with one step in it where the levels
+    have jumped: a jump is no trend.
+
+    There is a step where it explains more than chance does anywhere: the largest F statistic over all places that leave
+    two versions on either side, against its 1 % point (Andrews 1993). The slope is shrunk by `1 - error**2 / slope**2`,
+    to nothing where it is within its error (the positive-part rule of James & Stein 1961): noise must not be carried
+    into the future. Fewer than 6 versions, in equal weights, show no trend.
+    """
+    if weights.sum() == 0 or weights.sum() ** 2 / (weights**2).sum() < _MIN_POINTS:
+        return Trend(0.0, 0.0)
+    weights = weights / weights.sum()
+    line = np.column_stack((versions - versions[-1], np.ones_like(versions)))
+    found = _least_squares(line, levels, weights)
+    stepped = [_least_squares(np.column_stack((line, versions >= at)), levels, weights) for at in versions[2:-1]]
+    best = min(stepped, key=lambda candidate: candidate.unexplained)
+    if (found.unexplained - best.unexplained) * best.freedom > _STEP_F * best.unexplained:
+        found = best
+    kept = max(0.0, 1 - (found.error / found.slope) ** 2) if found.slope else 0.0
+    return Trend(found.slope * kept, found.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    slope: float
+    error: float
+    unexplained: float  # weighted mean of the squared residuals
+    freedom: float  # independent residuals that say how noisy a level is
+
+
+def _least_squares(columns: Array, levels: Array, weights: Array) -> _Line:
+    """Of `levels` on `columns`, the first of which is the version; weights sum to 1 and say nothing about noise."""
+    inverse = np.linalg.pinv((columns.T * weights) @ columns, hermitian=True)
+    residuals = levels - columns @ (inverse @ (columns.T @ (weights * levels)))
+    unexplained = float((weights * residuals**2).sum())
+    samples = 1 / float((weights**2).sum())
+    freedom = samples - columns.shape[1]
+    spread = inverse @ ((columns.T * weights**2) @ columns) @ inverse
+    noise = unexplained * samples / freedom
+    slope = float(inverse[0] @ (columns.T @ (weights * levels)))
+    return _Line(slope, math.sqrt(noise * max(0.0, float(spread[0, 0]))), unexplained, freedom)
+
+
+def project(
+    classes: Sequence[TrajectoryClass],
+    trend: Trend,
+    age: float,
+    steps: float,
+    level_error: float,
+    longest: int | None,
+) -> Forecast:
+    """The classes, tracked from evidence that is `age` versions old, `steps` versions from now; trend past and trend to
+    come count alike, save that the latter is damped: DAMPING + DAMPING**2 + ... versions. Whether a trend goes on is
+    not known, so what the damping takes away is part of the error."""
+    damped = DAMPING * (1 - DAMPING**steps) / (1 - DAMPING)
+    scale = math.exp(trend.slope * (age + damped))
+    return Forecast(
+        classes=tuple(scaled(cls, scale, longest) for cls in classes),
+        scale=scale,
+        error=math.hypot(level_error, (age + steps) * trend.error, (steps - damped) * trend.slope),
+    )
+
+
+def scaled(cls: TrajectoryClass, factor: float, longest: int | None) -> TrajectoryClass:
+    """The class when trajectories are `factor` times as long: more of the same turns, as deep as they get.
+
+    Lengths, turns and tool seconds grow with the factor, the sum of contexts with its square; the first turn stays as
+    it is. None becomes longer than `longest` tokens.
+    """
+    if longest is not None:
+        factor = min(factor, max(1.0, longest / cls.peak_context))
+    peak = max(1, math.ceil(cls.peak_context * factor))
+    return replace(
+        cls,
+        peak_context=peak if longest is None else min(peak, max(longest, cls.peak_context)),
+        mean_context=cls.mean_context * factor,
+        generated=cls.generated * factor,
+        generated_std=cls.generated_std * factor,
+        context_sum=cls.context_sum * factor**2,
+        prefill=cls.prefill * factor,
+        turns=max(1.0, cls.turns * factor),
+        tool_seconds=cls.tool_seconds * factor,
+        tool_seconds_std=cls.tool_seconds_std * factor,
+        before_first_return=min(1.0, cls.before_first_return / factor),
+    )

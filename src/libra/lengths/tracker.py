@@ -1,0 +1,297 @@
+"""The tracker: what has finished and what is running, forgotten by the version it started with.
+
+Invariant: a tracker's answers depend only on the trajectories it was given and, before the first `observe_running`,
+on their order; never on time. Evidence is weighed when a question is asked: a trajectory behind which n others have
+started weighs `2 ** (-n / half_life)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from libra.lengths.classes import Distribution, TrajectoryClass
+from libra.lengths.cohorts import OCTAVES, Cohort, place, sums_of
+from libra.lengths.evidence import FORGOTTEN, Evidence, weigh
+from libra.lengths.forecast import TREND_MEMORY, Forecast, cohort_levels, fit, project
+from libra.lengths.survival import Drift
+from libra.trajectory import Trajectory
+
+FORMAT = 2  # of a snapshot
+
+_COHORTS = 64  # more are made fewer, by forgetting old ones or by joining neighbours
+
+
+class LengthTracker:
+    """Exponentially forgotten statistics of trajectories, by final context: the most tokens one ever held.
+
+    Long trajectories finish late, so those that have finished are too short a sample. `observe_running` says what has
+    not; from then on, evidence is weighed by start version and the running ones count as what they are, lower bounds.
+    Until it is first called nothing is known to run, and finished trajectories are forgotten in order of arrival.
+
+    After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
+    Memory and the time of one observation do not grow with the number of trajectories. Tool seconds that were not
+    recorded count as zero; `unknown_tool_share` says how many of the tool returns that concerns.
+    """
+
+    def __init__(self, half_life: float = 256.0, bins_per_octave: int = 4, block_tokens: int = 1) -> None:
+        """`half_life` is in trajectories; `bins_per_octave` bins cover each doubling of the final context. The prefix
+        cache keeps whole blocks of `block_tokens` tokens, so the rest of a context is prefilled again each turn."""
+        if not 0 < half_life < math.inf:
+            raise ValueError(f"half_life is {half_life}; it is a number of trajectories, above 0 and finite")
+        if bins_per_octave < 1:
+            raise ValueError(f"bins_per_octave is {bins_per_octave}; it must be at least 1")
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
+        self.half_life = half_life
+        self.bins_per_octave = bins_per_octave
+        self.block_tokens = block_tokens
+        self._by_version = False  # whether it is known what runs
+        self._opened: int | None = None  # the last version that is forgotten in order of arrival, in the opening cohort
+        self._opening = Cohort.empty(self._bins)
+        self._width = 1  # versions of each of the other cohorts
+        self._cohorts: dict[int, Cohort] = {}  # by start version // width
+        self._ahead = Cohort.empty(self._bins)  # what the running ones have come to, as if they had finished there
+
+    def observe(self, trajectory: Trajectory) -> None:
+        """Add one finished trajectory; its `policy_version` is the version it started with. An unfinished one is
+        refused: its length is only a lower bound."""
+        if not trajectory.finished:
+            raise ValueError(f"trajectory {trajectory.id} is unfinished; give it to observe_running()")
+        bin_, _ = place(trajectory, self.bins_per_octave)
+        version = trajectory.policy_version
+        if not self._by_version:
+            self._opened = version if self._opened is None else max(version, self._opened)
+        cohort = self._cohort(version)
+        if cohort is self._opening:
+            cohort.forget(2 ** (-1 / self.half_life))
+        cohort.add(bin_, sums_of(trajectory, self.block_tokens))
+        self._trim()
+
+    def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
+        """Replace what is known to run by these unfinished trajectories, as far as they have come.
+
+        Give all of them, after having observed what has finished since, and before asking: one that finishes counts
+        twice until the next call. That nothing runs is also something to say.
+        """
+        placed = [(trajectory, *place(trajectory, self.bins_per_octave)) for trajectory in trajectories]
+        for trajectory, _, _ in placed:
+            if trajectory.finished:
+                raise ValueError(f"trajectory {trajectory.id} has finished; give it to observe()")
+        self._by_version = True
+        self._ahead = Cohort.empty(self._bins)
+        for cohort in (self._opening, *self._cohorts.values()):
+            cohort.clear_running()
+        for trajectory, bin_, part in placed:
+            self._cohort(trajectory.policy_version).add_running(bin_, part)
+            self._ahead.add(bin_, sums_of(trajectory, self.block_tokens))
+        self._cohorts = {key: cohort for key, cohort in self._cohorts.items() if cohort.started}
+        self._trim()
+
+    def classes(self, limit: int = 8) -> tuple[TrajectoryClass, ...]:
+        """The workload as at most `limit` classes, shortest first.
+
+        A class is priced as if all of it reached its longest member, so neighbouring bins are merged where that
+        overstates the mean final context least. The last class holds at most `TAIL_SHARE` of the trajectories, unless
+        the last bin alone holds more or `limit` is 1.
+        """
+        if limit < 1:
+            raise ValueError(f"limit is {limit}; a workload has at least 1 class")
+        return self._distribution().classes(limit)
+
+    def quantile(self, q: float) -> float:
+        """Final context in tokens that a share `q` of the trajectories does not exceed.
+
+        Within its bin a trajectory may be anywhere between the lower edge and the largest context seen there; it is
+        taken to be spread evenly in the logarithm, so the answer is off by less than one bin.
+        """
+        return self._distribution().quantile(_share(q))
+
+    def quantile_interval(self, q: float, confidence: float = 0.95) -> tuple[float, float]:
+        """Bounds in tokens that hold the true quantile in a share `confidence` of such samples (Woodruff 1952).
+
+        For independent trajectories. The upper bound is at most the largest context seen: too low where the sample is
+        too small for `q`.
+        """
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence is {confidence}; it must lie between 0 and 1")
+        distribution = self._distribution()
+        error = NormalDist().inv_cdf((1 + confidence) / 2) * distribution.share_error(_share(q))
+        return distribution.quantile(max(0.0, q - error)), distribution.quantile(min(1.0, q + error))
+
+    def drift(self) -> Drift:
+        """Compare the tracked final contexts with the same trajectories forgotten four times faster (`survival.drift`).
+
+        Before `observe_running` was called, what has finished is taken to be all. Without evidence there is no alarm.
+        """
+        if not self._finished:
+            return Drift(distance=0.0, threshold=1.0, drifted=False)  # distances reach 1
+        return self._evidence().drift
+
+    def forecast(self, steps: float, limit: int = 8, longest: int | None = None) -> Forecast:
+        """The workload `steps` versions after the newest one that has started, none of it above `longest` tokens.
+
+        The trend is a line through the mean log final context of the versions, over four times the memory of the other
+        statistics. It bridges the age of the evidence, and goes on damped from there. Before `observe_running` was
+        called there is none. A jump is no trend, but may look like one while only one version has started after it.
+        """
+        if not 0 <= steps < math.inf:
+            raise ValueError(f"steps is {steps}; it is a number of versions, 0 or more")
+        if longest is not None and longest < 1:
+            raise ValueError(f"longest is {longest}; it is a number of tokens, 1 or more")
+        classes = self.classes(limit)
+        evidence = self._evidence()
+        keys = sorted(self._cohorts)
+        versions = (np.array(keys, dtype=float) + 0.5) * self._width - 0.5
+        cohorts = [self._cohorts[key] for key in keys]
+        finished = np.array([cohort.finished for cohort in cohorts], dtype=float)
+        weights = evidence.weights[1:]
+        trend = fit(versions, cohort_levels(cohorts, evidence), weights ** (1 / TREND_MEMORY) * finished)
+        memory = evidence.memory_weights[1:] * finished
+        age = float(versions[-1] - (versions * memory).sum() / memory.sum()) if memory.sum() else 0.0
+        return project(classes, trend, age, steps, self._distribution().level_error(), longest)
+
+    @property
+    def effective_samples(self) -> float:
+        """Equally weighted finished trajectories that would average as well (Kish): `(sum w)**2 / sum w**2`; 0 when
+        empty."""
+        return self._evidence().samples if self._finished else 0.0
+
+    @property
+    def mean_generated(self) -> float:
+        """Mean tokens generated by a trajectory."""
+        return float(self._distribution().total().generated)
+
+    @property
+    def mean_decode_context(self) -> float:
+        """Mean context over all generated tokens; 0 where nothing was generated."""
+        total = self._distribution().total()
+        return float(total.context_sum / total.generated) if total.generated else 0.0
+
+    @property
+    def mean_peak(self) -> float:
+        """Mean of the final context, each trajectory counted as its bin's longest."""
+        distribution = self._distribution()
+        return float((distribution.shares * distribution.peaks).sum())
+
+    def work_uncertainty(self) -> float:
+        """Relative standard error of `mean_generated`, for independent trajectories.
+
+        Infinite while a single trajectory carries the evidence, or where nothing was generated.
+        """
+        distribution = self._distribution()
+        total, freedom = distribution.total(), distribution.samples - 1
+        if freedom <= 0 or total.generated == 0:
+            return math.inf
+        variance = max(0.0, total.generated_squared - total.generated**2)
+        return float(math.sqrt(variance / freedom) / total.generated)
+
+    @property
+    def unknown_tool_share(self) -> float:
+        """Share of tool returns whose seconds were not recorded; 0 where no tool was called."""
+        total = self._distribution().total()
+        return float(total.unknown_returns / total.tool_returns) if total.tool_returns > 0 else 0.0
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as JSON values; `restore` continues from it exactly."""
+        return {
+            "format": FORMAT,
+            "half_life": self.half_life,
+            "bins_per_octave": self.bins_per_octave,
+            "block_tokens": self.block_tokens,
+            "by_version": self._by_version,
+            "opened": self._opened,
+            "width": self._width,
+            "opening": self._opening.snapshot(),
+            "ahead": self._ahead.snapshot(),
+            "cohorts": [[key, self._cohorts[key].snapshot()] for key in sorted(self._cohorts)],
+        }
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any]) -> LengthTracker:
+        """The tracker that `snapshot` was taken of. Raises `ValueError` for any other format."""
+        if "format" not in snapshot or snapshot["format"] != FORMAT:
+            raise ValueError(f"not a tracker snapshot of format {FORMAT}; observe the trajectories again")
+        tracker = cls(snapshot["half_life"], snapshot["bins_per_octave"], snapshot["block_tokens"])
+        tracker._by_version = snapshot["by_version"]
+        tracker._opened = snapshot["opened"]
+        tracker._width = snapshot["width"]
+        tracker._opening = Cohort.restore(snapshot["opening"], tracker._bins)
+        tracker._ahead = Cohort.restore(snapshot["ahead"], tracker._bins)
+        tracker._cohorts = {key: Cohort.restore(saved, tracker._bins) for key, saved in snapshot["cohorts"]}
+        return tracker
+
+    @property
+    def _bins(self) -> int:
+        return OCTAVES * self.bins_per_octave
+
+    @property
+    def _finished(self) -> int:
+        return self._opening.finished + sum(cohort.finished for cohort in self._cohorts.values())
+
+    def _cohort(self, version: int) -> Cohort:
+        """The cohort of a version; a new one where there is none."""
+        if self._opened is not None and version <= self._opened:
+            return self._opening
+        return self._cohorts.setdefault(version // self._width, Cohort.empty(self._bins))
+
+    def _trim(self) -> None:
+        """Keep at most `_COHORTS`: give up the oldest where it is forgotten, else join neighbours."""
+        while len(self._cohorts) > _COHORTS:
+            oldest = min(self._cohorts)
+            behind = sum(cohort.started for key, cohort in self._cohorts.items() if key > oldest)
+            if 2 ** (-behind / self.half_life) < FORGOTTEN and not self._cohorts[oldest].running.any():
+                del self._cohorts[oldest]
+            else:
+                self._widen()
+
+    def _widen(self) -> None:
+        narrow, self._cohorts = self._cohorts, {}
+        self._width *= 2
+        for key, cohort in narrow.items():
+            self._cohorts.setdefault(key // 2, Cohort.empty(self._bins)).absorb(cohort)
+
+    def _evidence(self) -> Evidence:
+        if not self._finished:
+            raise ValueError("the tracker has seen no trajectory; observe() at least one finished trajectory first")
+        return weigh([self._opening, *(self._cohorts[key] for key in sorted(self._cohorts))], self.half_life)
+
+    def _distribution(self) -> Distribution:
+        return self._evidence().distribution(self._ahead, self.bins_per_octave)
+
+
+def merge(a: LengthTracker, b: LengthTracker) -> LengthTracker:
+    """The tracker that has seen what both have, such as those of parallel workers; neither is changed.
+
+    Exact where both followed versions from their start (`observe_running` before the first `observe`) and neither has
+    given up a forgotten cohort: cohorts of a version are sums. Trajectories observed before that are forgotten as each
+    tracker did, as if the two had received theirs in turn, in half as many steps. Raises ValueError where the two
+    count differently.
+    """
+    for name in ("half_life", "bins_per_octave", "block_tokens", "_by_version"):
+        mine, other = getattr(a, name), getattr(b, name)
+        if mine != other:
+            if name == "_by_version":
+                raise ValueError("only one of the trackers knows what is running; call observe_running() on both")
+            raise ValueError(f"{name} is {mine} in one tracker and {other} in the other; merge trackers of one kind")
+    merged = LengthTracker(a.half_life, a.bins_per_octave, a.block_tokens)
+    merged._by_version = a._by_version
+    merged._opened = max((t._opened for t in (a, b) if t._opened is not None), default=None)
+    merged._width = max(a._width, b._width)
+    for tracker in (a, b):
+        merged._opening.absorb(tracker._opening)
+        merged._ahead.absorb(tracker._ahead)
+        for key, cohort in tracker._cohorts.items():
+            merged._cohort(key * tracker._width).absorb(cohort)
+    merged._trim()
+    return merged
+
+
+def _share(q: float) -> float:
+    if not 0 <= q <= 1:
+        raise ValueError(f"q is {q}; a quantile is asked for a share from 0 to 1")
+    return q
