@@ -6,6 +6,8 @@ import ast
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -19,12 +21,15 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from libra.cli import app
+from libra.cluster import load_cluster
 from libra.config import RunConfig
 from libra.environments.protocol import Environment
+from libra.recipe import Recipe
 from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNING = ROOT / "docs" / "running.md"
+PLANNING = ROOT / "docs" / "planning.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -141,7 +146,7 @@ def _readme_example(importing: str) -> str:
 
 @pytest.mark.parametrize(
     ("importing", "printed"),
-    [("libra.plan.cpsat", "Allocation(replicas="), ("libra.route.cmlfq", "Placement(instance='a'")],
+    [("libra.Planner", "Allocation(replicas="), ("libra.route.cmlfq", "Placement(instance='a'")],
 )
 def test_the_examples_in_the_readme_work(
     importing: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -149,6 +154,42 @@ def test_the_examples_in_the_readme_work(
     monkeypatch.chdir(ROOT)
     exec(compile(_readme_example(importing), f"README.md ({importing})", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.startswith(printed)
+
+
+def test_the_example_in_the_planning_page_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (example,) = _blocks(PLANNING, "python")
+    exec(compile(example, "planning.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out.startswith("Prediction(step=")
+
+
+def test_the_example_of_a_loop_works_and_is_short() -> None:
+    path = ROOT / "examples" / "plan_in_a_loop.py"
+    finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    assert "-bound, " in finished.stdout.splitlines()[0]
+    code = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith('"""')]
+    assert len(code) < 20
+
+
+def test_the_keys_of_a_request_are_those_of_the_recipe() -> None:
+    section = PLANNING.read_text(encoding="utf-8").partition("\n**The request**")[2].partition("\n**The traj")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .* \|([^|]*)\|$", section, re.MULTILINE)
+    assert [key for key, _ in rows] == list(dict(_config_keys(Recipe)))
+    for key, field in Recipe.model_fields.items():
+        stated = dict(rows)[key].strip()
+        if field.is_required():
+            assert not stated
+        elif field.default_factory is None and field.default is not None:
+            assert yaml.safe_load(stated.strip("`")) == field.default
+
+
+def test_the_cluster_in_the_planning_page_is_one(tmp_path: Path) -> None:
+    (block,) = _blocks(PLANNING, "yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(block, encoding="utf-8")
+    assert load_cluster(path).devices == 48
 
 
 def test_the_running_example_imports_what_exists() -> None:

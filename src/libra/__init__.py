@@ -1,0 +1,56 @@
+"""Libra: which GPUs train, which generate, and where every request goes.
+
+Invariant: these are the public names, and importing this module loads none of them: `import libra` costs nothing, and
+planning never imports what only running needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from libra.cluster import Cluster as Cluster
+    from libra.cluster import load_cluster as load_cluster
+    from libra.lengths import LengthTracker as LengthTracker
+    from libra.model import ModelSpec as ModelSpec
+    from libra.model_file import load_model as load_model
+    from libra.plan.explain import explain as explain
+    from libra.plan.plan import Plan as Plan
+    from libra.plan.planner import Planner as Planner
+    from libra.plan.problem import InfeasiblePlanError as InfeasiblePlanError
+    from libra.plan.replanner import Replanner as Replanner
+    from libra.profiles import engine_profiles as engine_profiles
+    from libra.recipe import Recipe as Recipe
+    from libra.recipe import load_recipe as load_recipe
+    from libra.trajectory import Trajectory as Trajectory
+    from libra.trajectory import read_trajectories as read_trajectories
+
+_HOME = {
+    "Cluster": "libra.cluster",
+    "InfeasiblePlanError": "libra.plan.problem",
+    "LengthTracker": "libra.lengths",
+    "ModelSpec": "libra.model",
+    "Plan": "libra.plan.plan",
+    "Planner": "libra.plan.planner",
+    "Recipe": "libra.recipe",
+    "Replanner": "libra.plan.replanner",
+    "Trajectory": "libra.trajectory",
+    "engine_profiles": "libra.profiles",
+    "explain": "libra.plan.explain",
+    "load_cluster": "libra.cluster",
+    "load_model": "libra.model_file",
+    "load_recipe": "libra.recipe",
+    "read_trajectories": "libra.trajectory",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'libra' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

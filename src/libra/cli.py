@@ -12,12 +12,14 @@ import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from libra import cli_planning
 from libra.config import ConfigError, RunConfig, load_config
+from libra.refusal import bad_input
 from libra.trajectory import TrajectoryFormatError, read_trajectories
 
 app = typer.Typer(
@@ -69,7 +71,7 @@ def run(
         settings = load_config(config, {key: value for key, value in overrides.items() if value is not None})
         raise typer.Exit(_run(settings, config.parent, resume, overwrite, as_json))
     except ConfigError as error:
-        _refuse(error)
+        bad_input(error)
 
 
 def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
@@ -120,49 +122,8 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     return 0
 
 
-@app.command()
-def plan(
-    config: Annotated[Path, typer.Argument(help="Run configuration: cluster, engine sizes and training.")],
-    trajectories: Annotated[Path, typer.Option("--trajectories", "-t", help="JSONL log of finished trajectories.")],
-    profile: Annotated[Path, typer.Option("--profile", "-p", help="profile.json of a run: what a device costs.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
-) -> None:
-    """Plan offline: who trains, who generates, which engine sizes and buckets, for the lengths in a log.
-
-    The plan embeds its request and a proof (status, bound, gap); the same inputs give the same bytes.
-
-    Exit status: 0 a plan, 2 bad input, 3 no plan exists.
-    """
-    # Imported here: `--help` must not wait for the solver.
-    from libra.cost.profile_file import load_profile
-    from libra.plan.cpsat import solve
-    from libra.plan.document import dump_plan
-    from libra.plan.offline import gather, request_from
-    from libra.plan.problem import InfeasiblePlanError
-    from libra.report.plan_table import log_notes, plan_tables
-
-    try:
-        settings = load_config(config)
-        costs = load_profile(profile)
-        evidence = gather(settings, read_trajectories(trajectories))
-        found = solve(request_from(settings, evidence, costs), seed=settings.seed)
-        text = dump_plan(found)
-        if output is not None:
-            output.write_text(text, encoding="utf-8")
-    except InfeasiblePlanError as error:
-        typer.echo(f"libra: no plan exists: {error}", err=True)
-        raise typer.Exit(3) from None
-    except (ValueError, OSError) as error:  # ConfigError and TrajectoryFormatError among them
-        _refuse(error)
-    if as_json:
-        typer.echo(text, nl=False)
-    else:
-        console = Console()
-        for table in plan_tables(found):
-            console.print(table)
-    for note in log_notes(evidence):
-        typer.echo(f"note: {note}", err=as_json)  # standard output is the plan, and nothing else, with --json
+for command in (cli_planning.plan, cli_planning.explain, cli_planning.calibrate):
+    app.command()(command)
 
 
 @trace_app.command()
@@ -180,20 +141,13 @@ def stats(
     try:
         found = trace_stats(read_trajectories(file))
     except (TrajectoryFormatError, ValueError, OSError) as error:
-        _refuse(error)
+        bad_input(error)
     if as_json:
         typer.echo(json.dumps(asdict(found)))
         return
     console = Console()
     for table in trace_tables(found):
         console.print(table)
-
-
-def _refuse(error: Exception) -> NoReturn:
-    """Bad input: one line, exit status 2."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    typer.echo(f"libra: {' '.join(text.split())}", err=True)
-    raise typer.Exit(2)
 
 
 def main() -> None:

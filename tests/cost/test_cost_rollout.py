@@ -1,26 +1,48 @@
-"""Engine work and residence against numbers worked out by hand."""
+"""Engine work and residence against numbers worked out by hand, and against engines run iteration by iteration."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra.cost.device import EngineCost
-from libra.cost.rollout import concurrency, residence, work_by_memory, work_by_seats
+from libra.cost.grid import IterationLine
+from libra.cost.rollout import (
+    EngineTiming,
+    affordable_seats,
+    concurrency,
+    expected_largest,
+    measured_timing,
+    prefill_seconds,
+    refill_seconds,
+    residence,
+    work,
+)
 from libra.lengths import TrajectoryClass
 
 COST = EngineCost(step=0.01, per_sequence=0.001, per_context_token=1e-6, per_prefill_token=1e-4, per_turn=0.1)
+TIMING = measured_timing(COST)
+# Few sequences wait for weights to be read, many for arithmetic: the lines meet at 20 sequences.
+TWO_LINES = replace(TIMING, lines=(*TIMING.lines, IterationLine(0.0, 0.0015, 1e-6)))
+QUADRATIC = replace(TIMING, per_prefill_context=1e-7)
 CLASS = TrajectoryClass(
     share=1.0,
     peak_context=1000,
+    mean_context=900.0,
     generated=100.0,
+    generated_std=20.0,
     context_sum=50_000.0,
     prefill=1000.0,
     turns=2.0,
     tool_seconds=3.0,
+    tool_seconds_std=0.5,
     before_first_return=0.6,
 )
+SILENT = replace(CLASS, generated=0.0, generated_std=0.0, context_sum=0.0)
 
 
 @pytest.mark.parametrize(
@@ -31,39 +53,129 @@ def test_concurrency(max_num_seqs: int, in_flight: int, engines: int, wanted: in
     assert concurrency(max_num_seqs, in_flight, engines) == wanted
 
 
-@pytest.mark.parametrize(
-    ("seats", "wanted"),
-    [
-        (1, 1.1 + 0.05 + 0.1 + 0.2),  # (0.01 + 0.001) * 100, 1e-6 * 50000, 1e-4 * 1000, 0.1 * 2
-        (10, 0.2 + 0.05 + 0.1 + 0.2),
-    ],
-)
-def test_work_by_seats(seats: int, wanted: float) -> None:
-    assert work_by_seats(COST, CLASS, seats) == pytest.approx(wanted)
+WORK = [
+    # by seats (0.01 + 0.001) * 100, by memory 0.001 * 100 + 0.01 / 10000 * 50000; context 1e-6 * 50000, prefill
+    # 1e-4 * 1000, turns 0.1 * 2
+    ("one seat", TIMING, 1, 10_000, (1.1 + 0.35, 0.15 + 0.35)),
+    ("ten seats", TIMING, 10, 10_000, (0.2 + 0.35, 0.15 + 0.35)),
+    ("a quarter of the memory", TIMING, 10, 2_500, (0.2 + 0.35, 0.3 + 0.35)),
+    # A full context is 450 tokens behind the average prefilled one: 1e-7 * 450 * 1000
+    ("prefill that attends", QUADRATIC, 10, 10_000, (0.2 + 0.35 + 0.045, 0.15 + 0.35 + 0.045)),
+    # 0.0015 * 100, whatever the seats
+    ("two lines", TWO_LINES, 10, 10_000, (0.2 + 0.35, 0.15 + 0.35, 0.15 + 0.35, 0.15 + 0.35)),
+]
 
 
-@pytest.mark.parametrize(
-    ("kv_tokens", "wanted"),
-    [
-        (10_000, 0.1 + 0.1 + 0.1 + 0.2),  # 0.001 * 100, (0.01 / 10000 + 1e-6) * 50000, 1e-4 * 1000, 0.1 * 2
-        (2_500, 0.1 + 0.25 + 0.1 + 0.2),
-    ],
-)
-def test_work_by_memory(kv_tokens: int, wanted: float) -> None:
-    assert work_by_memory(COST, CLASS, kv_tokens) == pytest.approx(wanted)
+@pytest.mark.parametrize(("timing", "seats", "kv_tokens", "wanted"), [w[1:] for w in WORK], ids=[w[0] for w in WORK])
+def test_work(timing: EngineTiming, seats: int, kv_tokens: int, wanted: tuple[float, ...]) -> None:
+    assert work(timing, CLASS, seats, kv_tokens) == pytest.approx(wanted)
 
 
 def test_seats_and_memory_ask_for_the_same_when_context_fills_the_seats_exactly() -> None:
-    mean_context = CLASS.context_sum / CLASS.generated
-    assert work_by_seats(COST, CLASS, 10) == pytest.approx(work_by_memory(COST, CLASS, int(10 * mean_context)))
+    by_seats, by_memory = work(TIMING, CLASS, 10, 10 * 500)  # 500 tokens of context each
+    assert by_seats == pytest.approx(by_memory)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(100, 300),
+    st.sampled_from([TIMING, TWO_LINES]),
+)
+def test_an_engine_never_takes_less_time_than_its_work(
+    trajectories: list[tuple[int, int]], seats: int, kv_tokens: int, timing: EngineTiming
+) -> None:
+    """Run each iteration of one engine that takes trajectories in order: as many as have a seat and memory to end."""
+    waiting = [(prompt, prompt + generated) for prompt, generated in trajectories]
+    running: list[list[int]] = []
+    seconds = 0.0
+    while waiting or running:
+        while waiting and len(running) < seats and sum(end for _, end in running) + waiting[0][1] <= kv_tokens:
+            running.append(list(waiting.pop(0)))
+        context = sum(length for length, _ in running)
+        seconds += timing.iteration_seconds(len(running), context)
+        for sequence in running:
+            sequence[0] += 1
+        running = [sequence for sequence in running if sequence[0] < sequence[1]]
+    together = replace(
+        CLASS,
+        generated=float(sum(generated for _, generated in trajectories)),
+        context_sum=float(
+            sum(generated * prompt + generated * (generated - 1) / 2 for prompt, generated in trajectories)
+        ),
+        prefill=0.0,
+        turns=0.0,
+    )
+    assert max(work(timing, together, seats, kv_tokens)) <= seconds * (1 + 1e-9)
+
+
+def test_prefilled_tokens_have_half_the_final_context_before_them() -> None:
+    assert prefill_seconds(TIMING, CLASS) == pytest.approx(0.1)
+    assert prefill_seconds(QUADRATIC, CLASS) == pytest.approx(0.1 + 1e-7 * 1000 * 450)
+
+
+def test_a_refill_prefills_the_context_of_a_random_generated_token() -> None:
+    assert refill_seconds(TIMING, CLASS) == pytest.approx(500 * 1e-4)
+    assert refill_seconds(QUADRATIC, CLASS) == pytest.approx(500 * 1e-4 + 1e-7 * 500 * 500 / 2)
+    assert refill_seconds(TIMING, SILENT) == 0.0
 
 
 @pytest.mark.parametrize("seats", [1, 10, 64])
-def test_residence_is_iterations_at_the_mean_context(seats: int) -> None:
-    iteration = COST.iteration_seconds(seats, seats * CLASS.context_sum / CLASS.generated)
-    assert residence(COST, CLASS, seats) == pytest.approx(CLASS.generated * iteration + 0.1 + 0.2 + 3.0)
+def test_residence_of_one_is_iterations_at_the_mean_context(seats: int) -> None:
+    iteration = COST.iteration_seconds(seats, seats * 500)
+    assert residence(TIMING, CLASS, seats, 10**9, 1.0) == pytest.approx(100 * iteration + 0.1 + 0.2 + 3.0)
+
+
+def test_no_more_sequences_decode_together_than_memory_holds() -> None:
+    assert residence(TIMING, CLASS, 64, 10 * 500, 1.0) == residence(TIMING, CLASS, 10, 10**9, 1.0)
+    assert residence(TIMING, CLASS, 64, 1, 1.0) == residence(TIMING, CLASS, 1, 10**9, 1.0)  # one always decodes
+
+
+def test_the_longest_of_several_generates_more_and_waits_longer_for_tools() -> None:
+    beyond = 1.2815516  # the 90 % quantile of the normal distribution, which is that of (6 - 0.375) / (6 + 0.25)
+    decode = 100 * COST.iteration_seconds(10, 5000)
+    wanted = decode * (1 + beyond * 0.2) + 0.3 + 3.0 + beyond * 0.5
+    assert residence(TIMING, CLASS, 10, 10**9, 6.0) == pytest.approx(wanted)
+
+
+def test_the_slowest_line_counts() -> None:
+    assert [TWO_LINES.iteration_seconds(count, 0.0) for count in (1, 20, 40)] == pytest.approx([0.011, 0.03, 0.06])
 
 
 def test_residence_of_a_class_that_generates_nothing() -> None:
-    silent = replace(CLASS, generated=0.0, context_sum=0.0)
-    assert residence(COST, silent, 10) == pytest.approx(0.1 + 0.2 + 3.0)
+    assert residence(TIMING, SILENT, 10, 100, 1.0) == pytest.approx(0.1 + 0.2 + 3.0)
+
+
+@pytest.mark.parametrize("draws", [0.0, 0.3, 1.0])
+def test_one_draw_exceeds_nothing(draws: float) -> None:
+    assert expected_largest(draws) == 0.0
+
+
+# Expected largest of n standard normal numbers (Harter 1961, table 1).
+LARGEST = {2: 0.56419, 3: 0.84628, 5: 1.16296, 10: 1.53875, 50: 2.24907, 100: 2.50759, 400: 2.96818}
+
+
+@pytest.mark.parametrize("draws", LARGEST)
+def test_the_largest_of_several_draws_against_tables(draws: int) -> None:
+    assert expected_largest(draws) == pytest.approx(LARGEST[draws], rel=0.05)
+
+
+def test_the_largest_of_several_draws_against_drawing() -> None:
+    generator = random.Random(1)
+    drawn = [max(generator.gauss(0, 1) for _ in range(30)) for _ in range(4000)]
+    assert expected_largest(30.0) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "most", "wanted"),
+    [
+        (100, 1, (1,)),
+        (1, 64, (1,)),
+        (100, 8, (1, 2, 4, 8)),
+        (100, 12, (1, 2, 4, 8, 12)),
+        (5, 512, (1, 2, 4, 5)),
+        (10**6, 3, (1, 2, 3)),
+    ],
+)
+def test_seats_worth_telling_apart(kv_tokens: int, most: int, wanted: tuple[int, ...]) -> None:
+    assert affordable_seats(kv_tokens, most) == wanted

@@ -1,4 +1,4 @@
-"""Plans and requests survive the file, and a file that is not one of them is refused with the place."""
+"""Plans survive the file, and a file that is none is refused with the place."""
 
 from __future__ import annotations
 
@@ -9,38 +9,81 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from oracles.enumerate_plans import requests
-from oracles.small_request import REQUEST, two_buckets
+from hypothesis import strategies as st
+from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
+from oracles.small_request import REQUEST, slot_requests, two_buckets
 
-from libra.plan.cpsat import solve
-from libra.plan.document import DocumentError, dump_plan, dump_request, parse_plan, parse_request
-from libra.plan.problem import PlanRequest
+from libra.plan.document import DocumentError, dump_plan, parse_plan
+from libra.plan.plan import Plan, make_plan
+from libra.plan.planner import Planner
+from libra.plan.slots import SlotRequest
+from libra.recipe import Recipe
 
-PLAN = solve(replace(REQUEST, current=two_buckets(1, 1, 2)))
+PLAN = make_plan(replace(REQUEST, current=two_buckets(1, 1, 2)))
+
+
+@pytest.fixture(scope="module")
+def cluster_plan() -> Plan:
+    return Planner(CLUSTER, QWEN_06B, RECIPE).plan(CLASSES)
 
 
 @settings(max_examples=30, deadline=None)
-@given(requests(with_current=True))
-def test_round_trip(request: PlanRequest) -> None:
-    plan = solve(request)
+@given(slot_requests())
+def test_round_trip(request: SlotRequest) -> None:
+    plan = make_plan(request)
     text = dump_plan(plan)
     assert parse_plan(text) == plan
+    assert parse_plan(text.encode()) == plan
     assert dump_plan(parse_plan(text)) == text
-    assert parse_request(dump_request(request)) == request
-    assert dump_request(parse_request(dump_request(request))) == dump_request(request)
+
+
+RECIPES = st.builds(
+    Recipe,
+    batch=st.just(64),
+    samples_per_prompt=st.sampled_from([1, 64]),
+    max_length=st.just(4096),
+    mode=st.sampled_from(["async", "sync", "colocated"]),
+    reference=st.sampled_from(["none", "resident", "offloaded"]),
+    rollout_dtype=st.sampled_from([None, "fp8", "bf16"]),
+    router_hit=st.floats(0, 1),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(RECIPES, st.booleans())
+def test_round_trip_of_plans_for_clusters(recipe: Recipe, again: bool) -> None:
+    planner = Planner(CLUSTER, QWEN_06B, recipe)
+    plan = planner.plan(CLASSES)
+    if again:
+        plan = planner.plan(CLASSES, plan)
+    text = dump_plan(plan)
+    read = parse_plan(text)
+    assert read == plan
+    assert dump_plan(read) == text
+    # The request is whole: it needs nothing but itself to be answered.
+    assert read.request == plan.request
 
 
 def test_equal_values_give_equal_bytes_even_when_a_whole_number_of_seconds_is_written_as_one() -> None:
     switch = replace(REQUEST.profile.switch, engine_start=8)
-    same = replace(REQUEST, profile=replace(REQUEST.profile, switch=switch))
-    assert same == REQUEST
-    assert dump_request(same) == dump_request(REQUEST)
+    same = replace(PLAN, request=replace(PLAN.request, profile=replace(REQUEST.profile, switch=switch)))
+    assert same == PLAN
+    assert dump_plan(same) == dump_plan(PLAN)
 
 
-def test_a_plan_opens_with_its_format_and_ends_with_a_newline() -> None:
+def test_a_plan_opens_with_its_format_and_ends_with_its_request_and_a_newline() -> None:
     text = dump_plan(PLAN)
-    assert text.startswith('{\n  "format": 1,\n  "request": {')
+    assert text.startswith('{\n  "format": 2,\n  "allocation": {')
+    assert list(json.loads(text))[-1] == "request"
     assert text.endswith("}\n")
+
+
+def test_a_list_of_numbers_is_one_line_and_everything_else_one_entry_a_line(cluster_plan: Plan) -> None:
+    lines = dump_plan(cluster_plan).splitlines()
+    batches = ", ".join(str(batch) for batch in cluster_plan.request.profiles[0].engines[0].batches)  # type: ignore[union-attr]
+    assert any(line.strip() == f'"batches": [{batches}],' for line in lines)
+    assert not [line for line in lines if line.count('": ') > 1]
+    assert not [line for line in lines if "[[" in line]  # a table has a line for each of its rows
 
 
 def spoil(path: str, value: object) -> Callable[[dict[str, Any]], None]:
@@ -59,24 +102,24 @@ def spoil(path: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 
 SPOILED = [
-    ("unknown key", spoil("request.fleet.tpus", 8), "request.fleet.tpus: Unexpected keyword argument"),
-    ("unknown key in a class", spoil("request.workload.classes.0.colour", 1), "request.workload.classes.0.colour"),
+    ("unknown key", spoil("request.fleet.tpus", 8), "request.slots.fleet.tpus: Unexpected keyword argument"),
+    ("unknown key in a class", spoil("request.workload.classes.0.colour", 1), "workload.classes.0.colour"),
     ("unknown key at the top", spoil("author", "me"), "author: Unexpected keyword argument"),
     ("missing key", spoil("proof.gap", None), "proof.gap: Field required"),
     ("wrong type", spoil("allocation.replicas", "2"), "allocation.replicas: Input should be a valid integer"),
     ("unknown word", spoil("predicted.bottleneck", "network"), "predicted.bottleneck: Input should be 'rollout'"),
     ("refused value", spoil("request.profile.engine.step", -1.0), "EngineCost.step is -1.0"),
+    ("refused shape", spoil("request.shapes.0.max_num_seqs", 0), "max_num_seqs is 0; set it to 1 or more"),
     ("not a number", spoil("predicted.step", float("nan")), "predicted.step: Input should be a finite number"),
-    ("newer format", spoil("format", 2), "format is 2; this version of libra reads format 1"),
+    ("unknown kind", spoil("request.kind", "cloud"), "request: Input tag 'cloud'"),
+    ("no kind", spoil("request.kind", None), "request: Unable to extract tag"),
+    ("older format", spoil("format", 1), "format is 1; this version of libra reads format 2: plan again"),
     ("no format", spoil("format", None), "format is missing"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), [row[1:] for row in SPOILED], ids=[row[0] for row in SPOILED])
-def test_a_document_that_is_no_plan_is_refused_with_the_place(
-    change: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    document = json.loads(dump_plan(PLAN))
+def assert_refused(plan: Plan, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    document = json.loads(dump_plan(plan))
     change(document)
     with pytest.raises(DocumentError) as refusal:
         parse_plan(json.dumps(document), where="run.json")
@@ -84,19 +127,33 @@ def test_a_document_that_is_no_plan_is_refused_with_the_place(
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "1"])
-def test_a_text_that_is_no_document_is_refused(text: str) -> None:
+@pytest.mark.parametrize(("change", "message"), [row[1:] for row in SPOILED], ids=[row[0] for row in SPOILED])
+def test_a_document_that_is_no_plan_is_refused_with_the_place(
+    change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    assert_refused(PLAN, change, message)
+
+
+SPOILED_CLUSTER = [
+    ("GPU", spoil("request.cluster.nodes.0.gpu.memory", 80.0), "memory is 80; a GPU has 1e+09 to 4e+12"),
+    ("count", spoil("request.cluster.nodes.0.count", 0), "count is 0; set it to 1 or more"),
+    ("recipe", spoil("request.recipe.batch", 63), "batch is 63, which 8 samples_per_prompt do not divide"),
+    ("key of the recipe", spoil("request.recipe.batches", 64), "request.cluster.recipe.batches"),
+    ("model", spoil("request.model.kv_heads", 3), "kv_heads is 3; it must divide the 16 heads"),
+    ("profile", spoil("request.profiles.0.engines.0.tp", 0), "EngineGrid.tp is 0"),
+    ("layout", spoil("layout.sharding", "zero9"), "layout.sharding"),
+    ("role", spoil("placement.0.role", "rest"), "placement.0.role: Input should be 'train' or 'generate'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [row[1:] for row in SPOILED_CLUSTER], ids=[row[0] for row in SPOILED_CLUSTER]
+)
+def test_so_is_one_for_a_cluster(cluster_plan: Plan, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    assert_refused(cluster_plan, change, message)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", b"\xff", "[" * 100_000, "9" * 5000])
+def test_a_text_that_is_no_document_is_refused(text: str | bytes) -> None:
     with pytest.raises(DocumentError, match=r"not JSON|format is missing"):
         parse_plan(text)
-
-
-def test_a_plan_is_no_request() -> None:
-    with pytest.raises(DocumentError, match="this one has allocation, format, predicted, proof, request"):
-        parse_request(dump_plan(PLAN))
-
-
-def test_a_spoiled_request_is_refused_with_the_place() -> None:
-    document = json.loads(dump_request(REQUEST))
-    document["request"]["shapes"][0]["max_num_seqs"] = 0
-    with pytest.raises(DocumentError, match=r"request: shapes.0: .*max_num_seqs is 0; set it to 1 or more"):
-        parse_request(json.dumps(document))

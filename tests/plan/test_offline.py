@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from oracles.small_request import PROFILE
 from libra.config import ConfigError, RunConfig, load_config
 from libra.exec.pool import make_pool
 from libra.exec.replanning import Replanner
-from libra.plan.offline import gather, offline_request
-from libra.plan.problem import EngineShape, Fleet
-from libra.trajectory import Trajectory, Turn, read_trajectories
+from libra.lengths import LengthTracker
+from libra.plan.offline import gather, gather_workload, offline_request
+from libra.plan.slots import EngineShape, Fleet
+from libra.recipe import Recipe
+from libra.trajectory import Trajectory, Turn, read_trajectories, read_workload, write_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -114,3 +117,67 @@ def test_the_longest_context_that_fits_is_planned_for(config: RunConfig) -> None
 def test_a_log_of_turns_without_a_token_has_a_request(config: RunConfig) -> None:
     silent = replace(trajectory(20), turns=(Turn(0, None, None, 0),))
     assert offline_request(config, [silent], PROFILE).workload.max_turn_tokens == 1
+
+
+# For a cluster.
+
+RECIPE = Recipe(batch=10, samples_per_prompt=5, max_length=4096, tool_seconds_if_unknown=3.0)
+
+
+def test_a_log_for_a_cluster_is_forgotten_by_the_steps_it_makes() -> None:
+    # A half-life is four steps of one: four trajectories of 200 tokens weigh twice as much as four of 100 before.
+    one = Recipe(batch=1, samples_per_prompt=1, max_length=4096)
+    evidence = gather_workload(one, [trajectory(100)] * 4 + [trajectory(200)] * 4)
+    assert [cls.peak_context for cls in evidence.tracker.classes()] == [100, 200]
+    assert [cls.share for cls in evidence.tracker.classes()] == pytest.approx([1 / 3, 2 / 3])
+    assert (evidence.finished, evidence.unfinished, evidence.unknown_tool_share) == (8, 0, 0.0)
+
+
+def test_blocks_are_those_of_an_engine_on_a_gpu() -> None:
+    tracker = LengthTracker(40.0, block_tokens=16)
+    tracker.observe(trajectory(100))
+    assert gather_workload(RECIPE, [trajectory(100)]).tracker.classes() == tracker.classes()
+
+
+def test_a_tool_of_unknown_duration_takes_what_the_recipe_says() -> None:
+    log = [trajectory(100, tool_seconds=None)] * 3 + [trajectory(100, tool_seconds=0.5)]
+    evidence = gather_workload(RECIPE, log)
+    assert evidence.unknown_tool_share == 0.75
+    # Nearly equal weights: (3 * 3 + 0.5) / 4
+    assert evidence.tracker.classes()[0].tool_seconds == pytest.approx(2.375, rel=0.03)
+    assert evidence.tracker.unknown_tool_share == 0.0  # none is left
+
+
+def test_unfinished_trajectories_are_lower_bounds() -> None:
+    finished = [trajectory(100)] * 20
+    cut_off = [trajectory(900, generated=700, finished=False)] * 5
+    evidence = gather_workload(RECIPE, [*cut_off, *finished])
+    assert (evidence.finished, evidence.unfinished, evidence.longest_turn) == (20, 5, 700)
+    assert gather_workload(RECIPE, finished).tracker.classes()[-1].peak_context == 100
+    last = evidence.tracker.classes()[-1]
+    assert last.peak_context >= cut_off[0].peak_context
+    # A fifth of all that started; each of them was there.
+    longer = sum(cls.share for cls in evidence.tracker.classes() if cls.peak_context >= cut_off[0].peak_context)
+    assert longer == pytest.approx(0.2, abs=0.03)
+
+
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    turns = (Turn(8, "tool", "ok", 3, None), Turn(2, None, None, 0))
+
+    def peak(count: int) -> int:
+        numbered = (
+            Trajectory(f"t{number}", "p", "task", 50 + number * 7 % 3000, turns, None, number // 10, True)
+            for number in range(count)
+        )
+        write_trajectories(log, numbered)
+        tracemalloc.start()
+        try:
+            gather_workload(RECIPE, read_workload(log, 4096))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    few, many = peak(2_000), peak(20_000)
+    # The trajectories between would take twenty times as much; pydantic keeps some thousands of short strings.
+    assert many - few < 1e6

@@ -1,4 +1,4 @@
-"""What the values of a request refuse, and the remedy they name."""
+"""What the values of a problem refuse, and the remedy they name."""
 
 from __future__ import annotations
 
@@ -6,30 +6,49 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from oracles.small_request import LONG, REQUEST, SHORT, WORKLOAD
+from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, one_bucket, two_buckets
 
-from libra.plan.problem import Allocation, Bucket, EngineShape, Fleet
+from libra.plan.problem import Allocation, Bucket, Pool
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
-    ("fleet", lambda: Fleet(1, -1, 0), "hybrid is -1; set it to 0 or more"),
-    ("shape", lambda: EngineShape("s", 0, 1, 1), "max_model_len is 0; set it to 1 or more"),
-    ("shape name", lambda: EngineShape("", 1, 1, 1), "name of an engine shape is empty"),
-    ("trajectories", lambda: replace(WORKLOAD, trajectories=0), "trajectories is 0"),
-    ("staleness", lambda: replace(WORKLOAD, max_staleness=-1), "max_staleness is -1"),
-    ("train tokens", lambda: replace(WORKLOAD, train_tokens=float("nan")), "train_tokens is nan"),
-    ("router", lambda: replace(WORKLOAD, router_hit=1.1), "router_hit is 1.1; give a share between 0 and 1"),
-    ("no class", lambda: replace(WORKLOAD, classes=()), "at least one trajectory class"),
-    ("shares", lambda: replace(WORKLOAD, classes=(SHORT,)), "the shares sum to 0.75; divide each by their sum"),
-    ("order", lambda: replace(WORKLOAD, classes=(LONG, SHORT)), "sort them by peak_context"),
-    ("peak", lambda: replace(WORKLOAD, longest_context=3000), r"classes\[1\].peak_context is 4000"),
-    ("mean", lambda: replace(WORKLOAD, classes=(replace(SHORT, turns=-1.0), LONG)), r"classes\[0\].*negative"),
-    ("first", lambda: replace(WORKLOAD, classes=(replace(SHORT, before_first_return=2.0), LONG)), "fraction of 0 to 1"),
+    ("nodes", lambda: Pool("a", -1, 8), "nodes is -1; set it to 0 or more"),
+    ("devices of a node", lambda: Pool("a", 1, 0), "devices_per_node is 0; set it to 1 or more"),
+    ("devices", lambda: replace(LONG, devices=0), "devices is 0; set it to 1 or more"),
+    ("seats", lambda: replace(LONG, seats=0), "seats is 0; set it to 1 or more"),
+    ("holds", lambda: replace(LONG, holds=0), "holds is 0; set it to 1 or more"),
+    (
+        "stall",
+        lambda: replace(LONG, stall=-1.0),
+        "engine option long/4: stall has -1.0; every price is finite and >= 0",
+    ),
+    ("work", lambda: replace(LONG, work=((1.0, float("nan")),)), "work has nan"),
+    ("refresh", lambda: replace(LONG, refresh=(1.0, float("inf"))), "refresh has inf"),
+    ("residence", lambda: replace(LONG, residence=(-1.0, 1.0)), "residence has -1.0"),
+    ("no row", lambda: replace(LONG, work=()), "must price the same classes"),
+    ("short row", lambda: replace(LONG, work=((1.0, 1.0), (1.0,))), "must price the same classes"),
+    ("short refresh", lambda: replace(LONG, refresh=(1.0,)), "must price the same classes"),
+    ("replicas", lambda: replace(ONE, replicas=0), "replicas is 0; set it to 1 or more"),
+    ("training seconds", lambda: replace(ONE, seconds=float("inf")), "training option copies: seconds has inf"),
+    ("publication", lambda: replace(ONE, publish=-1.0), "publish has -1.0"),
     ("empty range", lambda: Bucket("s", 1, 100, 100), r"bucket \(100, 100\] is empty"),
     ("no engine", lambda: Bucket("s", 0, 0, 100), "engines is 0; set it to 1 or more"),
     ("gap", lambda: Allocation(1, (Bucket("s", 1, 0, 100), Bucket("t", 1, 200, 300))), "start it above 100"),
-    ("replicas", lambda: Allocation(-1, ()), "replicas is -1"),
-    ("same name", lambda: replace(REQUEST, shapes=REQUEST.shapes[:1] * 2), "name each once"),
-    ("shape order", lambda: replace(REQUEST, shapes=REQUEST.shapes[::-1]), "sort them by max_model_len"),
+    ("allocation's replicas", lambda: Allocation(-1, ()), "replicas is -1"),
+    ("staleness", lambda: replace(PROBLEM, staleness=-1), "staleness is -1; set it to 0 or more"),
+    ("longest", lambda: replace(PROBLEM, longest_context=0), "longest_context is 0; set it to 1 or more"),
+    ("buckets", lambda: replace(PROBLEM, most_buckets=0), "most_buckets is 0; set it to 1 or more"),
+    ("colocated", lambda: replace(PROBLEM, colocated=True), "staleness is 1; colocated training is synchronous"),
+    ("no class", lambda: replace(PROBLEM, peaks=(), met=()), "at least one trajectory class"),
+    ("order", lambda: replace(PROBLEM, peaks=(4000, 1000)), "sort the classes, shortest first"),
+    ("beyond", lambda: replace(PROBLEM, peaks=(1000, 6000)), "none above longest_context"),
+    ("same pool", lambda: replace(PROBLEM, pools=PROBLEM.pools * 2), "two pools have the same name"),
+    ("no pool", lambda: replace(PROBLEM, training=(replace(ONE, pool="b"),)), "on pool 'b'; the pools are a"),
+    ("shape", lambda: replace(PROBLEM, engines=(SHORT_FEW, replace(LONG, shape="short"))), "of shape short differ"),
+    ("met", lambda: replace(PROBLEM, met=(True,)), "there are 2 classes; met, reach and every engine option"),
+    ("reach", lambda: replace(PROBLEM, reach_untried=((1.0,), *PROBLEM.reach_untried)), "there are 2 classes"),
+    ("fraction", lambda: replace(PROBLEM, reach_untried=((1.0, 1.5), *PROBLEM.reach_untried)), "fractions of 0 to 1"),
+    ("known router", lambda: replace(PROBLEM, reach_tried=((0.1, 0.1),)), "list every router of reach_tried"),
+    ("switch", lambda: replace(PROBLEM, switch=-1.0), "problem: switch has -1.0"),
 ]
 
 
@@ -40,5 +59,11 @@ def test_a_wrong_value_is_refused_with_its_field_and_the_remedy(make: Callable[[
 
 
 def test_classes_of_equal_length_are_allowed() -> None:
-    halves = (replace(SHORT, share=0.5), replace(SHORT, share=0.5, turns=9.0))
-    assert replace(WORKLOAD, classes=halves).classes == halves
+    assert replace(PROBLEM, peaks=(4000, 4000)).peaks == (4000, 4000)
+
+
+def test_a_problem_knows_its_pools_and_shapes() -> None:
+    assert PROBLEM.pool("a").devices == 8
+    assert PROBLEM.shapes == ("short", "long")
+    assert PROBLEM.footprint("long") == ("a", 2, 5000)
+    assert (one_bucket(1, 3).engines, two_buckets(1, 3, 2).engines) == (3, 5)

@@ -5,29 +5,63 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from oracles.small_request import PROFILE, REQUEST, WORKLOAD, one_bucket, two_buckets
 
-from libra.plan.moves import diff
+from libra.plan.moves import changes, diff
 from libra.plan.price import price
-from libra.plan.problem import Allocation, Plan, PlanRequest, Proof
-from libra.plan.replan import decide
+from libra.plan.problem import (
+    ONE_DEVICE,
+    Allocation,
+    Bucket,
+    EngineOption,
+    Pool,
+    Prediction,
+    Problem,
+    Proof,
+    Solution,
+    TrainingOption,
+)
+from libra.plan.replan import Case, decide, decide_over, expected
 
-# With much staleness the step is what the busiest bucket takes: 8.7 s with one short engine, 4.5 s with two.
-PATIENT = replace(REQUEST, workload=replace(WORKLOAD, max_staleness=15))
-SLOW, FAST = two_buckets(1, 1, 2), two_buckets(1, 2, 1)
+
+def make_problem(work: float = 8.0, layout: str = ONE_DEVICE) -> Problem:
+    """Two classes on four devices; with one class a bucket, a step takes `work / engines`, at least 1 s."""
+    engines = tuple(
+        EngineOption(shape, "pool", 1, 4, holds, 0.0, ((work / 2, work / 2),), (0.0, 0.0), (0.5, 0.5))
+        for shape, holds in (("short", 2000), ("long", 5000))
+    )
+    training = tuple(TrainingOption(layout, "pool", count, count, 1.0, 0.0) for count in (1, 2))
+    return Problem(
+        pools=(Pool("pool", 1, 4),),
+        engines=engines,
+        training=training,
+        peaks=(1000, 4000),
+        met=(True, True),
+        longest_context=5000,
+        reach_tried=((1.0, 1.0),),
+        reach_untried=((1.0, 1.0),),
+        staleness=3,
+    )
 
 
-def proposal(request: PlanRequest, allocation: Allocation) -> Plan:
-    predicted = price(request, allocation)
-    return Plan(request, allocation, predicted, Proof("optimal", predicted.step, 0.0))
+def one_bucket(replicas: int, engines: int, end: int = 5000) -> Allocation:
+    return Allocation(replicas, (Bucket("long", engines, 0, end),))
+
+
+PROBLEM = make_problem()
+SLOW, FAST = one_bucket(2, 2), one_bucket(1, 3)  # 4 s and 8/3 s a step
+
+
+def solution(problem: Problem, allocation: Allocation) -> Solution:
+    predicted = price(problem, allocation)
+    return Solution(allocation, predicted, Proof("optimal", predicted.step, 0.0))
 
 
 TABLE = [
-    ("pays", SLOW, FAST, 2.0, 0.1, 8.0, True, "saves 4.2 s of 8.7 s a step, 8.4 s over 2 steps, more than the 8 s"),
-    ("exactly pays back: no", SLOW, FAST, 2.0, 0.1, 8.4 + 1e-9, False, "8.4 s over 2 steps, not more than the 8.4 s"),
-    ("too short a horizon", SLOW, FAST, 1.0, 0.1, 8.0, False, "4.2 s over 1 steps, not more than the 8 s it costs"),
-    ("within uncertainty", SLOW, FAST, 100.0, 0.5, 0.0, False, "not more than the 4.35 s by which the tracked work"),
-    ("free but slower", FAST, SLOW, 100.0, 0.0, 0.0, False, "takes 4.2 s longer than 4.5 s"),
+    ("pays", SLOW, FAST, 6.0, 0.1, 7.9, True, "saves 1.333 s of 4 s a step, 8 s over 6 steps, more than the 7.9 s"),
+    ("exactly pays back: no", SLOW, FAST, 6.0, 0.1, 8.0 + 1e-9, False, "8 s over 6 steps, not more than the 8 s"),
+    ("too short a horizon", SLOW, FAST, 5.0, 0.1, 7.9, False, "6.667 s over 5 steps, not more than the 7.9 s it costs"),
+    ("within uncertainty", SLOW, FAST, 100.0, 0.34, 0.0, False, "not more than the 1.36 s by which the tracked work"),
+    ("free but slower", FAST, SLOW, 100.0, 0.0, 0.0, False, "takes 1.333 s longer than 2.667 s"),
     ("the same", FAST, FAST, 100.0, 0.0, 0.0, False, "the current allocation is optimal"),
 ]
 
@@ -46,60 +80,89 @@ def test_decide(
     taken: bool,
     reason: str,
 ) -> None:
-    request = replace(PATIENT, current=current)
-    decision = decide(request, proposal(request, proposed), horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
-    assert decision.taken is taken
-    assert reason in decision.reason
-    assert decision.current == price(request, current)
-    assert decision.proposed == price(request, proposed)
-    assert decision.gain_per_step == decision.current.step - decision.proposed.step
-    assert decision.moves == diff(current, proposed)
-    assert (decision.horizon_steps, decision.uncertainty, decision.cost) == (horizon, uncertainty, cost)
+    problem = replace(PROBLEM, current=current)
+    found = decide(problem, solution(problem, proposed), horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
+    assert found.taken is taken
+    assert reason in found.reason
+    assert found.current == price(problem, current)
+    assert found.proposed == price(problem, proposed)
+    assert found.gain_per_step == found.current.step - found.proposed.step
+    assert found.moves == diff(current, proposed)
+    assert (found.horizon_steps, found.uncertainty, found.cost) == (horizon, uncertainty, cost)
 
 
 @pytest.mark.parametrize(
     ("current", "reason"),
     [
-        (two_buckets(1, 1, 2, end=4000), "ends at 4000 tokens; the longest context is 5000"),
-        (two_buckets(1, 2, 2), "uses 5 devices; the fleet has 4"),
-        (two_buckets(1, 1, 1), "uses 3 devices; the fleet has 4"),
+        (one_bucket(1, 3, end=4000), "ends at 4000 tokens; the longest context is 5000"),
+        (one_bucket(2, 3), "uses 5 devices"),
+        (one_bucket(3, 1), "no option trains 3 replicas"),
     ],
 )
 def test_an_allocation_that_no_longer_fits_is_left_at_any_cost(current: Allocation, reason: str) -> None:
-    request = replace(PATIENT, current=current)
-    decision = decide(request, proposal(request, FAST), horizon_steps=1.0, uncertainty=1.0, cost=1e9)
-    assert decision.taken
-    assert decision.reason.startswith("the current allocation no longer fits: ")
-    assert reason in decision.reason
-    assert (decision.current, decision.gain_per_step) == (None, None)
+    problem = replace(PROBLEM, current=current)
+    found = decide(problem, solution(problem, FAST), horizon_steps=1.0, uncertainty=1.0, cost=1e9)
+    assert found.taken
+    assert found.reason.startswith("the current allocation no longer fits: ")
+    assert reason in found.reason
+    assert (found.current, found.gain_per_step) == (None, None)
 
 
-def test_both_sides_are_priced_for_the_work_of_the_request() -> None:
-    """A proposal computed under yesterday's workload is judged under today's."""
-    request = replace(PATIENT, current=SLOW)
-    yesterday = replace(request, workload=replace(request.workload, trajectories=64))
-    stale = proposal(yesterday, FAST)
-    decision = decide(request, stale, horizon_steps=2.0, uncertainty=0.1, cost=8.0)
-    assert decision.proposed == price(request, FAST) != stale.predicted
+def test_both_sides_are_priced_for_the_work_of_the_problem() -> None:
+    """A proposal computed under yesterday's work is judged under today's."""
+    problem = replace(PROBLEM, current=SLOW)
+    stale = solution(make_problem(work=80.0), FAST)
+    found = decide(problem, stale, horizon_steps=2.0, uncertainty=0.1, cost=8.0)
+    assert found.proposed == price(problem, FAST) != stale.predicted
+
+
+def test_where_replicas_have_several_devices_the_moves_are_of_groups() -> None:
+    problem = make_problem(layout="tp2")
+    current, proposed = replace(SLOW, layout="tp2"), replace(FAST, layout="tp2")
+    found = decide(
+        replace(problem, current=current),
+        solution(problem, proposed),
+        horizon_steps=1.0,
+        uncertainty=0.0,
+        cost=0.0,
+    )
+    assert found.moves == changes(current, proposed) != diff(current, proposed)
+
+
+def test_cases_are_weighed() -> None:
+    """Half of the time there is thrice the work: the step is the mean, the bottleneck that of the first likeliest."""
+    cases = (Case(PROBLEM, 0.5), Case(make_problem(work=24.0), 0.5))
+    assert expected(cases, SLOW) == Prediction(8.0, 8.0, 1.0, 0.375, "rollout")
+    found = decide_over(cases, SLOW, FAST, horizon_steps=1.0, uncertainty=0.0, cost=2.6)
+    assert found.gain_per_step == pytest.approx(8 - 16 / 3)
+    assert found.taken
+    assert not decide_over(cases, SLOW, FAST, horizon_steps=1.0, uncertainty=0.0, cost=2.7).taken
+    assert not decide_over(cases[:1], SLOW, FAST, horizon_steps=1.0, uncertainty=0.0, cost=2.6).taken
+
+
+def test_what_fits_only_some_cases_is_left() -> None:
+    smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),))
+    cases = (Case(PROBLEM, 0.9), Case(smaller, 0.1))
+    found = decide_over(cases, SLOW, one_bucket(1, 2), horizon_steps=1.0, uncertainty=0.0, cost=1e9)
+    assert found.taken
+    assert "uses 4 devices" in found.reason
 
 
 @pytest.mark.parametrize("argument", ["horizon_steps", "uncertainty", "cost"])
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
 def test_arguments_are_not_negative(argument: str, value: float) -> None:
-    request = replace(PATIENT, current=SLOW)
+    problem = replace(PROBLEM, current=SLOW)
     arguments = {"horizon_steps": 1.0, "uncertainty": 0.0, "cost": 0.0, argument: value}
     with pytest.raises(ValueError, match=argument):
-        decide(request, proposal(request, FAST), **arguments)
+        decide(problem, solution(problem, FAST), **arguments)
 
 
 def test_there_must_be_an_allocation_to_leave() -> None:
     with pytest.raises(ValueError, match="put the running allocation there"):
-        decide(PATIENT, proposal(PATIENT, FAST), horizon_steps=1.0, uncertainty=0.0, cost=0.0)
+        decide(PROBLEM, solution(PROBLEM, FAST), horizon_steps=1.0, uncertainty=0.0, cost=0.0)
 
 
 def test_a_proposal_that_does_not_fit_is_an_error() -> None:
-    slow_training = replace(PATIENT, profile=replace(PROFILE, train=replace(PROFILE.train, per_token=1.0)))
-    plan = proposal(slow_training, one_bucket(2, 2))
-    smaller = replace(slow_training, fleet=replace(slow_training.fleet, hybrid=0), current=one_bucket(1, 2))
-    with pytest.raises(ValueError, match="2 devices train; the fleet allows 1"):
-        decide(smaller, plan, horizon_steps=1.0, uncertainty=0.0, cost=0.0)
+    smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),), current=one_bucket(1, 2))
+    with pytest.raises(ValueError, match="uses 4 devices of pool pool; it has 3"):
+        decide(smaller, solution(PROBLEM, FAST), horizon_steps=1.0, uncertainty=0.0, cost=0.0)

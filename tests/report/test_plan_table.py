@@ -6,21 +6,55 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from oracles.small_cluster import A800, CLASSES, QWEN_06B, RECIPE
 from oracles.small_request import LONG, REQUEST, SHORT, two_buckets
 from rich.console import Console
 from rich.table import Table
 
+from libra.cluster import Cluster
 from libra.lengths import LengthTracker
+from libra.parallel import ParallelLayout
+from libra.plan.cluster_request import ClusterRequest
 from libra.plan.offline import Evidence
-from libra.plan.problem import EngineShape, Plan, Prediction, Proof
+from libra.plan.placement import Group
+from libra.plan.plan import Plan
+from libra.plan.planner import rooflines
+from libra.plan.problem import Allocation, Bucket, Prediction, Proof
+from libra.plan.slots import EngineShape
 from libra.report.plan_table import log_notes, plan_tables
 from libra.trajectory import Trajectory, Turn
 
 PLAN = Plan(
-    REQUEST,
-    two_buckets(1, 1, 2),
-    Prediction(step=12.0, rollout=9.0, training=3.0, latency=12.0, bottleneck="latency"),
-    Proof("optimal", 11.994, 0.0005),
+    allocation=two_buckets(1, 1, 2),
+    predicted=Prediction(step=12.0, rollout=9.0, training=3.0, latency=12.0, bottleneck="latency"),
+    proof=Proof("optimal", 11.994, 0.0005),
+    seats=(4, 5),
+    layout=None,
+    placement=(),
+    request=REQUEST,
+)
+
+# Two classes of nodes; two replicas of two GPUs, and engines on nodes 0, 1, 2 and 5 of one and on 0 of the other.
+NODES = (replace(A800, name="a", count=6), replace(A800, name="b"))
+LAYOUT = ParallelLayout(2, 1, 2, 1, 1, 8192, "full", "zero1", chunked_logits=True)
+
+
+def engine(bucket: int, pool: str, node: int, *gpus: int) -> Group:
+    return Group("generate", f"{pool}/tp{len(gpus)}", bucket, pool, (node,), gpus)
+
+
+CLUSTER_PLAN = replace(
+    PLAN,
+    allocation=Allocation(2, (Bucket("a/tp1", 4, 0, 1000), Bucket("b/tp4", 1, 1000, 8192)), LAYOUT.family),
+    seats=(64, 512),
+    layout=LAYOUT,
+    placement=(
+        Group("train", LAYOUT.family, None, "b", (1,), (0, 1)),
+        Group("train", LAYOUT.family, None, "b", (1,), (2, 3)),
+        *(engine(0, "a", node, 0) for node in (5, 1, 0, 2)),
+        engine(1, "b", 0, 0, 1, 2, 3),
+    ),
+    request=ClusterRequest(Cluster(NODES), QWEN_06B, RECIPE, CLASSES, rooflines(Cluster(NODES), QWEN_06B, RECIPE)),
 )
 
 
@@ -31,10 +65,30 @@ def cells(table: Table) -> list[tuple[str, ...]]:
 
 def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
     assert cells(plan_tables(PLAN)[0]) == [
-        ("training replicas", "1", "-", "-"),
-        ("engines", "1", "short", "1 to 1,000"),
-        ("engines", "2", "long", "1,001 to 5,000"),
+        ("training replicas", "1", "one device", "-", "-"),
+        ("engines", "1", "short", "4", "1 to 1,000"),
+        ("engines", "2", "long", "5", "1,001 to 5,000"),
     ]
+
+
+def test_on_a_cluster_it_shows_the_layout_the_devices_and_the_nodes() -> None:
+    assert cells(plan_tables(CLUSTER_PLAN)[0]) == [
+        ("training replicas", "2", LAYOUT.family, "-", "-", "4", "b 1"),
+        ("engines", "4", "a/tp1", "64", "1 to 1,000", "4", "a 0-2, 5"),
+        ("engines", "1", "b/tp4", "512", "1,001 to 8,192", "4", "b 0"),
+    ]
+
+
+def test_a_bucket_on_several_pools_names_each() -> None:
+    placement = (*CLUSTER_PLAN.placement, engine(0, "b", 1, 4))
+    rows = cells(plan_tables(replace(CLUSTER_PLAN, placement=placement))[0])
+    assert rows[1][5:] == ("5", "a 0-2, 5; b 1")
+
+
+def test_on_a_cluster_the_work_is_that_of_the_batch() -> None:
+    table = plan_tables(CLUSTER_PLAN)[3]
+    assert table.title == "Work of a step: 64 trajectories, in classes"
+    assert [row[-1] for row in cells(table)] == ["a/tp1", "b/tp4"]
 
 
 def test_the_step_names_the_bottleneck_and_the_slack_of_the_rest() -> None:
@@ -82,18 +136,21 @@ def evidence(unfinished: int, *tool_seconds: float | None) -> Evidence:
     for seconds in tool_seconds:
         turns = (Turn(5, "tool", "ok", 3, seconds), Turn(2, None, None, 0))
         tracker.observe(Trajectory("t", "p", "task", 10, turns, None, 0, finished=True))
-    return Evidence(tracker, len(tool_seconds), unfinished, longest_turn=5)
+    return Evidence(tracker, len(tool_seconds), unfinished, 5, tracker.unknown_tool_share)
 
 
-NOTES = [
-    ("complete", evidence(0, 0.1, 0.0), ()),
+NOTES: list[tuple[str, Plan, Evidence, tuple[str, ...]]] = [
+    ("complete", PLAN, evidence(0, 0.1, 0.0), ()),
+    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), ()),
     (
         "one unfinished",
+        PLAN,
         evidence(1, 0.1),
         ("1 trajectory of 2 in the log left out: unfinished, so the tail may be longer",),
     ),
     (
         "both",
+        PLAN,
         evidence(3, None),
         (
             "3 trajectories of 4 in the log left out: unfinished, so the tail may be longer",
@@ -101,9 +158,19 @@ NOTES = [
             " longer",
         ),
     ),
+    (
+        "both, for a cluster",
+        CLUSTER_PLAN,
+        evidence(3, None, 0.1),  # the first one weighs a little less
+        (
+            "3 trajectories of 5 in the log unfinished: counted as at least as long as they are",
+            "tool seconds unknown for 49.9 % of the tool calls: planned as 1 s, so the longest episodes may take"
+            " longer",
+        ),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("found", "wanted"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
-def test_notes_say_what_the_log_cannot_tell(found: Evidence, wanted: tuple[str, ...]) -> None:
-    assert log_notes(found) == wanted
+@pytest.mark.parametrize(("plan", "found", "wanted"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
+def test_notes_say_what_the_log_cannot_tell(plan: Plan, found: Evidence, wanted: tuple[str, ...]) -> None:
+    assert log_notes(plan, found) == wanted

@@ -163,8 +163,3 @@ def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cache_directory() -> Path:
-    """Where measurements and warm starts are kept between runs: `$XDG_CACHE_HOME/libra`, or `~/.cache/libra`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra"

@@ -241,23 +241,24 @@ class PostTraining:
         """Step seconds of the allocation that was left last, for the work as it is tracked now."""
         if self._left is None:
             return None
-        request = self._replanner.request(self._executor.healthy(), None)
-        return price(request, self._left).step if fits(request, self._left) is None else None
+        problem = self._replanner.request(self._executor.healthy(), None).problem()
+        return price(problem, self._left).step if fits(problem, self._left) is None else None
 
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
         """Predict the next period. Buckets that were not `tried` yet have no known router."""
         allocation = self._executor.allocation()
         if allocation is None:
             return
-        request = self._replanner.request(self._executor.healthy(), allocation if tried else None)
-        if fits(request, allocation) is None:
-            self._periods.begin(self._step + 1, describe(allocation), price(request, allocation), switching)
+        problem = self._replanner.request(self._executor.healthy(), allocation if tried else None).problem()
+        if fits(problem, allocation) is None:
+            self._periods.begin(self._step + 1, describe(allocation), price(problem, allocation), switching)
 
     async def _decide(self, steps_left: int, forced: bool) -> None:
         """Plan, decide, and carry the decision out, while the steps go on."""
         current = self._executor.allocation()
         request = self._replanner.request(self._executor.healthy(), current)
-        if forced and self._config.allocation == "static" and current is not None and fits(request, current) is None:
+        static = self._config.allocation == "static"
+        if forced and static and current is not None and fits(request.problem(), current) is None:
             return
         began = time.monotonic()
         proposal = await asyncio.to_thread(self._replanner.propose, request, steps_left)

@@ -19,9 +19,11 @@ from libra.exec.trainers import StepResult
 from libra.lengths import LengthTracker
 from libra.plan.cpsat import solve
 from libra.plan.moves import diff, seconds
-from libra.plan.problem import Allocation, Fleet, Plan, PlanRequest
+from libra.plan.plan import Plan, answer
+from libra.plan.problem import Allocation
 from libra.plan.replan import Decision, decide
 from libra.plan.request import make_request, make_tracker
+from libra.plan.slots import Fleet, SlotRequest
 
 _HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
 
@@ -125,7 +127,7 @@ class Replanner:
         )
         self.profile = replace(self.profile, switch=measured)
 
-    def request(self, workers: Sequence[Worker], current: Allocation | None) -> PlanRequest:
+    def request(self, workers: Sequence[Worker], current: Allocation | None) -> SlotRequest:
         tokens = self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak
         return make_request(
             self._config,
@@ -138,9 +140,11 @@ class Replanner:
             current=current,
         )
 
-    def propose(self, request: PlanRequest, steps_left: int) -> Proposal:
+    def propose(self, request: SlotRequest, steps_left: int) -> Proposal:
         """Solve, and weigh the change against its cost. Pure: may run beside the event loop."""
-        plan = solve(request, seed=self._config.seed)
+        problem = request.problem()
+        solution = solve(problem, seed=self._config.seed)
+        plan = answer(request, problem, solution)
         horizon = float(min(self._config.planner.horizon, steps_left))
         uncertainty = self.tracker.work_uncertainty()
         if request.current is None:
@@ -149,7 +153,7 @@ class Replanner:
                 plan, Decision(None, plan.predicted, (), None, horizon, 0.0, uncertainty, taken=True, reason=reason)
             )
         cost = seconds(diff(request.current, plan.allocation), request.profile.switch)
-        decision = decide(request, plan, horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
+        decision = decide(problem, solution, horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
         return Proposal(plan, decision)
 
 

@@ -14,6 +14,7 @@ from importlib.metadata import version as library_version
 from pathlib import Path
 from typing import Any
 
+from libra.cache import cache_directory
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.profile_file import load_profile, save_profile
@@ -26,7 +27,6 @@ from libra.exec.fleet import Fleet
 from libra.exec.journal import Journal
 from libra.exec.launch_local import LocalLauncher
 from libra.exec.measure import (
-    cache_directory,
     hardware_name,
     measure,
     measure_switch,

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from libra.cache import cache_directory
 from libra.config import RunConfig
 from libra.environments.protocol import Environment
 from libra.exec.handles import Handle
 from libra.exec.launch_local import LocalLauncher
-from libra.exec.measure import cache_directory
 from libra.exec.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 from libra.exec.rollout import Codec
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model

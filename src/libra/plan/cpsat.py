@@ -1,386 +1,406 @@
-"""The joint allocation problem as one CP-SAT model: training replicas, engines of each shape, and who serves whom.
+"""The joint allocation problem as a CP-SAT model: who trains, which engines serve which lengths, with how many devices.
 
-Invariant: the model is `price` up to rounding. Time is counted in ticks and every cost is rounded down, so the
-model's optimum, less one tick for the step's own rounding up, is a true lower bound; the chosen allocation is priced
-again in floating point. The two differ by less than `classes + 3` ticks. A tick is a microsecond, or as much longer
-as the solver's integer range demands (2 us for 4 devices, 8 classes and a step of 100 s).
+Invariant: the model has no prices. For a step of a given length every price has become an integer, the fewest engines
+that a shape needs for a range of classes (`libra.plan.ranges`), and the only question left is whether the devices
+suffice. All coefficients are devices or engines, so nothing is rounded and every answer is exact.
 
-    Data        B trajectories a step; D devices; classes j and shapes s, both shortest first
-    Variables   x[r]     r devices train and the other D - r generate
-                y[s, n]  shape s has n engines
-                a[s, j]  class j is served by shape s
-                work[s]  engine-ticks that one step's trajectories need of shape s
-                step     ticks of one optimiser step
-    Objective   lexicographic: step; then, within `STEP_TOLERANCE` of it, moves away from the current allocation;
-                buckets; step again; and the first allocation in order of replicas, engines, classes
+    Data        candidates c: a training option with need[c, s, i, j], the engines of shape s for classes i..j
+    Variables   x[c]        train as candidate c
+                z[s, i, j]  shape s serves a bucket of classes i..j
+                n[s]        engines of shape s
+                keep        the buckets are those that run now
+    Subject to  one_training        sum of x = 1
+                every_class_once    z is a path from the first class to the end of the last
+                few_buckets         sum of z <= the buckets allowed; of one shape <= 1 where a shape names its bucket
+                enough_engines      n[s] >= sum of need[c, s, i, j] * z[s, i, j]   where x[c]; 0 without a bucket
+                pool[p]             training and generating devices of pool p <= its devices
+                different[e]        than the excluded plan e, some role has fewer devices, or trains elsewhere
+    Objective   none while the shortest step is searched for; then moves, devices, buckets, in this order
 
-Two products are not linear. `n * step` becomes one constraint for each count n, enforced by y[s, n]. An engine's
-concurrency, and with it every price, depends on how many engines there are: prices are enumerated over r and enforced
-by x[r]. Both are exact.
+The shortest step is found by bisection: a longer step never needs more devices, so what cannot be done within t proves
+t as a lower bound. `libra.plan.relaxation` removes beforehand what cannot be part of any such plan.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from ortools.sat.python import cp_model
 
-from libra.cost.rollout import residence, work_by_memory, work_by_seats
-from libra.plan.moves import engines_by_shape, ranges
-from libra.plan.price import capacity, own_share, possible_hits, present, price, seats, training_seconds
-from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError, Plan, PlanRequest, Proof
+from libra.plan.feasible import all_devices_conflict, ample_step, require_feasible
+from libra.plan.moves import engines_by_shape, joins
+from libra.plan.price import fits, price, training_option
+from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError, Problem, Proof, Solution, TrainingOption
+from libra.plan.ranges import NEVER, Counts, RangeTable
+from libra.plan.relaxation import Candidate, Relaxation, cheapest_cover, most_buckets
 
-STEP_TOLERANCE = 0.005  # relative; a step longer by less is worth it when it spares a move or a bucket
+STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
 
-_FINEST_TICK = 1e-6  # seconds
+_BISECTION = 1e-4  # relative distance of proven and disproven steps at which the search ends
+_ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
+_SHORTCUTS = 8  # candidates that are tried without a search, before one is made
+_SHORTEST = 1e-6  # seconds; steps are not told apart below it
+_NO_TIME = "no plan was found within deterministic_limit; raise it"
+_NO_OTHER = "there is no plan but the excluded ones"
 
-# Boolean terms of one row must not add up to more. OR-Tools 9.15 adds them in 32 bits when it presolves an enforced
-# row; where they overflow it drops the enforcement and calls a feasible model infeasible.
-_LARGEST_ROW = 2**31 - 1
 
-
-def solve(request: PlanRequest, *, deterministic_limit: float = 10.0, seed: int = 0) -> Plan:
-    """The best plan for the request. The same request, limit and seed give the same plan.
+def solve(
+    problem: Problem,
+    *,
+    deterministic_limit: float = 30.0,
+    seed: int = 0,
+    excluding: Sequence[Allocation] = (),
+    tie_break: bool = True,
+) -> Solution:
+    """The best allocation. The same problem, limit and seed give the same answer.
 
     `deterministic_limit` bounds the search in the solver's deterministic seconds, which count operations and read no
     clock; when it runs out, the best plan so far is returned with status `feasible`. Raises `InfeasiblePlanError` when
-    no allocation can serve the request, RuntimeError when the limit ends before there is any plan.
+    no allocation can serve the problem, and RuntimeError when the limit runs out before any was found.
+
+    No answer `contains` one of `excluding`, allocations that fit. Without `tie_break` any allocation with the shortest
+    step will do, which is quicker.
     """
-    require_feasible(request)
-    model = AllocationModel(request)
-    tie_breaks = (model.moves(), model.buckets(), model.step)
-    search = _Search(model, deterministic_limit, seed)
-
-    search.minimise(model.step)
-    proven = max(0.0, (search.bound - 1) * model.tick)
-    model.cp.add(model.step <= math.floor(search.value(model.step) * (1 + STEP_TOLERANCE)))
-    for objective in tie_breaks:
-        search.minimise(objective)
-        model.cp.add(objective <= search.value(objective))
-    search.first()
-
-    allocation = model.allocation(search)
-    predicted = price(request, allocation)
-    bound = min(proven, predicted.step)
+    require_feasible(problem)
+    search = _Search(problem, deterministic_limit, seed, excluding)
+    allocation, bound = search.shortest_step()
+    if tie_break:
+        longest = max(_SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
+        allocation = search.simplest(longest, otherwise=allocation)
+    predicted = price(problem, allocation)
+    bound = min(bound, predicted.step)
     gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
-    return Plan(request, allocation, predicted, Proof("optimal" if search.complete else "feasible", bound, gap))
+    return Solution(allocation, predicted, Proof("optimal" if search.complete else "feasible", bound, gap))
 
 
-def require_feasible(request: PlanRequest) -> None:
-    """Raise `InfeasiblePlanError` unless one bucket, of a shape that holds everything, can serve the request.
+class StepModel:
+    """The variables and constraints for one length of the step. Read `__init__` as the paper's model."""
 
-    If some allocation can, that one can too: the shape of its last bucket holds every class.
-    """
-    fleet, longest = request.fleet, request.workload.longest_context
-    if fleet.core < 1:
-        raise InfeasiblePlanError(
-            f"fleet.core is 0, and {fleet.hybrid} hybrid and {fleet.rollout} rollout devices cannot replace it: "
-            "at least one device must always train; make one of them core"
-        )
-    if fleet.hybrid + fleet.rollout < 1:
-        raise InfeasiblePlanError(
-            f"no device is left for a rollout engine: all {fleet.core} are core and always train; "
-            "add a device to fleet.hybrid or fleet.rollout"
-        )
-    if not any(capacity(shape) >= longest for shape in request.shapes):
-        shapes = ", ".join(
-            f"{shape.name} (max_model_len {shape.max_model_len}, kv_tokens {shape.kv_tokens})"
-            for shape in request.shapes
-        )
-        raise InfeasiblePlanError(
-            f"no engine shape holds the longest context of {longest} tokens; there are: {shapes or 'none'}; "
-            "add a shape with both that large, or lower workload.longest_context"
-        )
-
-
-class AllocationModel:
-    """The variables and constraints of one request. Read `__init__` as the paper's model."""
-
-    def __init__(self, request: PlanRequest) -> None:
-        self.request = request
-        fleet, workload = request.fleet, request.workload
+    def __init__(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        kept: Sequence[Counts | None],
+        present: Sequence[tuple[int, int, int]] | None,
+        excluding: Sequence[Allocation] = (),
+    ) -> None:
+        """`present` are the ranges of the current buckets, and `kept[c]` what candidate c needs if they are kept; None
+        where they cannot be. No solution `contains` one of `excluding`."""
+        self.problem, self.candidates, self._kept, self._present = problem, candidates, kept, present
 
         # Index sets
-        most = min(fleet.core + fleet.hybrid, fleet.devices - 1)  # an engine at least
-        self.replicas = range(fleet.core, most + 1)
-        self.shapes = range(len(request.shapes))
-        self.counts = range(fleet.devices - fleet.core + 1)
-        self.classes = range(len(workload.classes))
+        least = np.minimum.reduce([c.engines for c in candidates] + [table for table in kept if table is not None])
+        self.ranges = [(int(s), int(i), int(j)) for s, i, j in np.argwhere(least < NEVER)]
+        self.shapes = range(len(problem.shapes))
+        self.footprints = [problem.footprint(shape) for shape in problem.shapes]
 
         # Variables
         self.cp = cp_model.CpModel()
-        longest_seconds = self._one_bucket_seconds() * (1 + STEP_TOLERANCE)
-        self.tick = max(_FINEST_TICK, longest_seconds * fleet.devices * (len(self.classes) + 3) / _LARGEST_ROW)
-        longest_step = self.ticks(longest_seconds) + 2
-        self.most_work = fleet.devices * longest_step
-        self.x = {r: self.cp.new_bool_var(f"x[{r}]") for r in self.replicas}
-        self.y = {(s, n): self.cp.new_bool_var(f"y[{s},{n}]") for s in self.shapes for n in self.counts}
-        self.a = {(s, j): self.cp.new_bool_var(f"a[{s},{j}]") for s in self.shapes for j in self.classes}
-        self.work = [self.cp.new_int_var(0, self.most_work, f"work[{s}]") for s in self.shapes]
-        self.step = self.cp.new_int_var(0, longest_step, "step")
-        self.rebucket = self._rebucket()
+        self.x = [self.cp.new_bool_var(f"x[{c}]") for c in range(len(candidates))]
+        self.z = {r: self.cp.new_bool_var(f"z[{r}]") for r in self.ranges}
+        self.n = [self.cp.new_int_var(0, self._most_engines(s), f"n[{s}]") for s in self.shapes]
+        self.keep = self.cp.new_bool_var("keep")
 
         # Constraints
-        self._every_device_has_one_role()
-        self._every_class_has_one_shape_that_holds_it()
-        self._buckets_are_contiguous()
-        self._the_last_bucket_holds_the_longest_context()
-        self._engines_run_exactly_where_classes_are()
-        self._work_by_seats_and_by_memory()
-        self._engines_have_time_for_their_work()
-        self._trainers_have_time()
-        self._staleness_has_time_for_the_longest()
+        self._one_training()
+        self._every_class_once()
+        self._few_buckets()
+        self._keep_means_the_present_buckets()
+        self._enough_engines()
+        self._none_without_a_bucket()
+        self._pools()
+        for excluded in excluding:
+            self._different(excluded)
 
-    # Families of constraints
+    def _one_training(self) -> None:
+        self.cp.add_exactly_one(self.x)
 
-    def _every_device_has_one_role(self) -> None:
-        self.cp.add_exactly_one(self.x.values())
-        for s in self.shapes:
-            self.cp.add_exactly_one(self.y[s, n] for n in self.counts)
-        training = sum(r * self.x[r] for r in self.replicas)
-        generating = sum(n * self.y[s, n] for s in self.shapes for n in self.counts)
-        self.cp.add(training + generating == self.request.fleet.devices)
+    def _every_class_once(self) -> None:
+        classes = len(self.problem.peaks)
+        for boundary in range(classes + 1):
+            ending = [z for (_, _, j), z in self.z.items() if j + 1 == boundary]
+            starting = [z for (_, i, _), z in self.z.items() if i == boundary]
+            if boundary == 0:
+                self.cp.add_exactly_one(starting)
+            elif boundary == classes:
+                self.cp.add_exactly_one(ending)
+            else:
+                self.cp.add(cp_model.LinearExpr.sum(ending) == cp_model.LinearExpr.sum(starting))
 
-    def _every_class_has_one_shape_that_holds_it(self) -> None:
-        for j in self.classes:
-            self.cp.add_exactly_one(self.a[s, j] for s in self.shapes)
+    def _few_buckets(self) -> None:
+        if self.problem.most_buckets is not None:
+            self.cp.add(cp_model.LinearExpr.sum(list(self.z.values())) <= self.problem.most_buckets)
+        if self.problem.one_bucket_per_shape:
             for s in self.shapes:
-                if self.request.workload.classes[j].peak_context > capacity(self.request.shapes[s]):
-                    self.cp.add(self.a[s, j] == 0)
+                self.cp.add_at_most_one(z for (t, _, _), z in self.z.items() if t == s)
 
-    def _buckets_are_contiguous(self) -> None:
-        """If a class is served by one of the first shapes, so are all shorter classes, and its equals in length."""
-        peaks = [cls.peak_context for cls in self.request.workload.classes]
-        for j in self.classes[1:]:
-            for s in self.shapes:
-                shorter = sum(self.a[t, j - 1] for t in range(s + 1))
-                longer = sum(self.a[t, j] for t in range(s + 1))
-                self.cp.add(shorter == longer if peaks[j - 1] == peaks[j] else shorter >= longer)
+    def _keep_means_the_present_buckets(self) -> None:
+        if self._present is None or any(r not in self.z for r in self._present):
+            self.cp.add(self.keep == 0)
+            return
+        for r in self._present:
+            self.cp.add_implication(self.keep, self.z[r])
 
-    def _the_last_bucket_holds_the_longest_context(self) -> None:
+    def _enough_engines(self) -> None:
+        for candidate, kept, x in zip(self.candidates, self._kept, self.x, strict=True):
+            self._enough_for(candidate.engines, [x, ~self.keep])
+            if kept is None:
+                self.cp.add_implication(x, ~self.keep)
+            else:
+                self._enough_for(kept, [x, self.keep])
+
+    def _none_without_a_bucket(self) -> None:
         for s in self.shapes:
-            if capacity(self.request.shapes[s]) < self.request.workload.longest_context:
-                self.cp.add(self.a[s, self.classes[-1]] == 0)
+            buckets = [z for r, z in self.z.items() if r[0] == s]
+            self.cp.add(self.n[s] <= self._most_engines(s) * cp_model.LinearExpr.sum(buckets))
 
-    def _engines_run_exactly_where_classes_are(self) -> None:
+    def _enough_for(self, engines: Counts, condition: list[Any]) -> None:
         for s in self.shapes:
-            self.cp.add_bool_or(self.y[s, 0], *(self.a[s, j] for j in self.classes))
-            for j in self.classes:
-                self.cp.add_implication(self.a[s, j], ~self.y[s, 0])
+            needs = [(z, int(engines[r])) for r, z in self.z.items() if r[0] == s]
+            possible = [(z, need) for z, need in needs if need < NEVER]
+            if possible:
+                need = cp_model.LinearExpr.weighted_sum([z for z, _ in possible], [count for _, count in possible])
+                self.cp.add(self.n[s] >= need).only_enforce_if(condition)
+            for z, count in needs:
+                if count >= NEVER:
+                    self.cp.add_bool_or([~z, *(~literal for literal in condition)])
 
-    def _work_by_seats_and_by_memory(self) -> None:
-        cost, classes = self.request.profile.engine, self.request.workload.classes
-        for s in self.shapes:
-            shape = self.request.shapes[s]
-            by_memory = [work_by_memory(cost, cls, shape.kv_tokens) for cls in classes]
-            for tried, if_tried in ((True, []), (False, [self.rebucket])):
-                for hit in possible_hits(self.request, tried):
-                    self.cp.add(self.work[s] >= self._load(s, by_memory, hit)).only_enforce_if(if_tried)
-                    for r in self.replicas:
-                        together = self._seats(s, r)
-                        by_seats = [work_by_seats(cost, cls, together) for cls in classes]
-                        enough = self.cp.add(self.work[s] >= self._load(s, by_seats, hit))
-                        enough.only_enforce_if(self.x[r], *if_tried)
+    def _pools(self) -> None:
+        for pool in self.problem.pools:
+            here = [s for s in self.shapes if self.footprints[s][0] == pool.name]
+            generating = sum(self.footprints[s][1] * self.n[s] for s in here)
+            training = [
+                (candidate.training.devices if candidate.training.pool == pool.name else 0, x)
+                for candidate, x in zip(self.candidates, self.x, strict=True)
+            ]
+            if self.problem.colocated:
+                self.cp.add(generating <= pool.devices)
+                for devices, x in training:
+                    if self.problem.use_all_devices and devices < pool.devices:
+                        self.cp.add(generating == pool.devices).only_enforce_if(x)
+            elif self.problem.use_all_devices:
+                self.cp.add(generating + sum(devices * x for devices, x in training) == pool.devices)
+            else:
+                self.cp.add(generating + sum(devices * x for devices, x in training) <= pool.devices)
 
-    def _engines_have_time_for_their_work(self) -> None:
-        weight_load = self.ticks(self.request.profile.switch.weight_load)
-        for s in self.shapes:
-            for n in self.counts[1:]:
-                self.cp.add(n * self.step >= self.work[s] + n * weight_load).only_enforce_if(self.y[s, n])
+    def _different(self, excluded: Allocation) -> None:
+        option = training_option(self.problem, excluded)
+        assert option is not None  # it fits
+        less = [x for c, x in zip(self.candidates, self.x, strict=True) if not _trains_alike(c.training, option)]
+        for shape, engines in engines_by_shape(excluded).items():
+            fewer = self.cp.new_bool_var("")
+            self.cp.add(self.n[self.problem.shapes.index(shape)] < engines).only_enforce_if(fewer)
+            less.append(fewer)
+        self.cp.add_bool_or(less)
 
-    def _trainers_have_time(self) -> None:
-        for r in self.replicas:
-            self.cp.add(self.step >= self.ticks(training_seconds(self.request, r))).only_enforce_if(self.x[r])
+    # Tie-break
 
-    def _staleness_has_time_for_the_longest(self) -> None:
-        cost, workload = self.request.profile.engine, self.request.workload
-        met = [j for j, is_met in zip(self.classes, present(workload), strict=True) if is_met]
-        for r in self.replicas:
-            training = training_seconds(self.request, r)
-            for s in self.shapes:
-                together = self._seats(s, r)
-                for j in met:
-                    latency = self.ticks(residence(cost, workload.classes[j], together) + training)
-                    enough = self.cp.add((1 + workload.max_staleness) * self.step >= latency)
-                    enough.only_enforce_if(self.x[r], self.a[s, j])
+    def simplest(self) -> Any:
+        """Moves, then devices, then buckets, then short ranges on the first shapes, as one sum."""
+        buckets = sum(self.z.values())
+        order = sum((s + 1) * (j - i + 1) * z for (s, i, j), z in self.z.items())
+        devices = sum(self.footprints[s][1] * self.n[s] for s in self.shapes) + sum(
+            candidate.training.devices * x for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
+        classes, shapes = len(self.problem.peaks), len(self.problem.shapes)
+        per_bucket = classes * shapes + 1
+        per_device = per_bucket * (classes + 1)
+        per_move = per_device * (sum(pool.devices for pool in self.problem.pools) * 2 + 1)
+        return self._moves() * per_move + devices * per_device + buckets * per_bucket + order
 
-    # Objectives
-
-    def moves(self) -> Any:
-        """How many moves lead here from the current allocation; 0 when there is none."""
-        current = self.request.current
+    def _moves(self) -> Any:
+        """How many moves lead here from what runs; 0 when nothing does."""
+        current = self.problem.current
         if current is None:
             return 0
         running = engines_by_shape(current)
-        joins = sum(max(0, r - current.replicas) * self.x[r] for r in self.replicas)
-        starts = sum(
-            max(0, n - running[self.request.shapes[s].name]) * self.y[s, n] for s in self.shapes for n in self.counts
+        starts = []
+        for s, shape in enumerate(self.problem.shapes):
+            start = self.cp.new_int_var(0, self._most_engines(s), f"start[{s}]")
+            self.cp.add(start >= self.n[s] - running[shape])
+            starts.append(start)
+        joining = sum(
+            joins(current, candidate.training) * x for candidate, x in zip(self.candidates, self.x, strict=True)
         )
-        return joins + starts + self.rebucket
+        return joining + sum(starts) + (1 - self.keep)
 
-    def buckets(self) -> Any:
-        return len(self.shapes) - sum(self.y[s, 0] for s in self.shapes)
+    def allocation(self, solver: cp_model.CpSolver) -> Allocation:
+        """The solution's allocation; engines that no bucket needs join the last bucket of their shape."""
+        chosen = next(c for c, x in enumerate(self.x) if solver.boolean_value(x))
+        candidate = self.candidates[chosen]
+        keeps = solver.boolean_value(self.keep)
+        kept = self._kept[chosen]
+        engines = kept if keeps and kept is not None else candidate.engines
+        cover = sorted((r for r, z in self.z.items() if solver.boolean_value(z)), key=lambda r: r[1])
+        counts = [int(engines[r]) for r in cover]
+        for s in self.shapes:
+            last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
+            spare = solver.value(self.n[s]) - sum(c for c, r in zip(counts, cover, strict=True) if r[0] == s)
+            if last is not None and self.problem.use_all_devices:
+                counts[last] += spare
+        current = self.problem.current
+        ends = [bucket.up_to for bucket in current.buckets] if keeps and current is not None else None
+        return make_allocation(self.problem, candidate.training, cover, counts, ends)
 
-    def choices(self) -> list[Any]:
-        """In the order that breaks ties: few replicas, then few engines of the first shapes, then early shapes."""
-        return [*self.x.values(), *self.y.values(), *(self.a[s, j] for j in self.classes for s in self.shapes)]
-
-    def consequences(self) -> list[Any]:
-        return [*self.work, self.step]
-
-    # Results
-
-    def allocation(self, search: _Search) -> Allocation:
-        replicas = next(r for r in self.replicas if search.chosen(self.x[r]))
-        engines = {s: next(n for n in self.counts if search.chosen(self.y[s, n])) for s in self.shapes}
-        serving = [next(s for s in self.shapes if search.chosen(self.a[s, j])) for j in self.classes]
-        buckets, above = [], 0
-        for s, up_to in self._ranges(serving):
-            buckets.append(Bucket(self.request.shapes[s].name, engines[s], above, up_to))
-            above = up_to
-        return Allocation(replicas, tuple(buckets))
-
-    # Helpers
-
-    def ticks(self, seconds: float) -> int:
-        return math.floor(seconds / self.tick)
-
-    def _one_bucket_seconds(self) -> float:
-        """The best step with a single bucket: an upper bound on the optimum."""
-        fleet, longest = self.request.fleet, self.request.workload.longest_context
-        return min(
-            price(self.request, Allocation(r, (Bucket(shape.name, fleet.devices - r, 0, longest),))).step
-            for r in self.replicas
-            for shape in self.request.shapes
-            if capacity(shape) >= longest
-        )
-
-    def _seats(self, s: int, r: int) -> int:
-        return seats(self.request, self.request.shapes[s], self.request.fleet.devices - r)
-
-    def _load(self, s: int, works: list[float], router_hit: float) -> Any:
-        """Ticks the classes ask of shape s, when one trajectory of class j takes `works[j]` engine seconds.
-
-        A class's own bucket gets what the router sends there. All the rest falls on the first bucket: class 0's.
-        """
-        workload = self.request.workload
-        starting, own = 0.0, []
-        for cls, work in zip(workload.classes, works, strict=True):
-            expected = workload.trajectories * cls.share * work
-            reaches_own = own_share(cls, router_hit)
-            starting += expected * (1 - reaches_own)
-            own.append(self._bounded(self.ticks(expected * reaches_own)))
-        first = self._bounded(self.ticks(starting))
-        return first * self.a[s, 0] + sum(own[j] * self.a[s, j] for j in self.classes)
-
-    def _bounded(self, ticks: int) -> int:
-        """More work than fits is just more than fits: a smaller number excludes the same choices."""
-        return min(ticks, self.most_work + 1)
-
-    def _ranges(self, serving: list[int]) -> list[tuple[int, int]]:
-        """Shape and longest context of each bucket, when class j is served by shape `serving[j]`."""
-        peaks = [cls.peak_context for cls in self.request.workload.classes]
-        ends = [(s, max(peaks[j] for j in members)) for s, members in groupby(self.classes, lambda j: serving[j])]
-        return [*ends[:-1], (ends[-1][0], self.request.workload.longest_context)]
-
-    def _rebucket(self) -> Any:
-        """Whether the ranges are others than the current ones: always, when there are none or no choice of classes
-        gives them again."""
-        rebucket = self.cp.new_bool_var("rebucket")
-        serving = self._current_shapes()
-        if serving is None:
-            self.cp.add(rebucket == 1)
-        else:
-            for j, s in zip(self.classes, serving, strict=True):
-                self.cp.add_bool_or(self.a[s, j], rebucket)
-        return rebucket
-
-    def _current_shapes(self) -> list[int] | None:
-        """The shape that serves each class now; None when no choice of classes gives the current ranges."""
-        current = self.request.current
-        if current is None:
-            return None
-        index = {shape.name: s for s, shape in enumerate(self.request.shapes)}
-        serving = [
-            next((index.get(b.shape) for b in current.buckets if b.above < cls.peak_context <= b.up_to), None)
-            for cls in self.request.workload.classes
-        ]
-        known = [s for s in serving if s is not None]
-        if len(known) < len(serving):
-            return None
-        same = ranges(current) == tuple((self.request.shapes[s].name, up_to) for s, up_to in self._ranges(known))
-        return known if same else None
+    def _most_engines(self, s: int) -> int:
+        pool, devices, _ = self.footprints[s]
+        used = any(r[0] == s for r in self.ranges)
+        return self.problem.pool(pool).devices // devices if used else 0
 
 
 class _Search:
-    """Solves one model again and again, each time from the last solution, within one deterministic budget.
+    """Asks one problem for steps of different lengths, within one deterministic budget."""
 
-    The choices are branched on in order, and what follows from them is then set to its least value. Thus no solution
-    is slack: a search cannot creep down the objective tick by tick, and without an objective the first solution found
-    is the first in the order of the choices.
-    """
-
-    def __init__(self, model: AllocationModel, deterministic_limit: float, seed: int) -> None:
-        self._cp = model.cp
-        self._cp.add_decision_strategy(model.choices(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
-        self._cp.add_decision_strategy(model.consequences(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MIN_VALUE)
-        self._left = deterministic_limit
-        self._seed = seed
-        self._best: Any = None
+    def __init__(
+        self, problem: Problem, deterministic_limit: float, seed: int, excluding: Sequence[Allocation] = ()
+    ) -> None:
+        self._problem, self._excluding = problem, excluding
+        self._left, self._seed = deterministic_limit, seed
+        self._untried = RangeTable(problem, tried=False)
+        self._present = present_ranges(problem)
+        self._tried = RangeTable(problem, tried=True) if self._present is not None else None
+        # Routers that are known ask for no more than routers that might be, so the bounds hold for both.
+        self._relaxation = Relaxation(problem, self._tried or self._untried)
         self.complete = True  # every search so far was finished, not cut short
-        self.bound = 0.0  # proven bound on the last objective that was minimised
 
-    def minimise(self, objective: Any) -> None:
-        self._cp.minimize(objective)
-        solver = self._solver()
-        if self._improves(solver):
-            self.bound = solver.best_objective_bound
-            self._start_from_best()
+    def shortest_step(self) -> tuple[Allocation, float]:
+        """The allocation with the shortest step that was found, and a proven lower bound on any step."""
+        disproven, trial = 0.0, max(_SHORTEST, min(option.seconds for option in self._problem.training))
+        found = self._within(trial)
+        ample = max(trial, ample_step(self._problem))
+        while found is None:
+            if trial == ample:
+                raise self._nothing_found()
+            disproven, trial = (trial if self.complete else disproven), min(2 * trial, ample)
+            found = self._within(trial)
+        step = price(self._problem, found).step
+        while self.complete and step > max(_SHORTEST, disproven * (1 + _BISECTION)):
+            trial = min(math.sqrt(max(disproven, step / 4) * step), step / (1 + _BISECTION / 2))
+            better = self._within(trial)
+            if better is not None:
+                found, step = better, price(self._problem, better).step
+            elif self.complete:
+                disproven = trial
+        return found, disproven
 
-    def first(self) -> None:
-        """Without an objective, the first solution in the order of the choices."""
-        self._cp.clear_objective()
-        self._cp.clear_hints()
-        solver = self._solver()
-        # Presolve keeps any one of several solutions, and not the order of the variables.
-        solver.parameters.cp_model_presolve = False
-        solver.parameters.symmetry_level = 0
-        self._improves(solver)
+    def simplest(self, step: float, otherwise: Allocation) -> Allocation:
+        """The allocation with the fewest moves, devices and buckets that keeps the step."""
+        choices = self._choices(step)
+        if choices is None:
+            return otherwise
+        model = StepModel(self._problem, *choices, self._present, self._excluding)
+        model.cp.minimize(model.simplest())
+        solver = self._solve(model)
+        return otherwise if solver is None else model.allocation(solver)
 
-    def value(self, expression: Any) -> int:
-        return int(self._best.value(expression))
+    def _within(self, step: float) -> Allocation | None:
+        """Some allocation that keeps the step, or None: there is none, or (`complete` says) none was found."""
+        choices = self._choices(step)
+        if choices is None:
+            return None
+        for candidate in choices[0][:_SHORTCUTS]:
+            shortcut = self._cheapest(candidate, step)
+            if shortcut is not None:
+                return shortcut
+        model = StepModel(self._problem, *choices, self._present, self._excluding)
+        solver = self._solve(model)
+        return None if solver is None else model.allocation(solver)
 
-    def chosen(self, literal: Any) -> bool:
-        return bool(self._best.boolean_value(literal))
+    def _choices(self, step: float) -> tuple[list[Candidate], Sequence[Counts | None]] | None:
+        """Candidates, and what each needs if the present buckets are kept; None when no plan keeps the step."""
+        reduced = self._relaxation.candidates(step)
+        if not reduced:
+            return None
+        if self._tried is None:
+            return reduced, [None] * len(reduced)
+        untried = [self._untried.engines(c.training, step) for c in reduced]
+        candidates = [
+            Candidate(c.training, np.where(c.engines < NEVER, engines, NEVER))
+            for c, engines in zip(reduced, untried, strict=True)
+        ]
+        return candidates, [c.engines for c in reduced]
 
-    def _solver(self) -> Any:
+    def _nothing_found(self) -> Exception:
+        if not self.complete:
+            return RuntimeError(_NO_TIME)
+        return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict()
+
+    def _cheapest(self, candidate: Candidate, step: float) -> Allocation | None:
+        """The cover with the fewest devices, if it happens to be a plan: often it is, and no search is needed."""
+        if self._problem.use_all_devices:
+            return None
+        cover = cheapest_cover(candidate.engines, self._relaxation.weights, most_buckets(self._problem))
+        counts = [int(candidate.engines[r]) for r in cover]
+        if any(count >= NEVER for count in counts):
+            return None
+        allocation = make_allocation(self._problem, candidate.training, cover, counts)
+        if fits(self._problem, allocation) is not None:
+            return None
+        if any(contains(self._problem, allocation, excluded) for excluded in self._excluding):
+            return None
+        return allocation if price(self._problem, allocation).step <= step * (1 + _ROUNDING) else None
+
+    def _solve(self, model: StepModel) -> cp_model.CpSolver | None:
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = self._seed
-        solver.parameters.search_branching = cp_model.FIXED_SEARCH
         solver.parameters.max_deterministic_time = max(0.0, self._left)
-        return solver
+        # The relaxation has presolved already; more of it costs more time than the search (`benchmarks.planning`).
+        solver.parameters.max_presolve_iterations = 1
+        solver.parameters.cp_model_probing_level = 0
+        solver.parameters.symmetry_level = 0
+        status = solver.solve(model.cp)
+        self._left -= solver.response_proto.deterministic_time
+        self.complete = self.complete and status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+        if status == cp_model.MODEL_INVALID:
+            raise RuntimeError(f"the solver refuses the model; report it with the request. {model.cp.validate()}")
+        return solver if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
 
-    def _improves(self, solver: Any) -> bool:
-        """Solve; if the budget ends before there is a solution, the last one stands."""
-        status = solver.solve(self._cp)
-        self._left -= solver.deterministic_time
-        self.complete = self.complete and status == cp_model.OPTIMAL
-        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            self._best = solver
-            return True
-        if status != cp_model.UNKNOWN:
-            raise RuntimeError(
-                f"the solver calls a model {solver.status_name(status)} that has a solution; "
-                f"report it with the request. {self._cp.validate()}"
-            )
-        if self._best is None:
-            raise RuntimeError("no plan was found within deterministic_limit; raise it")
-        return False
 
-    def _start_from_best(self) -> None:
-        self._cp.clear_hints()
-        for index, value in enumerate(self._best.response_proto.solution):
-            self._cp.add_hint(self._cp.get_int_var_from_proto_index(index), value)
+def contains(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
+    """Whether an allocation is the other one with nothing less: as many engines of every shape or more, and training on
+    the same pool with as many devices or more. Both fit the problem."""
+    mine, others = (training_option(problem, a) for a in (allocation, other))
+    assert mine is not None and others is not None
+    return _trains_alike(mine, others) and engines_by_shape(allocation) >= engines_by_shape(other)
+
+
+def _trains_alike(option: TrainingOption, other: TrainingOption) -> bool:
+    """On the same pool, with as many devices or more. Layouts are no difference: the relaxation looks at one only."""
+    return option.pool == other.pool and option.devices >= other.devices
+
+
+def present_ranges(problem: Problem) -> list[tuple[int, int, int]] | None:
+    """The current buckets as ranges of classes; None when there are none, or when they cannot serve as they are."""
+    current = problem.current
+    if current is None or not current.buckets or current.buckets[-1].up_to < problem.longest_context:
+        return None
+    found = []
+    for bucket in current.buckets:
+        members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+        if not members or bucket.shape not in problem.shapes or problem.footprint(bucket.shape)[2] < bucket.up_to:
+            return None
+        found.append((problem.shapes.index(bucket.shape), members[0], members[-1]))
+    return found
+
+
+def make_allocation(
+    problem: Problem,
+    training: TrainingOption,
+    cover: Sequence[tuple[int, int, int]],
+    counts: Sequence[int],
+    ends: Sequence[int] | None = None,
+) -> Allocation:
+    """The allocation of ranges (shape, first, last) with so many engines; `ends` are its limits in tokens, where they
+    are not the longest context of each range's last class."""
+    if ends is None:
+        ends = [*(problem.peaks[last] for _, _, last in cover[:-1]), problem.longest_context]
+    starts = [0, *ends[:-1]]
+    buckets = tuple(
+        Bucket(problem.shapes[shape], count, above, up_to)
+        for (shape, _, _), count, above, up_to in zip(cover, counts, starts, ends, strict=True)
+    )
+    return Allocation(training.replicas, buckets, training.layout)

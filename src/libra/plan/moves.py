@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.cost.device import SwitchCost
-from libra.plan.problem import Allocation
+from libra.plan.price import ranges
+from libra.plan.problem import Allocation, TrainingOption
 
 MoveKind = Literal["train->rollout", "rollout->train", "resize", "idle->rollout", "idle->train", "rebucket"]
 
@@ -31,6 +32,19 @@ class Move:
     def __str__(self) -> str:
         shapes = " -> ".join(shape for shape in (self.stops, self.starts) if shape is not None)
         return f"{self.kind} ({shapes})" if shapes else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Groups of devices, engines of one shape or replicas of one layout, that end or begin."""
+
+    kind: Literal["stop", "start"]
+    role: Literal["replica", "engine"]
+    name: str  # layout of the replicas, or shape of the engines
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.count} {self.role}{'s' if self.count > 1 else ''} ({self.name})"
 
 
 def diff(current: Allocation, wanted: Allocation) -> tuple[Move, ...]:
@@ -54,6 +68,26 @@ def diff(current: Allocation, wanted: Allocation) -> tuple[Move, ...]:
     return tuple(moves)
 
 
+def changes(current: Allocation, wanted: Allocation) -> tuple[Change | Move, ...]:
+    """What ends and what begins, where an engine or a replica may have several devices.
+
+    What ends frees the devices of what begins, so it comes first. Another layout ends and begins all replicas.
+    """
+    before, after = engines_by_shape(current), engines_by_shape(wanted)
+    same = current.layout == wanted.layout
+    leaving = max(0, current.replicas - wanted.replicas) if same else current.replicas
+    joining = max(0, wanted.replicas - current.replicas) if same else wanted.replicas
+    found: list[Change | Move] = [Change("stop", "engine", *item) for item in (before - after).items()]
+    if leaving:
+        found.append(Change("stop", "replica", current.layout, leaving))
+    found += [Change("start", "engine", *item) for item in reversed((after - before).items())]
+    if joining:
+        found.append(Change("start", "replica", wanted.layout, joining))
+    if ranges(current) != ranges(wanted):
+        found.append(Move("rebucket"))
+    return tuple(found)
+
+
 def seconds(moves: tuple[Move, ...], switch: SwitchCost) -> float:
     """Seconds the moves take, one after the other. Stopping an engine is part of what follows it."""
     cost: dict[MoveKind, float] = {
@@ -67,9 +101,9 @@ def seconds(moves: tuple[Move, ...], switch: SwitchCost) -> float:
     return sum(cost[move.kind] for move in moves)
 
 
-def ranges(allocation: Allocation) -> tuple[tuple[str, int], ...]:
-    """What the router needs to know of an allocation: which shape serves contexts up to which length."""
-    return tuple((bucket.shape, bucket.up_to) for bucket in allocation.buckets)
+def joins(current: Allocation, training: TrainingOption) -> int:
+    """Replicas that have to be started to train so: another layout starts all of them anew."""
+    return max(0, training.replicas - (current.replicas if training.layout == current.layout else 0))
 
 
 def engines_by_shape(allocation: Allocation) -> Counter[str]:

@@ -8,14 +8,18 @@ duration takes any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
+from libra.cost.engine_memory import BLOCK as _GPU_BLOCK
 from libra.lengths import LengthTracker
-from libra.plan.problem import Fleet, PlanRequest
+from libra.plan.slots import Fleet, SlotRequest
 from libra.plan.request import longest_context, make_request, make_tracker
+from libra.recipe import Recipe
 from libra.trajectory import Trajectory
+
+_HALF_LIFE_STEPS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +28,12 @@ class Evidence:
 
     tracker: LengthTracker
     finished: int
-    unfinished: int  # left out: how long they would have become is unknown
+    unfinished: int  # longer than this, but not known how long
     longest_turn: int  # tokens; no turn of the log is longer
+    unknown_tool_share: float  # share of tool returns whose seconds were not recorded
 
 
-def offline_request(config: RunConfig, trajectories: Iterable[Trajectory], profile: DeviceProfile) -> PlanRequest:
+def offline_request(config: RunConfig, trajectories: Iterable[Trajectory], profile: DeviceProfile) -> SlotRequest:
     """The planning question for the lengths in `trajectories`, oldest first, on the devices of `config.cluster`.
 
     Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
@@ -64,10 +69,42 @@ def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
             f"trajectories: the log has {unfinished}, none of them finished; give a log with at least one finished"
             " trajectory, such as the trajectories.jsonl of a run"
         )
-    return Evidence(tracker, finished, unfinished, longest_turn)
+    return Evidence(tracker, finished, unfinished, longest_turn, tracker.unknown_tool_share)
 
 
-def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> PlanRequest:
+def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evidence:
+    """Read a log once, for a cluster. Older trajectories weigh less, by half every `_HALF_LIFE_STEPS` steps' worth.
+
+    Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says.
+    """
+    tracker = LengthTracker(_HALF_LIFE_STEPS * recipe.batch, block_tokens=_GPU_BLOCK)
+    running: list[Trajectory] = []
+    finished = longest_turn = returns = unknown = 0
+    for trajectory in trajectories:
+        called = [turn for turn in trajectory.turns if turn.tool is not None]
+        returns += len(called)
+        unknown += sum(turn.tool_seconds is None for turn in called)
+        timed = _with_tool_seconds(trajectory, recipe.tool_seconds_if_unknown)
+        longest_turn = max([longest_turn, *(turn.generated_tokens for turn in trajectory.turns)])
+        if trajectory.finished:
+            finished += 1
+            tracker.observe(timed)
+        else:
+            running.append(timed)
+    if running:
+        tracker.observe_running(running)
+    return Evidence(tracker, finished, len(running), longest_turn, unknown / returns if returns else 0.0)
+
+
+def _with_tool_seconds(trajectory: Trajectory, seconds: float) -> Trajectory:
+    turns = tuple(
+        replace(turn, tool_seconds=seconds) if turn.tool is not None and turn.tool_seconds is None else turn
+        for turn in trajectory.turns
+    )
+    return replace(trajectory, turns=turns)
+
+
+def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> SlotRequest:
     """The planning question for what `gather` found."""
     cluster = config.cluster
     return make_request(

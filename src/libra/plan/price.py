@@ -1,152 +1,157 @@
 """The price of one allocation: seconds per optimiser step with bounded staleness, and what bounds it.
 
-Invariant: this module is the only judge of an allocation. The solver builds its rounded model from the same pieces
-and reports the price computed here, so prediction, comparison and explanation never disagree.
-
-Generation and training overlap, hence a step takes as long as the slowest of three:
-the busiest bucket's work, one training step, and the time from the start of the longest trajectory to the end of the
-step that trains on it, divided by the `1 + max_staleness` steps that staleness lets it take.
+Invariant: this module is the only judge of an allocation. The solvers build their rounded models from the same
+problem and report the price computed here, so prediction, comparison and explanation never disagree.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+import math
+from dataclasses import dataclass
 
-from libra.cost.rollout import concurrency, residence, work_by_memory, work_by_seats
-from libra.cost.train import step_seconds
-from libra.lengths import TrajectoryClass
-from libra.plan.moves import ranges
-from libra.plan.problem import (
-    SHARE_TOLERANCE,
-    Allocation,
-    Bottleneck,
-    Bucket,
-    EngineShape,
-    PlanRequest,
-    Prediction,
-    Workload,
-)
+from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Prediction, Problem, TrainingOption
 
 
-def capacity(shape: EngineShape) -> int:
-    """The longest context in tokens that one engine of the shape can serve."""
-    return min(shape.max_model_len, shape.kv_tokens)
+@dataclass(frozen=True, slots=True)
+class BucketPrice:
+    """One bucket under the best option (seats) of its shape."""
+
+    option: EngineOption
+    load: float  # seconds each of its engines needs for one step's work, weight load and refresh included
+    residence: float  # seconds of its longest trajectory
 
 
-def seats(request: PlanRequest, shape: EngineShape, engines: int) -> int:
-    """Sequences that decode together on an engine of the shape, when `engines` engines share the open trajectories."""
-    workload = request.workload
-    return concurrency(shape.max_num_seqs, (1 + workload.max_staleness) * workload.trajectories, engines)
+def ranges(allocation: Allocation) -> tuple[tuple[str, int], ...]:
+    """What the router needs to know of an allocation: which shape serves contexts up to which length."""
+    return tuple((bucket.shape, bucket.up_to) for bucket in allocation.buckets)
 
 
-def own_share(cls: TrajectoryClass, router_hit: float) -> float:
-    """Fraction of a class's work that reaches its own bucket; the rest stays in the first one, where all trajectories
-    start before their first tool return tells how long they may become."""
-    return (1 - cls.before_first_return) * router_hit
+def training_option(problem: Problem, allocation: Allocation) -> TrainingOption | None:
+    """The option that the allocation trains with, or None if it is not on the menu."""
+    wanted = (allocation.layout, allocation.replicas)
+    return next((option for option in problem.training if (option.layout, option.replicas) == wanted), None)
 
 
-def possible_hits(request: PlanRequest, tried: bool) -> tuple[float, ...]:
-    """How well the router may hit. For buckets that were `tried`, as well as it was seen to; nothing is known of
-    others (how well it hits depends on where they lie), so they must have time for a perfect router, too."""
-    seen = request.workload.router_hit
-    return (seen,) if tried or seen == 1 else (seen, 1.0)
+def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[int, int]]:
+    """Devices of each pool that train and that generate. The allocation's shapes and layout are on the menu."""
+    used = {pool.name: [0, 0] for pool in problem.pools}
+    training = training_option(problem, allocation)
+    if training is not None:
+        used[training.pool][0] += training.devices
+    for bucket in allocation.buckets:
+        option = next(option for option in problem.engines if option.shape == bucket.shape)
+        used[option.pool][1] += bucket.engines * option.devices
+    return {name: (train, generate) for name, (train, generate) in used.items()}
 
 
-def training_seconds(request: PlanRequest, replicas: int) -> float:
-    workload = request.workload
-    return step_seconds(request.profile.train, workload.trajectories * workload.train_tokens, replicas)
-
-
-def present(workload: Workload) -> tuple[bool, ...]:
-    """Which classes are met in a typical step: one trajectory or more is expected to be at least that long."""
-    at_least = tuple(accumulate(cls.share for cls in reversed(workload.classes)))[::-1]
-    return tuple(workload.trajectories * (share + SHARE_TOLERANCE) >= 1 for share in at_least)
-
-
-def fits(request: PlanRequest, allocation: Allocation) -> str | None:
-    """Why the allocation cannot serve the request, or None if it can.
+def fits(problem: Problem, allocation: Allocation) -> str | None:
+    """Why the allocation cannot serve the problem, or None if it can.
 
     A bucket without a class is no reason: under a new distribution its engines idle, and the price says what that
     costs. (The solver itself never starts an engine for nobody.)
     """
-    fleet, longest = request.fleet, request.workload.longest_context
-    if fleet.core < 1:
-        return "the fleet has no core device; at least one device must always train"
-    if not fleet.core <= allocation.replicas <= fleet.core + fleet.hybrid:
-        return (
-            f"{allocation.replicas} devices train; the fleet allows {fleet.core} (core) to "
-            f"{fleet.core + fleet.hybrid} (core and hybrid)"
-        )
+    if training_option(problem, allocation) is None:
+        choices = ", ".join(str(option.replicas) for option in problem.training if option.layout == allocation.layout)
+        wanted = f"{allocation.replicas} replicas as {allocation.layout!r}"
+        return f"no option trains {wanted}; there are: {choices or 'none'}"
     if not allocation.buckets:
         return "no engine generates"
-    used = allocation.replicas + allocation.engines
-    if used != fleet.devices:
-        return f"the allocation uses {used} devices; the fleet has {fleet.devices}"
-    order = {shape.name: index for index, shape in enumerate(request.shapes)}
-    previous = -1
+    if problem.most_buckets is not None and len(allocation.buckets) > problem.most_buckets:
+        return f"there are {len(allocation.buckets)} buckets; at most {problem.most_buckets} are allowed"
+    seen: set[str] = set()
     for bucket in allocation.buckets:
-        if bucket.shape not in order:
-            return f"bucket up to {bucket.up_to} tokens: no engine shape is named {bucket.shape!r}"
-        if order[bucket.shape] <= previous:
-            return f"bucket up to {bucket.up_to} tokens: shape {bucket.shape!r} comes before or with the previous one"
-        previous = order[bucket.shape]
-        holds = capacity(request.shapes[previous])
+        where = f"bucket up to {bucket.up_to} tokens: "
+        options = [option for option in problem.engines if option.shape == bucket.shape]
+        if not options:
+            return f"{where}no engine shape is named {bucket.shape!r}"
+        if bucket.shape in seen and problem.one_bucket_per_shape:
+            return f"{where}shape {bucket.shape!r} serves another bucket already"
+        seen.add(bucket.shape)
+        holds = max(option.holds for option in options)
         if bucket.up_to > holds:
-            return f"bucket up to {bucket.up_to} tokens: shape {bucket.shape!r} holds {holds}"
+            return f"{where}shape {bucket.shape!r} holds {holds}"
     reached = allocation.buckets[-1].up_to
-    if reached < longest:
-        return f"the last bucket ends at {reached} tokens; the longest context is {longest}"
+    if reached < problem.longest_context:
+        return f"the last bucket ends at {reached} tokens; the longest context is {problem.longest_context}"
+    for pool in problem.pools:
+        training, generating = devices_used(problem, allocation)[pool.name]
+        used = max(training, generating) if problem.colocated else training + generating
+        if used > pool.devices or (problem.use_all_devices and used < pool.devices):
+            return f"the allocation uses {used} devices of pool {pool.name}; it has {pool.devices}"
     return None
 
 
-def price(request: PlanRequest, allocation: Allocation) -> Prediction:
+def price(problem: Problem, allocation: Allocation) -> Prediction:
     """Predicted seconds of one optimiser step. Raises ValueError with the reason if the allocation does not fit."""
-    reason = fits(request, allocation)
+    reason = fits(problem, allocation)
     if reason is not None:
         raise ValueError(f"an allocation that does not fit has no price: {reason}")
-    own = tuple(_bucket_of(allocation, cls) for cls in request.workload.classes)
-    tried = request.current is not None and ranges(request.current) == ranges(allocation)
-    rollout = max(
-        _rollout_seconds(request, allocation, own, bucket, hit)
-        for bucket in allocation.buckets
-        for hit in possible_hits(request, tried)
-    )
-    training = training_seconds(request, allocation.replicas)
-    longest = _longest_residence(request, allocation, own)
-    latency = (longest + training) / (1 + request.workload.max_staleness)
-    step = max(rollout, training, latency)
-    bottleneck: Bottleneck = "rollout" if step == rollout else "training" if step == training else "latency"
-    return Prediction(step, rollout, training, latency, bottleneck)
+    training = training_option(problem, allocation)
+    assert training is not None  # it fits
+    prices = bucket_prices(problem, allocation)
+    rollout = max(bucket.load for bucket in prices)
+    latency = max(_latency(problem, training, bucket) for bucket in prices)
+    step = max(rollout, training.seconds, latency)
+    # Synchronous steps are a sum: they are named after its larger part, not after the sum.
+    bottleneck: Bottleneck
+    if problem.staleness == 0:
+        longest = max(bucket.residence for bucket in prices)
+        bottleneck = "training" if training.seconds >= max(rollout, longest) else _slower(rollout, longest)
+    else:
+        bottleneck = "rollout" if step == rollout else "training" if step == training.seconds else "latency"
+    return Prediction(step, rollout, training.seconds, latency, bottleneck)
 
 
-def _bucket_of(allocation: Allocation, cls: TrajectoryClass) -> Bucket:
-    return next(bucket for bucket in allocation.buckets if bucket.above < cls.peak_context <= bucket.up_to)
+def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
+    """Each bucket of an allocation that fits, with the seats under which it delays the step least."""
+    training = training_option(problem, allocation)
+    assert training is not None
+    tried = problem.current is not None and ranges(problem.current) == ranges(allocation)
+    # Synchronous steps last as long as their load and what follows it; others can be as short as their load.
+    waits = fixed_seconds(problem, training) if problem.staleness == 0 else 0.0
+    found = []
+    for bucket in allocation.buckets:
+        members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+        candidates = [
+            BucketPrice(
+                option,
+                _load(problem, option, bucket, members, tried, waits),
+                max((option.residence[j] for j in members if problem.met[j]), default=0.0),
+            )
+            for option in problem.engines
+            if option.shape == bucket.shape and option.holds >= bucket.up_to
+        ]
+        found.append(min(candidates, key=lambda c: max(c.load, _latency(problem, training, c))))
+    return tuple(found)
 
 
-def _rollout_seconds(
-    request: PlanRequest, allocation: Allocation, own: tuple[Bucket, ...], bucket: Bucket, router_hit: float
+def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
+    longest = max(bucket.residence, bucket.load) if problem.staleness == 0 else bucket.residence
+    return (longest + fixed_seconds(problem, training)) / (1 + problem.staleness)
+
+
+def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
+    """Seconds from a step's last trajectory to the first that starts with the new weights."""
+    return training.seconds + training.publish + (2 * problem.switch if problem.colocated else 0.0)
+
+
+def _load(
+    problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool, waits: float
 ) -> float:
-    workload, cost = request.workload, request.profile.engine
-    shape = _shape(request, bucket)
-    together = seats(request, shape, allocation.engines)
-    by_seats = by_memory = 0.0
-    for cls, home in zip(workload.classes, own, strict=True):
-        reaches_own = own_share(cls, router_hit)
-        fraction = (1 - reaches_own if bucket == own[0] else 0.0) + (reaches_own if bucket == home else 0.0)
-        expected = workload.trajectories * cls.share * fraction
-        by_seats += expected * work_by_seats(cost, cls, together)
-        by_memory += expected * work_by_memory(cost, cls, shape.kv_tokens)
-    return request.profile.switch.weight_load + max(by_seats, by_memory) / bucket.engines
+    own = set(members)
+    first = bucket.above == 0
+    routers = problem.reach_tried if tried else problem.reach_untried
+
+    def total(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
+        strays = sum(cost * (1 - reach[j]) for j, cost in enumerate(costs)) if first else 0.0
+        return strays + sum(cost * reach[j] for j, cost in enumerate(costs) if j in own)
+
+    work = max(total(row, reach) for row in option.work for reach in routers)
+    base = work / bucket.engines + option.stall
+    # With refresh the load depends on the step itself: the smallest one with  load >= base + squared / (load + waits).
+    squared = max(total(option.refresh, reach) for reach in routers) / bucket.engines
+    return base if squared == 0 else (base - waits + math.sqrt((base + waits) ** 2 + 4 * squared)) / 2
 
 
-def _longest_residence(request: PlanRequest, allocation: Allocation, own: tuple[Bucket, ...]) -> float:
-    workload, cost = request.workload, request.profile.engine
-    return max(
-        residence(cost, cls, seats(request, _shape(request, home), allocation.engines))
-        for cls, home, met in zip(workload.classes, own, present(workload), strict=True)
-        if met
-    )
-
-
-def _shape(request: PlanRequest, bucket: Bucket) -> EngineShape:
-    return next(shape for shape in request.shapes if shape.name == bucket.shape)
+def _slower(rollout: float, longest: float) -> Bottleneck:
+    return "rollout" if rollout >= longest else "latency"

@@ -1,26 +1,28 @@
 """Whether a proposed plan is worth what the change costs.
 
-Invariant: both allocations are priced for the same work, the request's. A change must earn back its cost within the
+Invariant: both allocations are priced for the same work, the problem's. A change must earn back its cost within the
 horizon, and its gain must exceed what the tracked statistics may be wrong by; no other threshold delays it. The
 decision carries every number that it was made of.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra.plan.moves import Move, diff
+from libra.plan.moves import Change, Move, changes, diff
 from libra.plan.price import fits, price
-from libra.plan.problem import Plan, PlanRequest, Prediction
+from libra.plan.problem import ONE_DEVICE, Allocation, Prediction, Problem, Solution
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Change to the proposed allocation, or stay, and why."""
 
-    current: Prediction | None  # None: the current allocation cannot serve the request
+    current: Prediction | None  # None: nothing runs, or what runs cannot serve the problem
     proposed: Prediction
-    moves: tuple[Move, ...]  # from the current allocation to the proposed one, also when the change is not taken
+    moves: tuple[Move | Change, ...]  # from the current allocation to the proposed one, also when it is not taken
     gain_per_step: float | None  # seconds; None: the current allocation has no price
     horizon_steps: float  # steps for which the proposed plan is expected to hold
     cost: float  # seconds of stepping that the change loses
@@ -29,25 +31,86 @@ class Decision:
     reason: str
 
 
-def decide(request: PlanRequest, proposed: Plan, *, horizon_steps: float, uncertainty: float, cost: float) -> Decision:
-    """Compare the proposed plan with `request.current`. `cost` is in seconds, from measured moves of this kind."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way in which the work may turn out."""
+
+    problem: Problem
+    weight: float  # probability
+
+
+def decide(problem: Problem, solution: Solution, *, horizon_steps: float, uncertainty: float, cost: float) -> Decision:
+    """Compare the proposed allocation with `problem.current`: `decide_over` the one case."""
+    if problem.current is None:
+        raise ValueError("problem.current is None; put the running allocation there to decide whether to leave it")
+    return decide_over(
+        (Case(problem, 1.0),),
+        problem.current,
+        solution.allocation,
+        horizon_steps=horizon_steps,
+        uncertainty=uncertainty,
+        cost=cost,
+    )
+
+
+def decide_over(
+    cases: Sequence[Case],
+    current: Allocation,
+    proposed: Allocation,
+    *,
+    horizon_steps: float,
+    uncertainty: float,
+    cost: float,
+) -> Decision:
+    """Compare two allocations over all that the work may be: the change is taken where
+
+        (current step - proposed step) * horizon_steps  >  cost
+         current step - proposed step                   >  uncertainty * current step
+
+    with both steps priced for the same cases, in expected seconds; `cost` is in seconds, of changes of this kind. What
+    does not fit one of the cases is left at any cost. Raises ValueError when an argument is negative, or the proposal
+    does not fit.
+    """
     for name, value in (("horizon_steps", horizon_steps), ("uncertainty", uncertainty), ("cost", cost)):
         if not value >= 0:
             raise ValueError(f"{name} is {value}; give a number >= 0")
-    if request.current is None:
-        raise ValueError("request.current is None; put the running allocation there to decide whether to leave it")
-    after = price(request, proposed.allocation)
-    moves = diff(request.current, proposed.allocation)
+    moves = _way(current, proposed)
     numbers = (horizon_steps, cost, uncertainty)
-    unfit = fits(request, request.current)
+    unfit = next((reason for case in cases if (reason := fits(case.problem, current)) is not None), None)
+    after = expected(cases, proposed)
     if unfit is not None:
         return Decision(None, after, moves, None, *numbers, True, f"the current allocation no longer fits: {unfit}")
-    before = price(request, request.current)
+    before = expected(cases, current)
     gain = before.step - after.step
-    if request.current == proposed.allocation:
+    if current == proposed:
         return Decision(before, after, moves, gain, *numbers, False, "the current allocation is optimal")
     taken, reason = _weigh(before.step, gain, *numbers)
     return Decision(before, after, moves, gain, *numbers, taken, reason)
+
+
+def expected(cases: Sequence[Case], allocation: Allocation) -> Prediction:
+    """The mean price of an allocation over the cases; the bottleneck is that of the likeliest. Raises ValueError where
+    it does not fit one of them."""
+    prices = [price(case.problem, allocation) for case in cases]
+    likeliest = max(range(len(cases)), key=lambda index: cases[index].weight)
+
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(case.weight * value for case, value in zip(cases, values, strict=True))
+
+    return Prediction(
+        step=mean(each.step for each in prices),
+        rollout=mean(each.rollout for each in prices),
+        training=mean(each.training for each in prices),
+        latency=mean(each.latency for each in prices),
+        bottleneck=prices[likeliest].bottleneck,
+    )
+
+
+def _way(current: Allocation, proposed: Allocation) -> tuple[Move | Change, ...]:
+    """Where every device is a replica or an engine by itself, devices move; elsewhere groups of them end and begin."""
+    if current.layout == proposed.layout == ONE_DEVICE:
+        return diff(current, proposed)
+    return changes(current, proposed)
 
 
 def _weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""From a configuration and tracked statistics to a `PlanRequest`: the part that planning offline and planning during a
+"""From a configuration and tracked statistics to a `SlotRequest`: the part that planning offline and planning during a
 run have in common.
 
 Invariant: what the configuration decides is read here and nowhere else, so both ask the same question; everything else
@@ -11,7 +11,8 @@ from libra.config import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.lengths import LengthTracker
-from libra.plan.problem import Allocation, EngineShape, Fleet, PlanRequest, Workload
+from libra.plan.problem import Allocation
+from libra.plan.slots import EngineShape, Fleet, SlotRequest, Workload
 
 _CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
 
@@ -44,11 +45,11 @@ def make_request(
     train_tokens: float,
     router_hit: float,
     current: Allocation | None,
-) -> PlanRequest:
-    """The question for the work that `tracker` has seen. The keyword arguments are fields of `PlanRequest` and
+) -> SlotRequest:
+    """The question for the work that `tracker` has seen. The keyword arguments are fields of `SlotRequest` and
     `Workload`. Raises ValueError when the tracker has seen no trajectory, or one that no engine size holds."""
     training = config.training
-    return PlanRequest(
+    return SlotRequest(
         fleet=fleet,
         shapes=engine_shapes(config),
         profile=profile,

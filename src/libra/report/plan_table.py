@@ -6,12 +6,17 @@ behind the plan could not tell is said in words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.markup import escape
 from rich.table import Table
 
 from libra.lengths import TrajectoryClass
 from libra.plan.offline import Evidence
-from libra.plan.problem import Bottleneck, Plan
+from libra.plan.placement import Group
+from libra.plan.plan import Plan
+from libra.plan.problem import Bottleneck
+from libra.plan.slots import SlotRequest
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import duration, percent, plain, plural
 
@@ -21,19 +26,25 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
     return (_allocation(plan), _step(plan), _proof(plan), _workload(plan))
 
 
-def log_notes(evidence: Evidence) -> tuple[str, ...]:
+def log_notes(plan: Plan, evidence: Evidence) -> tuple[str, ...]:
     """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
     notes = []
+    slots = isinstance(plan.request, SlotRequest)
     if evidence.unfinished:
         notes.append(
             f"{plural(evidence.unfinished, 'trajectory', 'trajectories')} of"
-            f" {evidence.finished + evidence.unfinished:,} in the log left out: unfinished, so the tail may be longer"
+            f" {evidence.finished + evidence.unfinished:,} in the log"
+            + (
+                " left out: unfinished, so the tail may be longer"
+                if slots
+                else " unfinished: counted as at least as long as they are"
+            )
         )
-    unknown = evidence.tracker.unknown_tool_share
-    if unknown > 0:
+    if evidence.unknown_tool_share > 0:
+        seconds = 0.0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.tool_seconds_if_unknown
         notes.append(
-            f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as 0 s, so"
-            f" {BOTTLENECK_WORDS['latency']} may take longer"
+            f"tool seconds unknown for {percent(evidence.unknown_tool_share)} of the tool calls: planned as"
+            f" {plain(seconds)} s, so {BOTTLENECK_WORDS['latency']} may take longer"
         )
     return tuple(notes)
 
@@ -41,15 +52,41 @@ def log_notes(evidence: Evidence) -> tuple[str, ...]:
 def _allocation(plan: Plan) -> Table:
     table = Table(title="Allocation")
     table.add_column("role")
-    table.add_column("devices", justify="right")
-    table.add_column("engine size")
+    table.add_column("count", justify="right")
+    table.add_column("each")
+    table.add_column("seats", justify="right")
     table.add_column("final context, tokens", justify="right")
-    table.add_row("training replicas", f"{plan.allocation.replicas:,}", "-", "-")
-    for bucket in plan.allocation.buckets:
-        table.add_row(
-            "engines", f"{bucket.engines:,}", escape(bucket.shape), f"{bucket.above + 1:,} to {bucket.up_to:,}"
-        )
+    if plan.placement:
+        table.add_column("devices", justify="right")
+        table.add_column("where")
+    replica = "one device" if plan.layout is None else plan.layout.family
+    _add(table, plan, None, "training replicas", plan.allocation.replicas, replica, "-", "-")
+    for index, (bucket, seats) in enumerate(zip(plan.allocation.buckets, plan.seats, strict=True)):
+        span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
+        _add(table, plan, index, "engines", bucket.engines, bucket.shape, str(seats), span)
     return table
+
+
+def _add(
+    table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, seats: str, span: str
+) -> None:
+    row = [role, f"{count:,}", escape(each), seats, span]
+    if plan.placement:
+        groups = [group for group in plan.placement if group.bucket == bucket]
+        row += [f"{sum(group.devices for group in groups):,}", escape(_where(groups))]
+    table.add_row(*row)
+
+
+def _where(groups: Sequence[Group]) -> str:
+    """Nodes of each pool, runs of neighbours as one: `a800 0-2, 5`."""
+    words = []
+    for pool in dict.fromkeys(group.pool for group in groups):
+        nodes = sorted({node for group in groups if group.pool == pool for node in group.nodes})
+        starts = [node for node in nodes if node - 1 not in nodes]
+        ends = [node for node in nodes if node + 1 not in nodes]
+        runs = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+        words.append(f"{pool} {', '.join(runs)}")
+    return "; ".join(words)
 
 
 def _step(plan: Plan) -> Table:
@@ -83,11 +120,15 @@ def _proof(plan: Plan) -> Table:
 
 
 def _workload(plan: Plan) -> Table:
-    workload = plan.request.workload
-    table = Table(title=f"Work of a step: {plural(workload.trajectories, 'trajectory', 'trajectories')}, in classes")
-    for column in ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds", "engine size"):
-        table.add_column(column, justify="left" if column == "engine size" else "right")
-    for cls in workload.classes:
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        trajectories, classes = request.workload.trajectories, request.workload.classes
+    else:
+        trajectories, classes = request.recipe.batch, request.classes
+    table = Table(title=f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes")
+    for column in ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds", "served by"):
+        table.add_column(column, justify="left" if column == "served by" else "right")
+    for cls in classes:
         table.add_row(
             f"{cls.peak_context:,}",
             percent(cls.share),

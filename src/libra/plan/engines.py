@@ -1,0 +1,138 @@
+"""Every way to generate on one class of nodes, priced for one request.
+
+Invariant: an option is listed only if an engine of it can serve some class, and its price is never below what the
+profile says for the classes it serves, to the tolerance that `libra.cost.grid.iteration_lines` states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libra.cluster import NodeClass
+from libra.cost.collectives import fabric
+from libra.cost.engine_memory import kv_tokens
+from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
+from libra.cost.rollout import EngineTiming, affordable_seats, refill_seconds, residence, work
+from libra.cost.transfer import weight_sync
+from libra.lengths import TrajectoryClass
+from libra.model import ModelSpec
+from libra.plan.problem import EngineOption
+from libra.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedEngine:
+    """An engine size that is no option, and why."""
+
+    shape: str
+    reason: str
+
+
+def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
+    """Tensor-parallel degrees of an engine: powers of two that divide the node's GPUs and the model's heads."""
+    powers = [2**k for k in range(nodes.gpus.bit_length()) if nodes.gpus % 2**k == 0]
+    return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
+
+
+def engine_options(
+    model: ModelSpec,
+    nodes: NodeClass,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    profile: EngineProfile,
+    longest_context: int,
+) -> tuple[tuple[EngineOption, ...], tuple[RejectedEngine, ...]]:
+    """Options of every tensor-parallel degree and number of seats, and the degrees that hold no trajectory."""
+    options: list[EngineOption] = []
+    rejected: list[RejectedEngine] = []
+    known = {grid.tp for grid in profile.engines}
+    for tp in tensor_degrees(model, nodes):
+        shape = f"{nodes.name}/tp{tp}"
+        if tp not in known:
+            rejected.append(RejectedEngine(shape, f"the profile has no times for it ({profile.source})"))
+            continue
+        kv = kv_tokens(
+            model,
+            nodes.gpu.memory,
+            recipe.gpu_memory_utilization,
+            tp,
+            weight_bytes=recipe.rollout_weight_bytes,
+            kv_bytes=recipe.kv_bytes,
+            batched_tokens=recipe.max_batched_tokens,
+        )
+        holds = min(kv, longest_context)
+        if holds < classes[0].peak_context:
+            weights = model.weight_bytes(recipe.rollout_weight_bytes, tp)
+            rejected.append(
+                RejectedEngine(
+                    shape,
+                    f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of"
+                    f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {classes[0].peak_context:,}",
+                )
+            )
+            continue
+        options += _seat_options(nodes, recipe, classes, profile.grid(tp), shape, kv, holds, model)
+    return tuple(options), tuple(rejected)
+
+
+def _seat_options(
+    nodes: NodeClass,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    grid: EngineGrid,
+    shape: str,
+    kv: int,
+    holds: int,
+    model: ModelSpec,
+) -> list[EngineOption]:
+    served = [cls for cls in classes if cls.peak_context <= holds]
+    contexts = [cls.context_sum / cls.generated for cls in served if cls.generated] or [1.0]
+    shortest, longest = max(1.0, min(contexts)), max(1.0, *contexts)
+    try:
+        prefill = prefill_line(grid, recipe.max_batched_tokens)
+    except ValueError as error:
+        raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
+    weights = model.parameters * recipe.rollout_weight_bytes
+    stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
+    options = []
+    for seats in affordable_seats(int(kv / shortest), grid.batches[-1]):
+        lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
+        timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
+        options.append(_priced(timing, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall))
+    return options
+
+
+def _priced(
+    timing: EngineTiming,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    shape: str,
+    pool: str,
+    devices: int,
+    seats: int,
+    kv: int,
+    holds: int,
+    stall: float,
+) -> EngineOption:
+    expected = [recipe.batch * cls.share for cls in classes]
+    rows = [[count * row for row in work(timing, cls, seats, kv)] for count, cls in zip(expected, classes, strict=True)]
+    stays = [residence(timing, cls, seats, kv, count) for count, cls in zip(expected, classes, strict=True)]
+    refresh = [0.0] * len(classes)
+    if recipe.kv_on_update == "refresh" and recipe.staleness > 0:
+        for j, (count, cls) in enumerate(zip(expected, classes, strict=True)):
+            refill = refill_seconds(timing, cls)
+            # By Little's law count * stay / step contexts are alive at an update; those in their last turn are spared.
+            refresh[j] = count * stays[j] * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
+            stays[j] += min(max(0.0, cls.turns - 1), 1.0 + recipe.staleness) * refill
+    return EngineOption(
+        shape=shape,
+        pool=pool,
+        devices=devices,
+        seats=seats,
+        holds=holds,
+        stall=stall,
+        work=tuple(zip(*rows, strict=True)),
+        refresh=tuple(refresh),
+        residence=tuple(stays),
+    )

@@ -1,0 +1,61 @@
+"""A plan explained from what it embeds, and planned again for another cluster or recipe.
+
+Invariant: nothing but the plan is needed: prices, alternatives and what-ifs follow from its request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from libra.cluster import Cluster, override
+from libra.plan.cluster_request import ClusterRequest
+from libra.plan.explain import Explanation, explain
+from libra.plan.plan import Plan, make_plan
+from libra.plan.problem import InfeasiblePlanError, Problem
+from libra.plan.slots import SlotRequest
+from libra.recipe import Recipe
+
+
+def explain_plan(plan: Plan) -> Explanation:
+    """What bounds the plan, the next best ones, what binds and what one more node of each class would buy."""
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        return explain(request.problem(), plan.solution)
+    menu = request.menu()
+    rejected = [(rejected.layout, rejected.reason) for rejected in menu.rejected_layouts]
+    rejected += [(rejected.shape, rejected.reason) for rejected in menu.rejected_engines]
+    return explain(menu.problem, plan.solution, larger=_one_node_more(request), rejected=rejected)
+
+
+def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
+    """The plan for another number of nodes or another recipe, all else as it was; groups stay where they can.
+
+    Raises ValueError for the plan of a run on one machine, or when the cluster has a class of nodes without a profile.
+    """
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        raise ValueError("this is the plan of a run on one machine; change the run's configuration and plan again")
+    profiles = dict(zip((nodes.name for nodes in request.cluster.nodes), request.profiles, strict=True))
+    unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
+    if unknown:
+        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan again with the new cluster.yaml")
+    changed = replace(
+        request,
+        cluster=cluster,
+        recipe=recipe,
+        profiles=tuple(profiles[nodes.name] for nodes in cluster.nodes),
+        current=None,
+    )
+    return make_plan(changed, placed=plan.placement)
+
+
+def _one_node_more(request: ClusterRequest) -> dict[str, Problem]:
+    """By class of nodes, the problem with one more of its nodes. Where even that trains nothing, it is left out."""
+    larger: dict[str, Problem] = {}
+    for nodes in request.cluster.nodes:
+        cluster = override(request.cluster, {nodes.name: nodes.count + 1})
+        try:
+            larger[nodes.name] = replace(request, cluster=cluster).menu().problem
+        except InfeasiblePlanError:
+            continue
+    return larger

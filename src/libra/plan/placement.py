@@ -1,0 +1,181 @@
+"""Which GPUs of which nodes do what.
+
+Invariant: a group inside a node takes an aligned block of its GPUs, a larger one takes whole nodes, and no GPU has two
+roles at once. Where sizes within a pool divide each other (one, two, four, ... a node, whole nodes), whatever fits by
+count also fits in place. What is placed already stays where it is unless a larger group needs its block.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from libra.plan.price import training_option
+from libra.plan.problem import Allocation, Pool, Problem
+
+Role = Literal["train", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The GPUs of one training replica or one engine."""
+
+    role: Role
+    name: str  # layout of the replica, or shape of the engine
+    bucket: int | None  # position in the allocation's buckets; None for a replica
+    pool: str
+    nodes: tuple[int, ...]  # counted from 0 within the pool
+    gpus: tuple[int, ...]  # of each of those nodes
+
+    @property
+    def kind(self) -> tuple[Role, str]:
+        """Groups of one kind are interchangeable: the router moves an engine to another bucket without touching it."""
+        return self.role, self.name
+
+    @property
+    def devices(self) -> int:
+        return len(self.nodes) * len(self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    role: Role
+    name: str
+    bucket: int | None
+    devices: int
+
+
+def place(problem: Problem, allocation: Allocation, current: Sequence[Group] = ()) -> tuple[Group, ...]:
+    """Replicas first, then the engines of each bucket. Groups of `current` are kept where they can be.
+
+    In colocated training, replicas and engines are placed apart, each on the whole pool. Raises ValueError when a
+    group's size neither divides its node nor is a number of whole nodes.
+    """
+    training = training_option(problem, allocation)
+    if training is None:
+        raise ValueError(f"no option trains {allocation.replicas} replicas as {allocation.layout!r}; plan again")
+    wanted: dict[tuple[str, Role], list[_Wanted]] = {}
+    size = training.devices // training.replicas
+    replicas = [_Wanted("train", training.layout, None, size)] * training.replicas
+    wanted.setdefault((training.pool, "train" if problem.colocated else "generate"), []).extend(replicas)
+    for index, bucket in enumerate(allocation.buckets):
+        pool, devices, _ = problem.footprint(bucket.shape)
+        engines = [_Wanted("generate", bucket.shape, index, devices)] * bucket.engines
+        wanted.setdefault((pool, "generate"), []).extend(engines)
+    groups = [
+        group
+        for (pool, _), groups in wanted.items()
+        for group in _Floor(problem.pool(pool)).place(groups, [kept for kept in current if kept.pool == pool])
+    ]
+    return tuple(sorted(groups, key=lambda group: (group.role != "train", group.bucket or 0)))
+
+
+class _Floor:
+    """One pool while groups are placed on it, largest first: blocks of one size never overlap, and what a group
+    displaces is smaller."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._owner: list[list[Group | None]] = [[None] * pool.devices_per_node for _ in range(pool.nodes)]
+
+    def place(self, wanted: Sequence[_Wanted], current: Iterable[Group]) -> list[Group]:
+        waiting = self._keep(wanted, current)
+        while waiting:
+            size = max(item.devices for item in waiting)
+            settling = [item for item in waiting if item.devices == size]
+            waiting = [item for item in waiting if item.devices != size]
+            blocks = self._free_blocks(size)
+            for item in settling:
+                waiting += self._settle(item, blocks)
+        return list({id(owner): owner for owners in self._owner for owner in owners if owner is not None}.values())
+
+    def _keep(self, wanted: Sequence[_Wanted], current: Iterable[Group]) -> list[_Wanted]:
+        """Keep present groups of the kinds that are wanted; what else is wanted still waits."""
+        present: dict[tuple[Role, str, int], deque[Group]] = {}
+        for group in current:
+            present.setdefault((*group.kind, group.devices), deque()).append(group)
+        waiting = []
+        for item in wanted:
+            same = present.get((item.role, item.name, item.devices), deque())
+            while same and not self._can_stay(same[0]):
+                same.popleft()
+            if same:
+                group = same.popleft()
+                self._occupy(Group(item.role, item.name, item.bucket, self._pool.name, group.nodes, group.gpus))
+            else:
+                waiting.append(item)
+        return waiting
+
+    def _can_stay(self, group: Group) -> bool:
+        """Whether the pool, which may have had another form, could have placed the group where it is, and still can."""
+        per_node = self._pool.devices_per_node
+        if max(group.nodes) >= self._pool.nodes or max(group.gpus) >= per_node:
+            return False
+        in_place = len(group.gpus) == per_node if len(group.nodes) > 1 else per_node % len(group.gpus) == 0
+        return in_place and all(self._owner[node][gpu] is None for node in group.nodes for gpu in group.gpus)
+
+    def _settle(self, item: _Wanted, blocks: deque[tuple[int, int]]) -> list[_Wanted]:
+        """Give the item one of the free blocks, or GPUs that displace fewest; what it displaces waits again."""
+        per_node = self._pool.devices_per_node
+        nodes: tuple[int, ...]
+        if item.devices <= per_node and per_node % item.devices == 0:
+            node, start = blocks.popleft() if blocks else self._cheapest_block(item.devices)
+            nodes, gpus = (node,), tuple(range(start, start + item.devices))
+        elif item.devices % per_node == 0:
+            nodes, gpus = self._emptiest_nodes(item.devices // per_node), tuple(range(per_node))
+        else:
+            raise ValueError(
+                f"{item.name} takes {item.devices} devices; nodes of {self._pool.name} have {per_node}: a group divides"
+                " its node or takes whole nodes"
+            )
+        displaced = {id(owner): owner for n in nodes for g in gpus if (owner := self._owner[n][g]) is not None}
+        for group in displaced.values():
+            self._clear(group)
+        self._occupy(Group(item.role, item.name, item.bucket, self._pool.name, nodes, gpus))
+        return [_Wanted(group.role, group.name, group.bucket, group.devices) for group in displaced.values()]
+
+    def _free_blocks(self, size: int) -> deque[tuple[int, int]]:
+        """(node, first GPU) of the free aligned blocks of one size within a node, those on the fullest nodes first."""
+        found = [
+            (owners.count(None), node, start)
+            for node, owners in enumerate(self._owner)
+            for start in range(0, len(owners) - size + 1, size)
+            if owners[start : start + size].count(None) == size
+        ]
+        return deque((node, start) for _, node, start in sorted(found))
+
+    def _cheapest_block(self, size: int) -> tuple[int, int]:
+        """The aligned block with the fewest taken GPUs, none of them by a group as large."""
+        blocks = [
+            (size - owners[start : start + size].count(None), node, start)
+            for node, owners in enumerate(self._owner)
+            for start in range(0, len(owners), size)
+            if all(owner is None or owner.devices < size for owner in owners[start : start + size])
+        ]
+        if not blocks:
+            raise ValueError(f"pool {self._pool.name} has no room for a group of {size}; the allocation does not fit")
+        _, node, start = min(blocks)
+        return node, start
+
+    def _emptiest_nodes(self, count: int) -> tuple[int, ...]:
+        per_node = self._pool.devices_per_node
+        movable = sorted(
+            (per_node - owners.count(None), node)
+            for node, owners in enumerate(self._owner)
+            if all(owner is None or owner.devices < per_node for owner in owners)
+        )
+        if len(movable) < count:
+            raise ValueError(f"pool {self._pool.name} has no {count} nodes left; the allocation does not fit")
+        return tuple(sorted(node for _, node in movable[:count]))
+
+    def _occupy(self, group: Group) -> None:
+        for node in group.nodes:
+            for gpu in group.gpus:
+                self._owner[node][gpu] = group
+
+    def _clear(self, group: Group) -> None:
+        for node in group.nodes:
+            for gpu in group.gpus:
+                self._owner[node][gpu] = None

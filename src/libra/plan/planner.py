@@ -1,0 +1,72 @@
+"""Plans for one cluster, model and recipe: what a training loop calls.
+
+Invariant: a planner is a value. It keeps nothing between calls, so threads may share it, and equal arguments give equal
+plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libra.cluster import Cluster
+from libra.cost.grid import EngineProfile
+from libra.cost.roofline import roofline
+from libra.lengths import LengthTracker, TrajectoryClass
+from libra.model import ModelSpec
+from libra.plan.cluster_request import ClusterRequest
+from libra.plan.engines import tensor_degrees
+from libra.plan.plan import Plan, make_plan
+from libra.plan.problem import Allocation, Problem
+from libra.recipe import Recipe
+
+CLASSES = 24  # classes of trajectories that a plan tells apart
+
+Statistics = LengthTracker | Sequence[TrajectoryClass]
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """`Planner(cluster, model, recipe).plan(tracker)` is the best division of the cluster for what was tracked.
+
+    `profiles`, one for each class of nodes, say how fast engines are; without them the roofline of each GPU does
+    (`libra.profiles.engine_profiles` finds better ones).
+    """
+
+    cluster: Cluster
+    model: ModelSpec
+    recipe: Recipe
+    profiles: tuple[EngineProfile, ...] | None = None
+
+    def plan(self, statistics: Statistics, current: Plan | None = None) -> Plan:
+        """The plan with the shortest optimiser step, and among equals the one nearest to `current`.
+
+        Raises `InfeasiblePlanError` when no plan exists, ValueError when the statistics are empty or do not fit the
+        recipe.
+        """
+        request = self.request(statistics, None if current is None else current.allocation)
+        return make_plan(request, placed=() if current is None else current.placement)
+
+    def problem(self, statistics: Statistics, current: Allocation | None = None) -> Problem:
+        """What `plan` chooses from, priced."""
+        return self.request(statistics, current).menu().problem
+
+    def request(self, statistics: Statistics, current: Allocation | None = None) -> ClusterRequest:
+        """The planning question itself; it is what a plan embeds."""
+        classes = statistics.classes(CLASSES) if isinstance(statistics, LengthTracker) else tuple(statistics)
+        profiles = self.profiles if self.profiles is not None else rooflines(self.cluster, self.model, self.recipe)
+        return ClusterRequest(self.cluster, self.model, self.recipe, classes, profiles, current)
+
+
+def rooflines(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
+    """The roofline of each class of nodes."""
+    return tuple(
+        roofline(
+            nodes.gpu,
+            model,
+            tensor_degrees(model, nodes),
+            dtype_bytes=recipe.rollout_weight_bytes,
+            intra_bandwidth=nodes.intra_bandwidth,
+        )
+        for nodes in cluster.nodes
+    )

@@ -1,0 +1,101 @@
+"""Tokens of KV that an engine holds, against sums worked out by hand and against each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.small_cluster import QWEN_14B
+
+from libra.cluster import GPUS
+from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.model import Experts, ModelSpec
+
+A800 = GPUS["A800"].memory
+MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
+
+
+def tokens(tp: int, memory: float = A800, utilization: float = 0.9, model: ModelSpec = QWEN_14B, **other: float) -> int:
+    sizes = {"weight_bytes": 2, "kv_bytes": 2, **other}
+    return kv_tokens(
+        model,
+        memory,
+        utilization,
+        tp,
+        weight_bytes=sizes["weight_bytes"],
+        kv_bytes=sizes["kv_bytes"],
+        batched_tokens=int(sizes.get("batched_tokens", 8192)),
+    )
+
+
+def test_what_is_left_of_an_a800_by_hand() -> None:
+    # 14,768,307,200 parameters; activations 8192 * 2 * (2 * 5120 + 3 * 17408), logits 1024 * 151936 * 4
+    free = 81_920 * 2**20 * 0.9 - 1.5e9 - 8192 * 2 * 62464 - 1024 * 151936 * 4 - 2 * 14_768_307_200
+    # a key and a value of 8 heads of 128 numbers in 40 layers
+    assert tokens(1) == free // (40 * 2 * 8 * 128 * 2) // 16 * 16
+    assert 270_000 < tokens(1) < 280_000
+
+
+def test_two_devices_divide_weights_and_kv() -> None:
+    # Norms, 5120 * 81 + 2 * 128 * 40 parameters, are on both.
+    weights = 2 * ((14_768_307_200 - 424_960) / 2 + 424_960)
+    free = 81_920 * 2**20 * 0.9 - 1.5e9 - 8192 * 2 * (10240 + 26112) - 1024 * 151936 * 2 - weights
+    assert tokens(2) == free // (40 * 2 * 4 * 128 * 2) // 16 * 16
+
+
+def test_devices_that_share_a_kv_head_each_keep_all_of_it() -> None:
+    # Of two KV heads each of two devices keeps one, and so does each of eight: what eight have more is room.
+    few = replace(QWEN_14B, kv_heads=2)
+    per_token = 40 * 2 * 1 * 128 * 2
+    assert [few.kv_bytes_per_token(2, tp) for tp in (2, 4, 8)] == [per_token] * 3
+    spared = 2 * (few.device_parameters(2) - few.device_parameters(8))
+    spared += 8192 * 2 * 3 * 17408 * (1 / 2 - 1 / 8) + 1024 * 151936 * 4 * (1 / 2 - 1 / 8)
+    assert tokens(8, model=few) - tokens(2, model=few) == pytest.approx(spared / per_token, abs=BLOCK)
+
+
+def test_experts_of_a_token_count_as_one_wide_layer() -> None:
+    # 8 experts of 768 are 6144 wide.
+    wide = 8192 * 2 * (2 * 2048 + 3 * 6144)
+    assert tokens(1, model=MOE, batched_tokens=8192) + wide // (48 * 2 * 4 * 128 * 2) == pytest.approx(
+        tokens(1, model=MOE, batched_tokens=1), abs=2 * BLOCK
+    )
+
+
+def test_weights_that_leave_no_room_leave_no_tokens() -> None:
+    assert tokens(1, memory=30e9) == 0
+    assert tokens(1, memory=1e9) == 0
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.floats(20e9, 200e9),
+    st.floats(0.3, 1.0),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1024, 8192]),
+)
+def test_tokens_are_whole_blocks_that_fit_and_one_more_would_not(
+    tp: int, memory: float, utilization: float, width: int, batched: int
+) -> None:
+    found = tokens(tp, memory, utilization, weight_bytes=width, batched_tokens=batched)
+    per_token = QWEN_14B.kv_bytes_per_token(2, tp)
+    beside = (
+        1.5e9
+        + batched * 2 * (2 * 5120 + 3 * 17408 / tp)
+        + 1024 * 151936 * 4 / tp
+        + width * QWEN_14B.device_parameters(tp)
+    )
+    assert found % BLOCK == 0
+    assert found == 0 or beside + found * per_token <= memory * utilization
+    assert beside + (found + BLOCK) * per_token > memory * utilization
+
+
+@given(st.sampled_from([1, 2, 4]), st.floats(40e9, 200e9))
+def test_more_of_anything_never_holds_less(tp: int, memory: float) -> None:
+    found = tokens(tp, memory)
+    assert tokens(2 * tp, memory) >= found
+    assert tokens(tp, memory * 1.1) >= found
+    assert tokens(tp, memory, weight_bytes=1) >= found
+    assert tokens(tp, memory, kv_bytes=1) >= found
+    assert tokens(tp, memory, utilization=0.8) <= found

@@ -1,0 +1,306 @@
+"""Every allocation of a small problem with its step, by brute force, and random problems small enough for it.
+
+Invariant: nothing here calls the code that it judges. Steps follow the inequalities in the docstring of
+`libra.plan.problem`: a bucket's step is the smallest that satisfies them under one of its options, an allocation's the
+largest of its buckets' and of training. Listed is every allocation of which each bucket serves a class, with limits at
+the classes' peaks or where the present buckets have theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice, pairwise
+
+from hypothesis import strategies as st
+
+from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """One allocation, the seconds of its step, and what the tie-break counts."""
+
+    allocation: Allocation
+    step: float
+    moves: int
+    devices: int
+
+
+def priced(problem: Problem) -> list[Priced]:
+    """Every allocation of the problem."""
+    steps = _bucket_steps(problem)
+    found = []
+    for training in problem.training:
+        for buckets in _all_buckets(problem, training):
+            allocation = Allocation(training.replicas, buckets, training.layout)
+            step = max(training.seconds, *(steps(bucket, training, _runs(problem, buckets)) for bucket in buckets))
+            devices = training.devices + sum(b.engines * _options(problem, b.shape)[0].devices for b in buckets)
+            found.append(Priced(allocation, step, moves(problem, allocation), devices))
+    return found
+
+
+def optimum(problem: Problem) -> float:
+    """The shortest step; infinity when there is no allocation."""
+    return min((plan.step for plan in priced(problem)), default=math.inf)
+
+
+def step_of(problem: Problem, allocation: Allocation) -> float:
+    """Seconds of one step of an allocation that fits."""
+    steps = _bucket_steps(problem)
+    training = next(t for t in problem.training if (t.layout, t.replicas) == (allocation.layout, allocation.replicas))
+    runs = _runs(problem, allocation.buckets)
+    return max(training.seconds, *(steps(bucket, training, runs) for bucket in allocation.buckets))
+
+
+def moves(problem: Problem, allocation: Allocation) -> int:
+    """Engines and replicas that have to be started, and one more for other ranges; 0 when nothing runs."""
+    current = problem.current
+    if current is None:
+        return 0
+    started = max(0, allocation.replicas - (current.replicas if current.layout == allocation.layout else 0))
+    for shape in {bucket.shape for bucket in allocation.buckets}:
+        before = sum(bucket.engines for bucket in current.buckets if bucket.shape == shape)
+        started += max(0, sum(bucket.engines for bucket in allocation.buckets if bucket.shape == shape) - before)
+    return started + (not _runs(problem, allocation.buckets))
+
+
+def bucket_step(problem: Problem, bucket: Bucket, training: TrainingOption, runs: bool) -> float:
+    """The shortest step that the bucket allows while training so; `runs` is whether its routers are known."""
+    return min(_option_step(problem, option, bucket, training, runs) for option in _options(problem, bucket.shape))
+
+
+def members(problem: Problem, bucket: Bucket) -> list[int]:
+    return [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+
+
+def _runs(problem: Problem, buckets: tuple[Bucket, ...]) -> bool:
+    """Whether the ranges are the present ones."""
+    present = problem.current
+    return present is not None and [(b.shape, b.up_to) for b in present.buckets] == [
+        (b.shape, b.up_to) for b in buckets
+    ]
+
+
+def _options(problem: Problem, shape: str) -> list[EngineOption]:
+    return [option for option in problem.engines if option.shape == shape]
+
+
+def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool], float]:
+    """The same as `bucket_step`, each worked out once."""
+
+    @cache
+    def step(bucket: Bucket, training: TrainingOption, runs: bool) -> float:
+        return bucket_step(problem, bucket, training, runs)
+
+    return step
+
+
+def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, training: TrainingOption, runs: bool) -> float:
+    """The smallest step in which the bucket's engines do their work and its longest trajectory is not too late."""
+    own = members(problem, bucket)
+    routers = problem.reach_tried if runs else problem.reach_untried
+    work = max(_asked(row, reach, own, bucket) for row in option.work for reach in routers)
+    squared = max(_asked(option.refresh, reach, own, bucket) for reach in routers)
+    residence = max([option.residence[j] for j in own if problem.met[j]], default=0.0)
+    after = training.seconds + training.publish + 2 * problem.switch * problem.colocated
+    waits = after if problem.staleness == 0 else 0.0
+    late = (residence + after) / (1 + problem.staleness)
+    return max(
+        late, _smallest(lambda step: (work + squared / step) / bucket.engines + option.stall + waits, squared > 0)
+    )
+
+
+def _asked(costs: tuple[float, ...], reach: tuple[float, ...], own: list[int], bucket: Bucket) -> float:
+    asked = 0.0
+    for j, cost in enumerate(costs):
+        if j in own:
+            asked += cost * reach[j]
+        if bucket.above == 0:
+            asked += cost * (1 - reach[j])
+    return asked
+
+
+def _smallest(need: Callable[[float], float], depends: bool) -> float:
+    """The smallest step that is no shorter than what it needs itself; `need` falls with it, if it `depends` on it."""
+    if not depends:
+        return need(1.0)
+    short, long = 0.0, 1e-9
+    while need(long) > long:
+        short, long = long, 2 * long
+    while long - short > 1e-13 * long:
+        middle = (short + long) / 2
+        short, long = (middle, long) if need(middle) > middle else (short, middle)
+    return long
+
+
+def _all_buckets(problem: Problem, training: TrainingOption) -> Iterator[tuple[Bucket, ...]]:
+    devices = {pool.name: pool.devices for pool in problem.pools}
+    room = dict(devices)
+    if room[training.pool] < training.devices:
+        return
+    trained = {name: training.devices if name == training.pool else 0 for name in room}
+    if not problem.colocated:
+        room[training.pool] -= training.devices
+    ends = [*sorted({peak for peak in problem.peaks if peak < problem.peaks[-1]}), problem.longest_context]
+    ways = {tuple(cut) for cut in _cuts(ends)}
+    present = problem.current
+    if present is not None and present.buckets and present.buckets[-1].up_to >= problem.longest_context:
+        ways.add(tuple(bucket.up_to for bucket in present.buckets))
+    for way in sorted(ways):
+        ranges = list(pairwise((0, *way)))
+        if len(way) > (problem.most_buckets or len(way)) or not all(
+            any(above < peak <= up_to for peak in problem.peaks) for above, up_to in ranges
+        ):
+            continue
+        for buckets, left in _served(
+            problem, ranges, {shape: _options(problem, shape)[0] for shape in problem.shapes}, room
+        ):
+            used = {name: size - left[name] for name, size in devices.items()}
+            if problem.colocated:
+                used = {name: max(count, trained[name]) for name, count in used.items()}
+            if not problem.use_all_devices or used == devices:
+                yield buckets
+
+
+def _cuts(ends: list[int]) -> Iterator[list[int]]:
+    """Every way to end buckets at some of `ends`, always at the last."""
+    *others, last = ends
+    for chosen in range(2 ** len(others)):
+        yield [end for k, end in enumerate(others) if chosen >> k & 1] + [last]
+
+
+def _served(
+    problem: Problem, ranges: list[tuple[int, int]], shapes: dict[str, EngineOption], room: dict[str, int]
+) -> Iterator[tuple[tuple[Bucket, ...], dict[str, int]]]:
+    """Engines of `shapes` for each of the ranges, with the devices that are left."""
+    if not ranges:
+        yield (), room
+        return
+    (above, up_to), *longer = ranges
+    for shape, option in shapes.items():
+        if option.holds < up_to:
+            continue
+        others = {name: o for name, o in shapes.items() if name != shape} if problem.one_bucket_per_shape else shapes
+        for engines in range(1, room[option.pool] // option.devices + 1):
+            left = {**room, option.pool: room[option.pool] - engines * option.devices}
+            for rest, remains in _served(problem, longer, others, left):
+                yield (Bucket(shape, engines, above, up_to), *rest), remains
+
+
+_MOST = 1000  # allocations of a random problem, so that brute force takes well below a second
+
+# Round numbers, so that ties happen; some much larger than others, so that each constraint binds somewhere.
+_SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 3.0, 5.0, 7.5, 20.0])
+_FRACTIONS = st.sampled_from([0.0, 0.25, 0.8, 1.0, 1.0])
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
+    """A problem with at most 6 classes, 4 shapes and 3 pools; with `feasible`, one that has a plan."""
+    peaks = tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=draw(st.integers(1, 4)), max_size=6))))
+    classes = len(peaks)
+    longest = draw(st.integers(peaks[-1], 11))
+    pools = draw(_pools())
+    staleness = draw(st.sampled_from([0, 0, 1, 2, 3]))
+    colocated = staleness == 0 and draw(st.booleans())
+    per_class = st.tuples(*[_SECONDS] * classes)
+    reach = st.tuples(*[_FRACTIONS] * classes)
+    refreshes = draw(st.integers(0, 3)) == 0
+    engines: list[EngineOption] = []
+    for shape in range(draw(st.sampled_from([1, 2, 2, 3, 3, 4]))):
+        pool = draw(st.sampled_from(pools))
+        devices = draw(st.sampled_from([1, 1, 2]))
+        # The first shape holds everything, lest most problems are infeasible.
+        holds = longest if shape == 0 else draw(st.integers(1, longest + 1))
+        rows = draw(st.integers(1, 2))
+        for seats in range(1, draw(st.integers(1, 3)) + 1):
+            engines.append(
+                EngineOption(
+                    shape=f"shape-{shape}",
+                    pool=pool.name,
+                    devices=devices,
+                    seats=seats,
+                    holds=holds,
+                    stall=draw(st.sampled_from([0.0, 0.0, 0.25, 2.0])),
+                    work=tuple(draw(per_class) for _ in range(rows)),
+                    refresh=draw(per_class) if refreshes else (0.0,) * classes,
+                    residence=draw(per_class),
+                )
+            )
+    tried = tuple(draw(st.lists(reach, min_size=1, max_size=2)))
+    problem = Problem(
+        pools=pools,
+        engines=tuple(engines),
+        training=draw(_training(pools)),
+        peaks=peaks,
+        met=draw(st.tuples(*[st.sampled_from([True, True, False])] * classes)),
+        longest_context=longest,
+        reach_tried=tried,
+        reach_untried=(*tried, *draw(st.lists(reach, max_size=1))),
+        staleness=staleness,
+        colocated=colocated,
+        switch=draw(_SECONDS) if colocated else 0.0,
+        use_all_devices=draw(st.integers(0, 3)) == 0,
+        one_bucket_per_shape=draw(st.booleans()),
+        most_buckets=draw(st.sampled_from([None, None, 1, 2, 3])),
+    )
+    for most_buckets in (3, 2, 1):
+        if len(list(islice(_feasible(problem), _MOST + 1))) > _MOST:
+            problem = replace(problem, most_buckets=most_buckets)
+    if draw(st.booleans()):
+        problem = draw(_with_current(problem))
+    if feasible and next(_feasible(problem), None) is None:
+        problem = replace(problem, use_all_devices=False)
+        if next(_feasible(problem), None) is None:
+            roomy = tuple(replace(pool, nodes=pool.nodes + 8) for pool in pools)
+            problem = replace(problem, pools=roomy, most_buckets=1)
+    return problem
+
+
+def _feasible(problem: Problem) -> Iterator[tuple[Bucket, ...]]:
+    for training in problem.training:
+        yield from _all_buckets(problem, training)
+
+
+@st.composite
+def _pools(draw: st.DrawFn) -> tuple[Pool, ...]:
+    sizes = draw(st.sampled_from([(8,), (6,), (7,), (5,), (3,), (4, 3), (2, 4), (3, 2, 2), (0, 5)]))
+    return tuple(Pool(f"pool-{p}", size, 1) for p, size in enumerate(sizes))
+
+
+@st.composite
+def _training(draw: st.DrawFn, pools: tuple[Pool, ...]) -> tuple[TrainingOption, ...]:
+    """One or two layouts, each with a few numbers of replicas; more of them need more devices."""
+    options = []
+    for layout in range(draw(st.integers(1, 2))):
+        pool = draw(st.sampled_from(pools)).name
+        devices = draw(st.sampled_from([1, 1, 2]))
+        for replicas in sorted(draw(st.sets(st.integers(1, 3), min_size=1))):
+            seconds, publish = draw(_SECONDS), draw(st.sampled_from([0.0, 0.25]))
+            options.append(TrainingOption(f"layout-{layout}", pool, devices * replicas, replicas, seconds, publish))
+    return tuple(options)
+
+
+@st.composite
+def _with_current(draw: st.DrawFn, problem: Problem) -> Problem:
+    """Something runs: an allocation of the problem, or one from which the problem has moved on since."""
+    ways = list(islice(_feasible(replace(problem, use_all_devices=False)), _MOST))
+    if not ways:
+        return problem
+    training = draw(st.sampled_from(problem.training))
+    buckets = draw(st.sampled_from(ways))
+    changes: list[tuple[Bucket, ...]] = [buckets, buckets, buckets]
+    *others, last = buckets
+    changes.append((*others, replace(last, up_to=last.up_to + 1)))
+    changes.append((*others, replace(last, engines=last.engines + 2)))
+    changes.append((*others, replace(last, shape="retired")))
+    changes.append(tuple(others))
+    if last.up_to - last.above > 1:  # a limit at no class's peak, perhaps with no class on one side of it
+        changes.append((*others, replace(last, up_to=last.up_to - 1), replace(last, above=last.up_to - 1)))
+        if others:
+            cut = last.above + 1
+            changes.append((*others[:-1], replace(others[-1], up_to=cut), replace(last, above=cut)))
+    return replace(problem, current=Allocation(training.replicas, draw(st.sampled_from(changes)), training.layout))

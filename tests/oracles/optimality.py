@@ -1,0 +1,53 @@
+"""What brute force says of the solvers' answers.
+
+Invariant: an answer passes only if it is within the solver's tolerance of the shortest step of all allocations, its
+bound holds, and nothing as good is simpler; anything else is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import pytest
+from oracles.enumerate_problems import Priced, priced
+
+from libra.plan.cpsat import STEP_TOLERANCE, solve
+from libra.plan.milp import keeps_step
+from libra.plan.price import price
+from libra.plan.problem import Problem, Solution
+
+INDISTINCT = 1e-6  # seconds: steps are not told apart below it
+PROVEN = 1e-4  # relative distance of bound and step
+
+
+def require_best(solution: Solution, plans: list[Priced]) -> None:
+    """`plans` is every allocation of the solution's problem."""
+    shortest = min(plan.step for plan in plans)
+    chosen = next(plan for plan in plans if plan.allocation == solution.allocation)
+    step, bound = solution.predicted.step, solution.proof.bound
+    assert solution.proof.status == "optimal"
+    assert step == pytest.approx(chosen.step, rel=1e-9)
+    assert bound <= shortest * (1 + 1e-9)
+    assert shortest <= max(bound * (1 + 2 * PROVEN), INDISTINCT)
+    assert step <= max(shortest * (1 + STEP_TOLERANCE + 2 * PROVEN), INDISTINCT)
+    assert solution.proof.gap * step == pytest.approx(step - bound)
+    limit = max(shortest * (1 + STEP_TOLERANCE) * (1 - 1e-9), INDISTINCT)
+    assert simplicity(chosen) == min(
+        simplicity(plan) for plan in [*plans, chosen] if plan.step <= limit or plan is chosen
+    )
+
+
+def simplicity(plan: Priced) -> tuple[int, int, int]:
+    return plan.moves, plan.devices, len(plan.allocation.buckets)
+
+
+def require_agreement(problem: Problem) -> None:
+    """Brute force, CP-SAT, and CBC just above and just below the shortest step."""
+    plans = priced(problem)
+    require_best(solve(problem), plans)
+    shortest = min(plan.step for plan in plans)
+    above = max(shortest * (1 + PROVEN), INDISTINCT)
+    kept = keeps_step(problem, above)
+    assert kept is not None
+    assert price(problem, kept).step <= above * (1 + 1e-5)
+    assert kept in [plan.allocation for plan in plans]
+    if shortest > INDISTINCT:
+        assert keeps_step(problem, shortest * (1 - PROVEN)) is None

@@ -1,0 +1,32 @@
+"""A cluster of two nodes, a small model and two classes of trajectories: a question that is answered in no time."""
+
+from __future__ import annotations
+
+from libra.cluster import GPUS, Cluster, NodeClass
+from libra.cost.engine_memory import kv_tokens
+from libra.lengths import TrajectoryClass
+from libra.model import ModelSpec
+from libra.recipe import Recipe
+
+SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
+LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
+CLASSES = (SHORT, LONG)
+
+A800 = NodeClass("a800", 2, 8, GPUS["A800"], intra_bandwidth=200e9, inter_bandwidth=25e9)
+CLUSTER = Cluster((A800,))
+QWEN_06B = ModelSpec("Qwen/Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151936, True, 40960, qk_norm=True)
+QWEN_14B = ModelSpec("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
+RECIPE = Recipe(batch=64, samples_per_prompt=8, max_length=8192)
+
+
+def kv_of(recipe: Recipe, model: ModelSpec, tp: int, nodes: NodeClass = A800) -> int:
+    """Tokens of KV that an engine holds under the recipe."""
+    return kv_tokens(
+        model,
+        nodes.gpu.memory,
+        recipe.gpu_memory_utilization,
+        tp,
+        weight_bytes=recipe.rollout_weight_bytes,
+        kv_bytes=recipe.kv_bytes,
+        batched_tokens=recipe.max_batched_tokens,
+    )

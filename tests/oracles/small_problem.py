@@ -1,0 +1,31 @@
+"""One problem that can be worked out by hand, and its allocations."""
+
+from __future__ import annotations
+
+from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
+
+SHORT_FEW = EngineOption("short", "a", 1, 4, 2000, 0.5, ((8.0, 16.0), (6.0, 20.0)), (0.0, 0.0), (4.0, 9.0))
+SHORT_MANY = EngineOption("short", "a", 1, 8, 2000, 0.5, ((4.0, 8.0), (6.0, 12.0)), (0.0, 0.0), (6.0, 15.0))
+LONG = EngineOption("long", "a", 2, 4, 5000, 1.0, ((5.0, 10.0),), (0.0, 0.0), (5.0, 10.0))
+ONE = TrainingOption("copies", "a", 1, 1, 8.0, 1.0)
+TWO = TrainingOption("copies", "a", 2, 2, 4.0, 1.0)
+
+PROBLEM = Problem(
+    pools=(Pool("a", 2, 4),),
+    engines=(SHORT_FEW, SHORT_MANY, LONG),
+    training=(ONE, TWO),
+    peaks=(1000, 4000),
+    met=(True, True),
+    longest_context=5000,
+    reach_tried=((1.0, 0.5),),
+    reach_untried=((1.0, 0.5), (0.5, 0.0)),
+    staleness=1,
+)
+
+
+def one_bucket(replicas: int, engines: int) -> Allocation:
+    return Allocation(replicas, (Bucket("long", engines, 0, 5000),), "copies")
+
+
+def two_buckets(replicas: int, short: int, long: int, *, cut: int = 1000, end: int = 5000) -> Allocation:
+    return Allocation(replicas, (Bucket("short", short, 0, cut), Bucket("long", long, cut, end)), "copies")

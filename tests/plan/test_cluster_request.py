@@ -1,0 +1,137 @@
+"""What a request for a cluster refuses, and the menu it is turned into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT
+
+from libra.cluster import GPUS, Cluster, NodeClass
+from libra.cost.transfer import colocated_switch_seconds
+from libra.model import ModelSpec
+from libra.plan.cluster_request import ClusterRequest
+from libra.plan.engines import engine_options
+from libra.plan.layouts import training_layouts
+from libra.plan.planner import rooflines
+from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError, Pool
+from libra.recipe import Recipe
+
+L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
+MIXED = Cluster((A800, L40S))
+
+
+def request(cluster: Cluster = CLUSTER, model: ModelSpec = QWEN_06B, recipe: Recipe = RECIPE) -> ClusterRequest:
+    return ClusterRequest(cluster, model, recipe, CLASSES, rooflines(cluster, model, recipe))
+
+
+REQUEST = request()
+
+REFUSED: list[tuple[str, Callable[[], object], str]] = [
+    (
+        "longer than the model",
+        lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 40961})),
+        "max_length is 40961; Qwen/Qwen3-0.6B is made for 40960 tokens: lower max_length",
+    ),
+    ("no class", lambda: replace(REQUEST, classes=()), "classes is empty"),
+    (
+        "a class too long",
+        lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 3999})),
+        "classes[1].peak_context is 4000; it lies between 1 and longest_context (3999)",
+    ),
+    ("a profile too few", lambda: replace(REQUEST, cluster=MIXED), "there are 1 profiles for 2 classes of nodes"),
+    ("a profile too many", lambda: replace(REQUEST, profiles=REQUEST.profiles * 2), "there are 2 profiles for 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_a_request_that_contradicts_itself_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_the_menu_lists_what_each_class_of_nodes_can_do() -> None:
+    mixed = request(MIXED)
+    menu = mixed.menu()
+    problem = menu.problem
+    assert problem.pools == (Pool("a800", 2, 8), Pool("l40s", 1, 4))
+    engines, training, chosen = [], [], {}
+    for nodes, profile in zip(MIXED.nodes, mixed.profiles, strict=True):
+        engines += engine_options(QWEN_06B, nodes, RECIPE, CLASSES, profile, 8192)[0]
+        layouts = training_layouts(QWEN_06B, nodes, RECIPE, CLASSES, nodes.count)
+        training += layouts.options
+        chosen.update(layouts.chosen)
+    assert problem.engines == tuple(engines)
+    assert problem.training == tuple(training)
+    assert (
+        {option.pool for option in problem.engines} == {option.pool for option in problem.training} == {"a800", "l40s"}
+    )
+    assert menu.layouts == chosen
+    for option in problem.training:
+        layout = menu.layouts[option.layout, option.replicas]
+        assert (layout.dp, layout.devices) == (option.replicas, option.devices)
+
+
+def test_the_problem_is_that_of_the_recipe() -> None:
+    recipe = Recipe(batch=3, samples_per_prompt=3, max_length=8192, staleness=2, max_buckets=3, router_hit=0.5)
+    current = Allocation(1, (Bucket("a800/tp1", 1, 0, 8192),), "x")
+    problem = replace(request(recipe=recipe), current=current).menu().problem
+    assert (problem.peaks, problem.longest_context) == ((1000, 4000), 8192)
+    assert problem.met == (True, False)  # three quarters of a LONG a step
+    assert (problem.staleness, problem.most_buckets, problem.current) == (2, 3, current)
+    assert problem.reach_tried == (pytest.approx((0.2, 0.25)),)
+    assert problem.reach_untried == (pytest.approx((0.2, 0.25)), pytest.approx((0.4, 0.5)))
+    assert (problem.colocated, problem.switch) == (False, 0.0)
+    assert not problem.use_all_devices
+    assert not problem.one_bucket_per_shape
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocated"])
+def test_only_colocated_devices_change_sides(mode: str) -> None:
+    problem = request(recipe=Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode=mode)).menu().problem
+    assert problem.staleness == 0
+    assert problem.colocated == (mode == "colocated")
+    # 16 bytes of each parameter are spread over 16 devices, two come back to eight of a node.
+    switch = colocated_switch_seconds(QWEN_06B.parameters * 16 / 16, QWEN_06B.parameters * 2 / 8)
+    assert problem.switch == (pytest.approx(switch) if mode == "colocated" else 0.0)
+
+
+def test_what_is_no_option_has_its_reason() -> None:
+    menu = request(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"gpu_memory_utilization": 0.37})).menu()
+    assert [each.shape for each in menu.rejected_engines] == ["a800/tp1"]
+    assert {option.shape for option in menu.problem.engines} == {"a800/tp2", "a800/tp4", "a800/tp8"}
+    assert menu.rejected_layouts
+    assert all(each.reason for each in (*menu.rejected_layouts, *menu.rejected_engines))
+
+
+NO_OPTION = [
+    # 16 bytes for each of 14.8 billion parameters
+    (
+        "training",
+        Cluster((replace(A800, count=1, gpus=1),)),
+        0.9,
+        "no layout trains Qwen/Qwen3-14B on any class of nodes: .*: add nodes, or lower max_length or what the",
+    ),
+    (
+        "generation",
+        CLUSTER,
+        0.05,
+        "no engine holds Qwen/Qwen3-14B: a800/tp1: 29.5 GB of weights .*; a800/tp8: .*: give GPUs with more memory",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "utilization", "message"), [row[1:] for row in NO_OPTION], ids=[row[0] for row in NO_OPTION]
+)
+def test_a_model_without_an_option_has_no_menu(cluster: Cluster, utilization: float, message: str) -> None:
+    recipe = RECIPE.model_copy(update={"gpu_memory_utilization": utilization})
+    with pytest.raises(InfeasiblePlanError, match=message):
+        request(cluster, QWEN_14B, recipe).menu()
+
+
+def test_classes_that_end_together_are_no_problem() -> None:
+    twins = (replace(SHORT, share=0.5, peak_context=4000), replace(LONG, share=0.5))
+    assert replace(REQUEST, classes=twins).menu().problem.peaks == (4000, 4000)

@@ -1,0 +1,201 @@
+"""Ways to generate: which there are, why others are not, and prices against the profile they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from oracles.small_cluster import A800, CLASSES, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
+
+from libra.cluster import GPUS, NodeClass
+from libra.cost.collectives import fabric
+from libra.cost.grid import EngineProfile, prefill_line
+from libra.cost.roofline import roofline
+from libra.cost.transfer import weight_sync
+from libra.lengths import TrajectoryClass
+from libra.model import Experts, ModelSpec
+from libra.plan.engines import engine_options, tensor_degrees
+from libra.plan.problem import EngineOption
+from libra.recipe import Recipe
+
+SIX = replace(A800, gpus=6)
+L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
+MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
+
+
+def profile_of(model: ModelSpec, nodes: NodeClass = A800) -> EngineProfile:
+    return roofline(nodes.gpu, model, tensor_degrees(model, nodes), intra_bandwidth=nodes.intra_bandwidth)
+
+
+def options_of(
+    model: ModelSpec,
+    recipe: Recipe = RECIPE,
+    classes: Sequence[TrajectoryClass] = CLASSES,
+    nodes: NodeClass = A800,
+) -> tuple[EngineOption, ...]:
+    return engine_options(model, nodes, recipe, classes, profile_of(model, nodes), recipe.max_length)[0]
+
+
+DEGREES = [
+    ("eight GPUs", QWEN_14B, A800, (1, 2, 4, 8)),
+    ("six GPUs", QWEN_14B, SIX, (1, 2)),
+    ("twelve GPUs", QWEN_14B, replace(A800, gpus=12), (1, 2, 4)),
+    ("one GPU", QWEN_14B, replace(A800, gpus=1), (1,)),
+    ("sixteen heads", QWEN_06B, replace(A800, gpus=32), (1, 2, 4, 8, 16)),
+    ("KV heads in threes", replace(QWEN_06B, heads=12, kv_heads=6), A800, (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("model", "nodes", "wanted"), [row[1:] for row in DEGREES], ids=[row[0] for row in DEGREES])
+def test_degrees_divide_node_and_heads(model: ModelSpec, nodes: NodeClass, wanted: tuple[int, ...]) -> None:
+    assert tensor_degrees(model, nodes) == wanted
+
+
+def test_an_option_is_a_shape_with_seats_and_all_of_a_shape_hold_the_same() -> None:
+    options = options_of(QWEN_14B)
+    assert list(dict.fromkeys(option.shape for option in options)) == [f"a800/tp{tp}" for tp in (1, 2, 4, 8)]
+    for tp in (1, 2, 4, 8):
+        ours = [option for option in options if option.shape == f"a800/tp{tp}"]
+        assert [option.seats for option in ours] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+        assert {option.footprint for option in ours} == {("a800", tp, 8192)}
+
+
+def test_seats_are_no_more_than_memory_has_for_the_shortest_class() -> None:
+    # 274,640 tokens of KV for contexts of 2,000 tokens
+    options = [option for option in options_of(QWEN_14B, classes=[replace(LONG, share=1.0)]) if option.devices == 1]
+    assert [option.seats for option in options][-2:] == [128, kv_of(RECIPE, QWEN_14B, 1) // 2000]
+
+
+def test_an_engine_that_cannot_hold_the_longest_context_holds_what_its_memory_does() -> None:
+    recipe = RECIPE.model_copy(update={"max_length": 40960, "gpu_memory_utilization": 0.45})
+    classes = (replace(SHORT, share=0.5), replace(LONG, share=0.5, peak_context=40960))
+    options = options_of(QWEN_14B, recipe, classes)
+    kv = kv_of(recipe, QWEN_14B, 1)
+    assert 1000 < kv < 40960
+    assert {option.holds for option in options if option.devices == 1} == {kv}
+    assert {option.holds for option in options if option.devices > 1} == {40960}
+
+
+REJECTED = [
+    ("no room at all", RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}), ("a800/tp1",), "29.5 GB of weights"),
+    (
+        "not a token",
+        RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}),
+        ("a800/tp1",),
+        "room for 0 tokens of 85.9",
+    ),
+    (
+        "nothing holds it",
+        RECIPE.model_copy(update={"gpu_memory_utilization": 0.05}),
+        ("a800/tp1", "a800/tp2", "a800/tp4", "a800/tp8"),
+        "the shortest class has 1,000",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shapes", "reason"), [row[1:] for row in REJECTED], ids=[row[0] for row in REJECTED]
+)
+def test_a_size_that_holds_no_trajectory_is_rejected_with_its_reason(
+    recipe: Recipe, shapes: tuple[str, ...], reason: str
+) -> None:
+    options, rejected = engine_options(QWEN_14B, A800, recipe, CLASSES, profile_of(QWEN_14B), recipe.max_length)
+    assert tuple(each.shape for each in rejected) == shapes
+    assert all(reason in each.reason for each in rejected)
+    assert not {option.shape for option in options} & set(shapes)
+    assert len({option.shape for option in options}) + len(rejected) == 4
+
+
+@pytest.mark.parametrize("model", [QWEN_06B, QWEN_14B, MOE], ids=lambda model: model.name)
+def test_work_of_a_full_engine_is_what_the_profile_says(model: ModelSpec) -> None:
+    """Of trajectories that all have the same context, so that nothing but the profile is left to know."""
+    cls = TrajectoryClass(1.0, 2001, 2000.0, 100.0, 0.0, 200_000.0, 500.0, 1.0, 0.0, 0.0, 1.0)
+    profile = profile_of(model)
+    for option in options_of(model, classes=[cls]):
+        grid = profile.grid(option.devices)
+        if option.seats * 2000 > kv_of(RECIPE, model, option.devices):
+            continue
+        line = prefill_line(grid, RECIPE.max_batched_tokens)
+        prefill = 500 * (line.per_token + line.per_token_context * 1000)
+        wanted = 64 * (100 * grid.decode_seconds(option.seats, 2000) / option.seats + prefill)
+        found = max(row[0] for row in option.work)
+        # Never more than the profile; less by what lines from below give away.
+        assert 0.9 * wanted <= found <= wanted * (1 + 1e-6), option.name
+
+
+def test_residence_is_no_shorter_than_decoding_alone() -> None:
+    profile = profile_of(QWEN_14B)
+    for option in options_of(QWEN_14B):
+        alone = 400 * profile.grid(option.devices).decode_seconds(1, 1000)
+        assert option.residence[1] >= alone
+    for shape in {option.shape for option in options_of(QWEN_14B)}:
+        stays = [option.residence[1] for option in options_of(QWEN_14B) if option.shape == shape]
+        assert stays == sorted(stays)  # more seats, more waiting
+
+
+def test_all_engines_stall_for_the_whole_weights() -> None:
+    sync = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800))
+    assert {option.stall for option in options_of(QWEN_14B)} == {sync.stall}
+
+
+def test_kv_that_is_kept_costs_nothing() -> None:
+    assert {option.refresh for option in options_of(QWEN_06B)} == {(0.0, 0.0)}
+
+
+def test_kv_that_is_made_again_costs_a_refill_of_what_is_alive_at_an_update() -> None:
+    refresh = RECIPE.model_copy(update={"kv_on_update": "refresh", "staleness": 1})
+    line = prefill_line(profile_of(QWEN_06B).grid(1), RECIPE.max_batched_tokens)
+    for kept, made in zip(options_of(QWEN_06B), options_of(QWEN_06B, refresh), strict=True):
+        assert made.work == kept.work
+        if made.devices > 1:
+            continue
+        # Contexts of 500 and 2,000 tokens; 48 of 64 with 2 turns and 16 with 4; half and three quarters go on. Two
+        # updates meet a trajectory of LONG, but only one of SHORT, which has one turn after the first.
+        refills = [context * (line.per_token + line.per_token_context * context / 2) for context in (500, 2000)]
+        alive = [48 * kept.residence[0] * 0.5, 16 * kept.residence[1] * 0.75]
+        assert made.refresh == pytest.approx([count * refill for count, refill in zip(alive, refills, strict=True)])
+        later = [after - before for after, before in zip(made.residence, kept.residence, strict=True)]
+        assert later == pytest.approx([1 * refills[0], 2 * refills[1]])
+
+
+def test_nothing_is_alive_at_a_synchronous_update() -> None:
+    recipe = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", kv_on_update="refresh")
+    assert {option.refresh for option in options_of(QWEN_06B, recipe)} == {(0.0, 0.0)}
+
+
+# Qwen3-14B on A800: what is known of tensor parallelism.
+
+
+def seconds_per_device(cls: TrajectoryClass, tp: int) -> float:
+    """Device seconds of a step's generation, with the seats that need fewest."""
+    recipe = RECIPE.model_copy(update={"max_length": 40960})
+    options = [option for option in options_of(QWEN_14B, recipe, [cls]) if option.devices == tp]
+    return min(tp * max(sum(row) for row in option.work) for option in options)
+
+
+def generating(context: int) -> TrajectoryClass:
+    """Trajectories that do nothing but generate at about this context."""
+    return TrajectoryClass(1.0, context + 500, context + 500, 1000.0, 0.0, 1000.0 * context, 0.0, 1.0, 0.0, 0.0, 1.0)
+
+
+def test_eight_devices_decode_one_sequence_faster_than_one() -> None:
+    profile = profile_of(QWEN_14B)
+    for context in (500, 8000, 32000):
+        assert profile.grid(8).decode_seconds(1, context) < profile.grid(1).decode_seconds(1, context) / 2
+    one = [option for option in options_of(QWEN_14B) if option.seats == 1]
+    stays = {option.devices: option.residence for option in one}
+    assert all(eight < alone for eight, alone in zip(stays[8], stays[1], strict=True))
+
+
+def test_each_of_eight_generates_less_than_one_alone_at_high_batch_and_short_context() -> None:
+    assert seconds_per_device(generating(500), 8) > 1.3 * seconds_per_device(generating(500), 1)
+
+
+def test_each_of_eight_generates_more_than_one_alone_where_one_runs_out_of_memory() -> None:
+    # An A800 holds seven such contexts, eight of them 97.
+    context = 36_000
+    recipe = RECIPE.model_copy(update={"max_length": 40960})
+    assert kv_of(recipe, QWEN_14B, 1) // context == 7
+    assert kv_of(recipe, QWEN_14B, 8) // context > 90
+    assert seconds_per_device(generating(context), 8) < seconds_per_device(generating(context), 1)

@@ -1,0 +1,95 @@
+"""The fewest engines for every range, against the oracle's price of that many engines and of one less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.enumerate_problems import bucket_step, priced, problems
+from oracles.small_problem import ONE, PROBLEM
+
+from libra.plan.problem import Bucket, Problem, TrainingOption
+from libra.plan.ranges import NEVER, RangeTable
+
+MOST = 6  # engines that the oracle tries
+
+Range = tuple[int, int, int]
+
+
+def existing(problem: Problem) -> Iterator[tuple[Range, Bucket]]:
+    """The ranges (shape, first, last) that a bucket can have, each with a bucket of one engine."""
+    peaks = problem.peaks
+    for s, shape in enumerate(problem.shapes):
+        for first in range(len(peaks)):
+            for last in range(first, len(peaks)):
+                above = peaks[first - 1] if first else 0
+                up_to = problem.longest_context if last == len(peaks) - 1 else peaks[last]
+                parts_equals = (first and peaks[first] == above) or (last + 1 < len(peaks) and peaks[last + 1] == up_to)
+                if not parts_equals and up_to <= problem.footprint(shape)[2]:
+                    yield (s, first, last), Bucket(shape, 1, above, up_to)
+
+
+def fewest(problem: Problem, bucket: Bucket, training: TrainingOption, step: float, tried: bool) -> int:
+    """At most MOST engines, or one more where these do not keep the step."""
+    kept = (n for n in range(1, MOST + 1) if bucket_step(problem, replace(bucket, engines=n), training, tried) <= step)
+    return next(kept, MOST + 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.booleans(), st.data())
+def test_the_table_holds_the_fewest_engines(problem: Problem, tried: bool, data: st.DataObject) -> None:
+    """Steps are those of some allocation, or just beside them, where one engine more or less is needed."""
+    near = data.draw(st.sampled_from(priced(problem))).step * data.draw(st.sampled_from([0.5, 1 - 1e-6, 1 + 1e-6, 2.0]))
+    step = max(near, 1e-6)
+    training = data.draw(st.sampled_from(problem.training))
+    table = RangeTable(problem, tried).engines(training, step)
+    buckets = dict(existing(problem))
+    for cell in ((s, i, j) for s, row in enumerate(table) for i, line in enumerate(row) for j, _ in enumerate(line)):
+        if cell in buckets:
+            # A step so close to one that some number of engines just keeps may be told either way.
+            least = fewest(problem, buckets[cell], training, step * (1 + 1e-8), tried)
+            most = fewest(problem, buckets[cell], training, step * (1 - 1e-8), tried)
+            assert least <= min(table[cell], MOST + 1) <= most
+        else:
+            assert table[cell] == NEVER
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.booleans(), st.integers(1, MOST))
+def test_a_step_that_is_just_kept_never_misses_an_engine(problem: Problem, tried: bool, engines: int) -> None:
+    """Where a step has no time but for its latency nothing can be counted, so the step is a little longer."""
+    for training in problem.training[:2]:
+        for cell, bucket in existing(problem):
+            step = bucket_step(problem, replace(bucket, engines=engines), training, tried) * (1 + 1e-12)
+            if step > 0 and problem.staleness > 0:
+                unstalled = min(o.stall for o in problem.engines if o.shape == bucket.shape) < step * (1 - 1e-9)
+                assert RangeTable(problem, tried).engines(training, step)[cell] <= engines or not unstalled
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.floats(0.1, 30.0))
+def test_training_options_of_equal_rank_leave_the_same_table(problem: Problem, step: float) -> None:
+    table = RangeTable(problem, tried=False)
+    for one in problem.training:
+        for other in problem.training:
+            if table.rank(one, step) == table.rank(other, step):
+                assert (table.engines(one, step) == table.engines(other, step)).all()
+
+
+# Routers (1, 0.5) and (0.5, 0); the first bucket's work as in the tests of the price.
+COUNTS = [
+    # short for class 0: 18 / (9.5 - 0.5) with 8 seats; long: 5 + 10 / (9.5 - 1), and for class 1: 5 / 8.5
+    (9.5, [[[2, NEVER], [NEVER, NEVER]], [[2, 2], [NEVER, 1]]]),
+    # 8 seats take (6 + 9) / 2 = 7.5; class 1 takes 9.5 wherever it is
+    (8.0, [[[3, NEVER], [NEVER, NEVER]], [[3, NEVER], [NEVER, NEVER]]]),
+    # 4 seats take (4 + 9) / 2 = 6.5, but then 26 / (7 - 0.5)
+    (7.0, [[[4, NEVER], [NEVER, NEVER]], [[3, NEVER], [NEVER, NEVER]]]),
+]
+
+
+@pytest.mark.parametrize(("step", "wanted"), COUNTS)
+def test_known_counts(step: float, wanted: list[list[list[int]]]) -> None:
+    assert RangeTable(PROBLEM, tried=False).engines(ONE, step).tolist() == wanted

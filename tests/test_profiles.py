@@ -1,0 +1,211 @@
+"""Where engine times come from, and that a cache changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from oracles.small_cluster import A800, CLUSTER, QWEN_06B, RECIPE
+
+from libra.cache import cache_directory
+from libra.cluster import GPU, GPUS, Cluster
+from libra.cost.grid import EngineProfile
+from libra.cost.grid_file import load_grid, save_calibration
+from libra.cost.rates import Calibration, Measured
+from libra.cost.roofline import roofline
+from libra.model import ModelSpec
+from libra.plan.planner import rooflines
+from libra.profiles import engine_profiles
+from libra.recipe import Recipe
+from libra.yaml_file import ConfigError
+
+UNKNOWN = Cluster((replace(A800, name="new", gpu=replace(GPUS["A800"], name="X1")),))
+TWO_GPUS = Cluster((replace(A800, gpus=2),))  # two degrees, not four
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "libra" / "grids"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The degrees that were read, from tables that are a roofline: it is the cache that is looked at here."""
+    asked: list[int] = []
+
+    def tables(
+        gpu: GPU, model: ModelSpec, tps: Iterable[int], *, intra_bandwidth: float | None = None
+    ) -> EngineProfile:
+        degrees = list(tps)
+        asked.extend(degrees)
+        return replace(roofline(gpu, model, degrees, intra_bandwidth=intra_bandwidth), source="tables: made up")
+
+    monkeypatch.setattr("libra.profiles.tables", tables)
+    return asked
+
+
+def test_real_tables_are_the_same_from_the_cache() -> None:
+    pytest.importorskip("aiconfigurator_core", reason="the extra `aic` is not installed")
+    fresh = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE, "tables")
+    assert engine_profiles(TWO_GPUS, QWEN_06B, RECIPE, "tables") == fresh
+    assert fresh[0].source.startswith("tables: aiconfigurator-core")
+    assert [grid.tp for grid in fresh[0].engines] == [1, 2]
+
+
+def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_directory() == tmp_path / "cache" / "libra"
+    for unset in ("", None):
+        monkeypatch.delenv("XDG_CACHE_HOME") if unset is None else monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        monkeypatch.setenv("HOME", "/home/someone")
+        assert cache_directory() == Path("/home/someone/.cache/libra")
+
+
+def test_what_was_read_once_is_not_read_again_and_is_the_same(reads: list[int], cache: Path) -> None:
+    notes: list[str] = []
+    fresh = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE, note=notes.append)
+    assert sorted(reads) == [1, 2]
+    assert [load_grid(path) for path in cache.iterdir()] == list(fresh)
+    again = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE, note=notes.append)
+    assert again == fresh
+    assert [profile.digest for profile in again] == [profile.digest for profile in fresh]
+    assert sorted(reads) == [1, 2]
+    assert notes == []
+
+
+def spoil_digest(text: str) -> str:
+    content = json.loads(text)
+    content["profile"]["engines"][0]["decode"][0][0] *= 2
+    return json.dumps(content)
+
+
+SPOILED: list[tuple[str, Callable[[str], str]]] = [
+    ("empty", lambda text: ""),
+    ("cut off", lambda text: text[: len(text) // 2]),
+    ("something else", lambda text: "[1, 2, 3]"),
+    ("other numbers", spoil_digest),
+]
+
+
+@pytest.mark.parametrize("spoil", [row[1] for row in SPOILED], ids=[row[0] for row in SPOILED])
+def test_a_broken_cache_is_made_anew(reads: list[int], cache: Path, spoil: Callable[[str], str]) -> None:
+    fresh = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE)
+    (file,) = cache.iterdir()
+    whole = file.read_text()
+    file.write_text(spoil(whole))
+    reads.clear()
+    assert engine_profiles(TWO_GPUS, QWEN_06B, RECIPE) == fresh
+    assert reads
+    assert file.read_text() == whole
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    reads: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    reads.clear()
+    assert engine_profiles(TWO_GPUS, QWEN_06B, RECIPE) == fresh
+    assert reads
+
+
+OTHERS: list[tuple[str, Cluster, ModelSpec]] = [
+    ("another model", TWO_GPUS, replace(QWEN_06B, layers=27)),
+    ("another link", Cluster((replace(TWO_GPUS.nodes[0], intra_bandwidth=100e9),)), QWEN_06B),
+    ("another degree", Cluster((replace(A800, gpus=1),)), QWEN_06B),
+    ("another GPU", Cluster((replace(TWO_GPUS.nodes[0], gpu=GPUS["H100"]),)), QWEN_06B),
+]
+
+
+@pytest.mark.parametrize(("cluster", "model"), [row[1:] for row in OTHERS], ids=[row[0] for row in OTHERS])
+def test_what_differs_is_kept_apart(reads: list[int], cache: Path, cluster: Cluster, model: ModelSpec) -> None:
+    (first,) = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE)
+    reads.clear()
+    (other,) = engine_profiles(cluster, model, RECIPE)
+    assert reads
+    assert other != first
+    assert len(list(cache.iterdir())) == 2
+    # More nodes of the same kind have the same engines.
+    reads.clear()
+    assert engine_profiles(Cluster((replace(TWO_GPUS.nodes[0], count=9, name="b"),)), QWEN_06B, RECIPE) == (first,)
+    assert not reads
+
+
+def test_where_there_are_no_tables_the_roofline_takes_their_place_and_says_so(cache: Path) -> None:
+    notes: list[str] = []
+    found = engine_profiles(UNKNOWN, QWEN_06B, RECIPE, note=notes.append)
+    assert found == rooflines(UNKNOWN, QWEN_06B, RECIPE)
+    (note,) = notes
+    assert note.startswith("new: engine times are the roofline's: ")
+    assert "use a roofline" in note
+    assert not cache.exists()
+
+
+def test_tables_that_were_asked_for_and_are_not_there_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^--profile tables: nodes new: .*; .*use a roofline"):
+        engine_profiles(UNKNOWN, QWEN_06B, RECIPE, "tables")
+
+
+def test_tables_are_of_16_bit_weights() -> None:
+    eight = Recipe(batch=64, samples_per_prompt=8, max_length=8192, rollout_dtype="fp8")
+    notes: list[str] = []
+    assert engine_profiles(CLUSTER, QWEN_06B, eight, note=notes.append) == rooflines(CLUSTER, QWEN_06B, eight)
+    assert "tables are read for 16-bit weights, the request asks for 1 bytes" in notes[0]
+    with pytest.raises(ConfigError, match="tables are read for 16-bit weights"):
+        engine_profiles(CLUSTER, QWEN_06B, eight, "tables")
+
+
+def test_the_roofline_that_was_asked_for_is_no_surprise() -> None:
+    notes: list[str] = []
+    found = engine_profiles(CLUSTER, QWEN_06B, RECIPE, "roofline", notes.append)
+    assert found == rooflines(CLUSTER, QWEN_06B, RECIPE)
+    assert notes == []
+
+
+CALIBRATION = Calibration(
+    device="A800",
+    torch="2.9.0",
+    date="2026-01-31",
+    dtype="bf16",
+    linear_flops=Measured(100e12, 0.01),
+    bandwidth=Measured(1e12, 0.01),
+    linear_launch=Measured(1e-5, 0.01),
+    attention_flops=Measured(100e12, 0.01),
+    attention_launch=Measured(1e-4, 0.01),
+    cache_bandwidth=Measured(1e12, 0.01),
+    decode_launch=Measured(1e-4, 0.01),
+    training_flops=Measured(100e12, 0.01),
+    training_parameters=10**9,
+)
+
+
+def test_a_calibration_file_takes_the_place_of_constants(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    save_calibration(file, CALIBRATION)
+    (found,) = engine_profiles(CLUSTER, QWEN_06B, RECIPE, str(file))
+    assert found == roofline(A800.gpu, QWEN_06B, (1, 2, 4, 8), intra_bandwidth=200e9, calibration=CALIBRATION)
+    assert found.source.startswith("calibration: A800, 2026-01-31")
+    (constants,) = rooflines(CLUSTER, QWEN_06B, RECIPE)
+    assert found.grid(1).decode_seconds(8, 4096) > constants.grid(1).decode_seconds(8, 4096)
+
+
+REFUSED = [
+    ("none", None, "No such file or directory; calibrate again, or give another file"),
+    ("no JSON", "{", "not JSON"),
+    ("no calibration", "{}", "device: Field required; calibrate again"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "calibration.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        engine_profiles(CLUSTER, QWEN_06B, RECIPE, str(file))
+    assert str(refusal.value).startswith(f"{file}: ")
