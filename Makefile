@@ -39,3 +39,6 @@ lint: setup  ## ruff (rules and format) and mypy
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots
 	$(VENV)/bin/python -m benchmarks.planning
+	$(VENV)/bin/python -m benchmarks.profiles
+	$(VENV)/bin/python -m benchmarks.tracking
+	$(VENV)/bin/python -m benchmarks.replanning

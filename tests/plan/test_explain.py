@@ -1,0 +1,338 @@
+"""Explanations against every allocation there is, on small problems, and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from libra.plan.changes import Change, relaxations, restrictions, without_strays
+from libra.plan.cpsat import STEP_TOLERANCE, solve
+from libra.plan.explain import Explanation, by_kind, explain
+from libra.plan.feasible import require_feasible
+from libra.plan.moves import engines_by_shape
+from libra.plan.price import fits, price, training_option
+from libra.plan.problem import (
+    Allocation,
+    Bucket,
+    EngineOption,
+    InfeasiblePlanError,
+    Pool,
+    Problem,
+    Proof,
+    Solution,
+    TrainingOption,
+)
+from libra.plan.splits import splits
+
+FEW = settings(max_examples=40, deadline=None)
+CLOSE = 2 * STEP_TOLERANCE  # relative: the tie-break's and the bisection's together
+
+
+def allocations(problem: Problem) -> Iterator[Allocation]:
+    """Every allocation that fits and in which each bucket has a class."""
+    cuts = [shorter for shorter, longer in pairwise(problem.peaks) if shorter < longer]
+    for buckets in range(1, len(cuts) + 2):
+        for inner in combinations(cuts, buckets - 1):
+            ends = (*inner, problem.longest_context)
+            for shapes in product(problem.shapes, repeat=buckets):
+                most = [problem.pool(problem.footprint(shape)[0]).devices for shape in shapes]
+                for counts in product(*(range(1, n + 1) for n in most)):
+                    starts = (0, *ends[:-1])
+                    serving = tuple(map(Bucket, shapes, counts, starts, ends))
+                    for option in problem.training:
+                        allocation = Allocation(option.replicas, serving, option.layout)
+                        if fits(problem, allocation) is None:
+                            yield allocation
+
+
+def best(problem: Problem, allowed: Callable[[Allocation], bool] = lambda _: True) -> float | None:
+    return min((price(problem, a).step for a in allocations(problem) if allowed(a)), default=None)
+
+
+def is_other_with_more(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
+    mine, others = training_option(problem, allocation), training_option(problem, other)
+    assert mine is not None and others is not None
+    trains = mine.pool == others.pool and mine.devices >= others.devices
+    engines = engines_by_shape(allocation)
+    return trains and all(engines[shape] >= count for shape, count in engines_by_shape(other).items())
+
+
+@st.composite
+def menus(draw: st.DrawFn) -> Problem:
+    """A problem of at most 3 classes, 2 shapes and two pools of 4 devices; round numbers, so that ties happen."""
+    numbers = st.integers(0, 12).map(float)
+    peaks = tuple(sorted(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))))
+    longest = draw(st.integers(peaks[-1], 7))
+    classes = len(peaks)
+    vectors = st.tuples(*[numbers] * classes)
+    pools = tuple(Pool(name, draw(st.integers(1, 4)), 1) for name in draw(st.sampled_from([("a",), ("a", "b")])))
+    names = st.sampled_from([pool.name for pool in pools])
+    engines = []
+    for shape in range(draw(st.integers(1, 2))):
+        pool, devices, holds = draw(names), draw(st.integers(1, 2)), draw(st.integers(3, 8))
+        for seats in range(1, draw(st.integers(1, 2)) + 1):
+            rows = tuple(draw(st.lists(vectors, min_size=1, max_size=2)))
+            refresh = draw(st.sampled_from([(0.0,) * classes, (3.0,) * classes]))
+            option = EngineOption(
+                f"s{shape}",
+                pool,
+                devices,
+                seats,
+                holds,
+                draw(st.sampled_from([0.0, 1.0])),
+                rows,
+                refresh,
+                draw(vectors),
+            )
+            engines.append(option)
+    training = tuple(
+        TrainingOption(
+            f"t{k}", draw(names), draw(st.integers(1, 3)), 1, draw(numbers), draw(st.sampled_from([0.0, 2.0]))
+        )
+        for k in range(draw(st.integers(1, 3)))
+    )
+    staleness = draw(st.integers(0, 2))
+    reach = tuple(draw(st.sampled_from([0.5, 1.0])) for _ in peaks)
+    problem = Problem(
+        pools=pools,
+        engines=tuple(engines),
+        training=training,
+        peaks=peaks,
+        met=draw(st.tuples(*[st.booleans()] * classes)),
+        longest_context=longest,
+        reach_tried=(reach,),
+        reach_untried=(reach,),
+        staleness=staleness,
+        colocated=staleness == 0 and draw(st.booleans()),
+        switch=1.0,
+        one_bucket_per_shape=draw(st.booleans()),
+        most_buckets=draw(st.sampled_from([None, None, 1, 2])),
+    )
+    try:
+        require_feasible(problem)
+    except InfeasiblePlanError:
+        assume(False)
+    return problem
+
+
+def is_close(found: float, wanted: float) -> bool:
+    return wanted * (1 - 1e-7) - 1e-5 <= found <= wanted * (1 + CLOSE) + 1e-5
+
+
+@FEW
+@given(menus())
+def test_what_is_excluded_is_not_found_again_and_the_best_of_the_rest_is(problem: Problem) -> None:
+    known: list[Allocation] = []
+    for _ in range(4):
+
+        def different(allocation: Allocation) -> bool:
+            return not any(is_other_with_more(problem, allocation, other) for other in known)
+
+        wanted = best(problem, different)
+        if wanted is None:
+            with pytest.raises(InfeasiblePlanError, match="no plan but the excluded"):
+                solve(problem, excluding=known)
+            return
+        found = solve(problem, excluding=known)
+        assert different(found.allocation)
+        assert is_close(found.predicted.step, wanted)
+        assert found.proof.bound <= wanted + 1e-5
+        known.append(found.allocation)
+
+
+@FEW
+@given(menus())
+def test_relaxed_problems_allow_every_plan_and_reliefs_are_their_optima(problem: Problem) -> None:
+    solution = solve(problem)
+    explained = explain(problem, solution)
+    own = best(problem)
+    assert own is not None
+    steps = {relief.change: relief for relief in explained.reliefs}
+    changes = list(relaxations(problem, {}))
+    assert len(steps) == len(changes)
+    for change in changes:
+        wanted = best(change.problem)
+        assert wanted is not None and wanted <= own + 1e-9
+        relief = steps[change.what]
+        assert is_close(relief.step, wanted)
+        assert relief.seconds == explained.plan.predicted.step - relief.step
+        if relief.binds:
+            assert wanted < own
+        if wanted < own * (1 - CLOSE) - 1e-4:
+            assert relief.binds
+    assert [relief.seconds for relief in explained.reliefs] == sorted((r.seconds for r in steps.values()), reverse=True)
+
+
+@FEW
+@given(menus())
+def test_restricted_problems_forbid_the_decision_and_nothing_else(problem: Problem) -> None:
+    solution = solve(problem)
+    allocation, explained = solution.allocation, explain(problem, solution)
+    own = (allocation.layout, allocation.replicas)
+    shapes = {bucket.shape for bucket in allocation.buckets}
+    forbidden: dict[str, Callable[[Allocation], bool]] = {
+        "train on other devices or in another layout": lambda a: (a.layout, a.replicas) != own,
+        **{f"no {shape}": lambda a, s=shape: all(b.shape != s for b in a.buckets) for shape in shapes},
+        "a single bucket": lambda a: len(a.buckets) == 1,
+        "2 buckets": lambda a: len(a.buckets) <= 2,
+    }
+    assert [other.decision for other in explained.otherwise] == [c.what for c in restrictions(problem, allocation)]
+    decisions = {other.decision: other.plan for other in explained.otherwise}
+    assert ("a single bucket" in decisions) == (len(allocation.buckets) > 1)
+    for decision, plan in decisions.items():
+        wanted = best(problem, forbidden[decision])
+        assert (plan is None) == (wanted is None)
+        if plan is not None and wanted is not None:
+            assert is_close(plan.predicted.step, wanted)
+            if explained.plan.predicted.step > 0:
+                assert plan.loss == plan.predicted.step / explained.plan.predicted.step - 1
+
+
+@FEW
+@given(menus())
+def test_a_split_is_the_fastest_training_and_the_fastest_generation_beside_it(problem: Problem) -> None:
+    found = {(split.pool, split.devices): split for split in splits(problem, 40)}
+    for pool, devices in {(option.pool, option.devices) for option in problem.training}:
+        options = [option for option in problem.training if (option.pool, option.devices) == (pool, devices)]
+        fastest = min(options, key=lambda option: option.seconds)
+        alone = replace(problem, training=(fastest,))
+        priced = [price(alone, allocation) for allocation in allocations(alone)]
+        assert bool(priced) == ((pool, devices) in found)
+        if not priced:
+            continue
+        split = found[pool, devices]
+        assert split.training == fastest.seconds
+        assert is_close(split.step, min(p.step for p in priced))
+        if problem.staleness:
+            assert is_close(split.generation, min(max(p.rollout, p.latency) for p in priced))
+        else:
+            fixed = fastest.seconds + fastest.publish + 2 * problem.switch * problem.colocated
+            assert split.step == pytest.approx(split.generation + fixed)
+
+
+@FEW
+@given(menus())
+def test_an_explanation_is_json_and_prices_its_own_plan(problem: Problem) -> None:
+    solution = solve(problem)
+    explained = explain(problem, solution)
+    json.dumps(asdict(explained), allow_nan=False)
+    assert explained.plan.predicted == solution.predicted
+    assert explained.bound.by == solution.predicted.bottleneck
+    assert explained.bound.next_seconds <= explained.bound.seconds <= solution.predicted.step
+    used = sum(bucket.devices for bucket in explained.buckets)
+    assert used == sum(pool.generating for pool in explained.pools)
+    for pool in explained.pools:
+        busy = max(pool.training, pool.generating) if problem.colocated else pool.training + pool.generating
+        assert pool.idle == pool.devices - busy >= 0
+    if solution.predicted.step > 0:
+        worst = max(bucket.share for bucket in explained.buckets)
+        assert worst == pytest.approx(
+            max(solution.predicted.rollout, solution.predicted.latency) / solution.predicted.step
+        )
+    wanted = best(without_strays(problem))
+    assert wanted is not None and is_close(explained.routing.best_plan, wanted)
+    assert explained.routing.same_plan == price(without_strays(problem), solution.allocation).step
+
+
+def one_shape(work: tuple[float, float], residence: tuple[float, float], **fields: object) -> Problem:
+    """Two classes on four single devices that each train in 8 s and less where more of them do."""
+    engine = EngineOption("e", "p", 1, 8, 100, 0.0, (work,), (0.0, 0.0), residence)
+    training = tuple(TrainingOption("t", "p", n, n, 8.0 / n, 0.5) for n in (1, 2, 3))
+    problem = Problem((Pool("p", 2, 2),), (engine,), training, (10, 100), (True, True), 100, ((1, 1),), ((1, 1),), 1)
+    return replace(problem, **fields)  # type: ignore[arg-type]
+
+
+BOUNDS = [
+    ("rollout", (6.0, 3.0), (1.0, 1.0), {}, ("rollout", 4.5, "training", 4.0)),
+    ("training", (4.0, 3.0), (1.0, 1.0), {}, ("training", 4.0, "rollout", 3.5)),
+    ("latency", (4.0, 3.0), (1.0, 6.0), {}, ("latency", 5.25, "training", 4.0)),
+    # The parts of a synchronous step are residence, load and training themselves, not sums.
+    ("sync, rollout", (4.0, 6.0), (1.0, 1.0), {"staleness": 0}, ("rollout", 5.0, "training", 4.0)),
+    ("sync, latency", (4.0, 3.0), (1.0, 6.0), {"staleness": 0}, ("latency", 6.0, "training", 4.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("work", "residence", "fields", "wanted"), [row[1:] for row in BOUNDS], ids=[r[0] for r in BOUNDS]
+)
+def test_the_bound_is_held_against_the_next_largest(
+    work: tuple[float, float], residence: tuple[float, float], fields: dict[str, object], wanted: tuple[object, ...]
+) -> None:
+    problem = one_shape(work, residence, **fields)
+    allocation = Allocation(2, (Bucket("e", 2, 0, 100),), "t")
+    solution = Solution(allocation, price(problem, allocation), Proof("feasible", 0.0, 1.0))
+    bound = explain(problem, solution).bound
+    assert (bound.by, bound.seconds, bound.next, bound.next_seconds) == wanted
+    assert bound.slack == pytest.approx(1 - bound.next_seconds / bound.seconds)
+
+
+def explained_example(**arguments: object) -> Explanation:
+    problem = one_shape((9.0, 3.0), (1.0, 1.0))
+    return explain(problem, solve(problem), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_node_is_priced_anew_where_the_problem_with_it_is_given() -> None:
+    problem = one_shape((9.0, 3.0), (1.0, 1.0))
+    faster = replace(problem, training=(TrainingOption("new", "p", 1, 1, 0.1, 0.0),), pools=(Pool("p", 3, 2),))
+    node = next(relief for relief in explained_example().reliefs if relief.node_of == "p")
+    anew = next(relief for relief in explained_example(larger={"p": faster}).reliefs if relief.node_of == "p")
+    # 12 s of work on 4 engines beside 2 or on 5 beside 1 of six devices.
+    assert (node.step, anew.step) == (pytest.approx(4.0), pytest.approx(2.4))
+    assert node.change == "one more node of p (2 devices)"
+
+
+def test_splits_are_thinned_evenly_and_keep_both_ends() -> None:
+    training = tuple(TrainingOption("t", "p", n, n, 90.0 / n, 0.5) for n in range(1, 22))
+    problem = one_shape((9.0, 3.0), (1.0, 1.0), training=training, pools=(Pool("p", 22, 1),))
+    assert [split.devices for split in splits(problem, 5)] == [1, 6, 11, 16, 21]
+    assert [split.devices for split in splits(problem, 21)] == list(range(1, 22))
+    assert [split.devices for split in splits(problem, 5, training[6])] == [1, 6, 7, 11, 16, 21]
+    assert [split.devices for split in splits(problem, 5, training[10])] == [1, 6, 11, 16, 21]
+
+
+def test_a_lone_plan_has_no_runners_up() -> None:
+    problem = one_shape((9.0, 3.0), (1.0, 1.0), pools=(Pool("p", 2, 1),))
+    explained = explain(problem, solve(problem))
+    assert explained.runners_up == ()
+    assert {other.decision: other.plan for other in explained.otherwise}["no e"] is None
+
+
+def test_a_solution_that_does_not_fit_is_refused() -> None:
+    problem = one_shape((9.0, 3.0), (1.0, 1.0))
+    solution = solve(problem)
+    with pytest.raises(ValueError, match="no option trains"):
+        explain(problem, replace(solution, allocation=replace(solution.allocation, replicas=7)))
+
+
+def test_a_lower_longest_context_spares_no_work_but_the_memory_for_it() -> None:
+    problem = one_shape((9.0, 3.0), (1.0, 1.0))
+    small = EngineOption("small", "p", 1, 8, 10, 0.0, ((0.1, 0.1),), (0.0, 0.0), (1.0, 1.0))
+    changes = {c.what: c for c in relaxations(replace(problem, engines=(*problem.engines, small)), {})}
+    change: Change = changes["longest context 10 instead of 100 tokens, for the same work"]
+    assert [option.holds for option in change.problem.engines] == [100, 100]
+    assert (change.problem.peaks, change.problem.longest_context) == ((10, 100), 100)
+
+
+REJECTED = [
+    ("a", "at dp 24 it needs 338.3 GB; the largest item is logits"),
+    ("b", "a replica has 64 devices; there are 48"),
+    ("c", "a replica has 128 devices; there are 48"),
+    ("d", "at best 2.5% slower than tp1 dp* full-recompute, on 8 devices"),
+]
+
+
+def test_reasons_of_one_kind_differ_in_numbers_and_layouts_alone() -> None:
+    kinds = by_kind(REJECTED)
+    assert [(kind.kind, [name for name, _ in kind.options]) for kind in kinds] == [
+        ("a replica has … devices", ["b", "c"]),
+        ("at dp … it needs … GB", ["a"]),
+        ("at best … slower than …, on … devices", ["d"]),
+    ]
+    assert sorted(option for kind in kinds for option in kind.options) == REJECTED
+    assert explained_example(rejected=REJECTED).rejected == kinds

@@ -1,0 +1,154 @@
+"""The page of an explanation: complete in itself, saying the numbers, drawing what there is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from made_explanation import CLASSES, EXPLANATION, plan
+from test_report_html import Page, figure
+
+from libra.plan.explain import Otherwise, RejectedKind
+from libra.plan.splits import Split
+from libra.report.explain_charts import below, bucket_figure, split_figures
+from libra.report.explain_html import MOST_REJECTED, explain_page
+from libra.report.explain_table import headline, routing_sentence
+
+PAGE = explain_page(EXPLANATION, "Qwen3 <14B>", CLASSES)
+
+
+def test_a_page_needs_nothing_but_itself() -> None:
+    page = Page(PAGE)
+    assert page.count("script") == page.count("link") == page.count("img") == 0
+    for address in ("http", "src=", "href", "url(", "@import", "//"):
+        assert address not in PAGE, address
+    assert explain_page(EXPLANATION, "Qwen3 <14B>", CLASSES) == PAGE
+    assert "prefers-color-scheme: dark" in PAGE
+
+
+def test_a_page_says_what_was_explained() -> None:
+    said = Page(PAGE).text
+    for words in (
+        "Qwen3 <14B>",
+        headline(EXPLANATION),
+        routing_sentence(EXPLANATION),
+        "32 devices of a",
+        "11 devices 4 engines, 2 buckets",
+        "13 devices 5 of 48 a, 8 of 8 [b]",
+        "From 24 to 32 training devices the slower side changes from training to generation.",
+        "this plan: 32 train",
+        "3 × a/tp1 · 3 devices · 75 % of the step",
+        "1 × a/tp8 · 8 devices · 100 % of the step",
+        "up to 8,000 tokens: 30.0 %",
+        "no. 3 +10.0 % 1 min 50 s 24 of a train, 3 a/tp1 + 1 a/tp8 generate",
+        "no a/tp8 - - no plan",
+        "one more node of a (8 devices) 12.5 % 1 min 28 s",
+        "at most 3 buckets instead of 2 nothing -",
+        "What is no option, and why (2)",
+        "2 × needs … GB",
+        "tp1 needs 200 GB; [80] are there",
+    ):
+        assert words in said, words
+
+
+def test_bars_have_one_scale_over_both_tables_of_plans_and_ties_have_none() -> None:
+    losses = [int(width) for width in re.findall(r"width:(\d+)px;background:#d55e00", PAGE)]
+    assert losses == [24, 120]
+    assert re.findall(r"width:(\d+)px;background:#00795a", PAGE) == ["120"]
+
+
+def test_a_loss_within_the_tolerance_has_no_bar_even_where_all_have_such() -> None:
+    tied = replace(EXPLANATION, runners_up=(plan(32, {"a/tp4": 2}, 100.01),), otherwise=())
+    assert re.findall(r"width:(\d+)px;background:#d55e00", explain_page(tied, "tied")) == []
+
+
+def test_of_thousands_of_rejected_options_the_first_are_shown() -> None:
+    many = tuple((f"option {k}", "too large") for k in range(MOST_REJECTED + 1200))
+    said = Page(explain_page(replace(EXPLANATION, rejected=(RejectedKind("too large", many),)), "many")).text
+    assert f"option {MOST_REJECTED - 1} " in said and f"option {MOST_REJECTED} " not in said
+    assert "and 1,200 more" in said and "1,250 × too large" in said
+    assert "more, of which" not in Page(PAGE).text
+
+
+def test_a_page_without_alternatives_rejections_and_classes_says_less_and_stands() -> None:
+    lone = replace(EXPLANATION, runners_up=(), otherwise=(Otherwise("no a/tp8", None),), rejected=(), reliefs=())
+    said = Page(explain_page(lone, "alone")).text
+    assert "There is no other plan." in said
+    assert "What is no option" not in said
+    assert "how trajectories distribute" not in said
+
+
+def test_a_bucket_that_bounds_the_step_has_its_own_colour() -> None:
+    bars = re.findall(r'<title>([\d,]+) to [^<]*</title><rect[^>]*fill="(#\w+)"', bucket_figure(EXPLANATION, ()).body)
+    assert [bar[0] for bar in bars] == ["1", "8,001"]
+    assert bars[0][1] != bars[1][1] == "#d55e00"
+
+
+def test_every_range_is_drawn_to_scale_on_a_logarithmic_axis() -> None:
+    """Neighbours touch, and ranges of equal ratio are equally wide."""
+    first = EXPLANATION.buckets[0]
+    ends = [(0, 1_000), (1_000, 4_000), (4_000, 16_000)]
+    buckets = tuple(replace(first, above=above, up_to=up_to) for above, up_to in ends)
+    source = bucket_figure(replace(EXPLANATION, buckets=buckets), ()).body
+    rects = [
+        tuple(map(float, found)) for found in re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', source)
+    ]
+    assert len(rects) == 3
+    for (x, width), (after, _) in pairwise(rects):
+        assert x + width == pytest.approx(after, abs=0.02)
+    assert rects[1][1] == pytest.approx(rects[2][1], abs=0.02)
+
+
+def test_areas_of_the_distribution_are_shares() -> None:
+    source = bucket_figure(EXPLANATION, CLASSES).body
+    columns = re.findall(
+        r'up to [\d,]+ tokens: ([\d.]+) %</title><rect x="[\d.]+" y="[\d.]+" width="([\d.]+)" height="([\d.]+)"', source
+    )
+    areas = [(float(share), (float(width) + 1) * float(height)) for share, width, height in columns]
+    assert len(areas) == len(CLASSES)
+    assert [area / share for share, area in areas] == pytest.approx([areas[0][1] / areas[0][0]] * 3, rel=1e-3)
+
+
+def test_each_pool_that_could_train_has_a_figure_and_the_plan_is_marked_on_its_own() -> None:
+    other = (Split("t", "[b]", 4, 10.0, 90.0, 90.0), Split("t", "[b]", 8, 5.0, 95.0, 95.0))
+    own, second = split_figures(replace(EXPLANATION, splits=(*other, *EXPLANATION.splits)))
+    assert own.title.endswith("training on a") and "this plan" in own.body
+    assert second.title.endswith("training on [b]") and "this plan" not in second.body
+    assert "Training is always the faster side." in second.note
+    slow = tuple(replace(split, training=150.0) for split in other)
+    assert "Training is never the faster side." in split_figures(replace(EXPLANATION, splits=slow))[0].note
+
+
+def test_a_synchronous_step_is_drawn_beside_its_parts() -> None:
+    title = "Time against the split, training on a"
+    assert "their sum" not in figure(PAGE, title)
+    source = explain_page(replace(EXPLANATION, synchronous=True), "sync")
+    assert "their sum" in figure(source, title)
+    assert figure(source, title).count("<polyline") == figure(PAGE, title).count("<polyline") + 1
+
+
+CURVES = [
+    ("all below", [(1, 5.0), (2, 6.0)], ((1, 5.0), (2, 6.0))),
+    ("falls below", [(1, 20.0), (3, 5.0)], ((1 + 2 * 10 / 15, 10.0), (3, 5.0))),
+    ("rises above", [(1, 5.0), (3, 20.0), (4, 90.0)], ((1, 5.0), (1 + 2 * 5 / 15, 10.0))),
+    ("both", [(0, 99.0), (1, 20.0), (2, 0.0), (3, 20.0)], ((1.5, 10.0), (2, 0.0), (2.5, 10.0))),
+    ("never", [(1, 20.0), (2, 11.0)], ()),
+]
+
+
+@pytest.mark.parametrize(("points", "wanted"), [row[1:] for row in CURVES], ids=[row[0] for row in CURVES])
+def test_curves_are_cut_where_they_cross_the_limit(
+    points: list[tuple[float, float]], wanted: tuple[tuple[float, float], ...]
+) -> None:
+    found = below(points, 10.0)
+    assert [x for x, _ in found] == pytest.approx([x for x, _ in wanted])
+    assert [y for _, y in found] == pytest.approx([y for _, y in wanted])
+
+
+def test_a_name_with_a_tag_in_it_stays_text() -> None:
+    evil = replace(EXPLANATION, otherwise=(Otherwise("<script>", plan(24, {"<b>": 1}, 110.0)),))
+    page = Page(explain_page(evil, "x"))
+    assert page.count("script") == 0
+    assert "<script>" in page.text and "1 <b> generate" in page.text
