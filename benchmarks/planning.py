@@ -4,10 +4,10 @@ Invariant: the questions are the same on every machine; only the seconds and the
 
     python -m benchmarks.planning [--quick] [--json FILE]
 
-A case is a cluster and a step's worth of trajectories, Qwen3-14B, contexts up to 40,960 tokens. Time is from the request
-to the plan: pricing, solving with proof, and placement. The engines' profile is there already, as in a run that plans
-every period; to build it is a case of its own, and so is planning again with the last plan as a hint while lengths
-drift. Each case has a process of its own, whose peak memory is reported.
+A case is a cluster and a step's worth of trajectories, Qwen3-14B, contexts up to 40,960 tokens. Time is from the
+request to the plan: pricing, solving with proof, and placement. The engines' profile is there already, as in a run that
+plans every period; to build it is a case of its own, and so is planning again with the last plan as a hint while
+lengths drift. Each case has a process of its own, whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -99,13 +99,9 @@ def measure(case: Case, plans: int) -> Measured:
     """Make one plan after the other in this process; the first is not counted, it warms libraries up."""
     model = load_model(MODEL)
     recipe = Recipe(batch=case.trajectories, samples_per_prompt=16, max_length=MAX_LENGTH)
-    nodes = tuple(
-        NodeClass(gpu.lower(), count, 8, GPUS[gpu], GPUS[gpu].link, _ETHERNET) for gpu, count in case.nodes
-    )
+    nodes = tuple(NodeClass(gpu.lower(), count, 8, GPUS[gpu], GPUS[gpu].link, _ETHERNET) for gpu, count in case.nodes)
     cluster = Cluster(nodes)
-    profiles = tuple(
-        roofline(n.gpu, model, tensor_degrees(model, n), intra_bandwidth=n.intra_bandwidth) for n in nodes
-    )
+    profiles = tuple(roofline(n.gpu, model, tensor_degrees(model, n), intra_bandwidth=n.intra_bandwidth) for n in nodes)
     planner = Planner(cluster, model, recipe, profiles)
     seconds, cpu_seconds, gaps = [], [], []
     current: Plan | None = None

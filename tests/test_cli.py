@@ -165,7 +165,7 @@ def test_plan_refuses_files_that_are_not_there(tmp_path: Path) -> None:
     assert_refused(plan(config=none), f"{none}: No such file or directory: give an existing YAML file")
     assert_refused(plan(log=none), f"{none}: No such file or directory")
     assert_refused(plan(profile=none), f"{none}: No such file or directory; give a profile.json that a run has written")
-    assert_refused(plan("-o", none / "plan.json"), f"{none / 'plan.json'}: No such file or directory")
+    assert_refused(plan("-o", none / "plan.json"), f"{none / 'plan.json'}: there is no directory {none}; make it")
 
 
 def test_plan_refuses_a_bad_line_with_file_line_and_field(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_a_model_of_another_kind_is_refused_with_the_missing_field(tmp_path: Pat
 def test_a_plan_is_not_written_where_there_is_no_directory(tmp_path: Path) -> None:
     place = tmp_path / "none" / "plan.json"
     result = Asked(options=("-o", str(place), "--json")).call(tmp_path)
-    assert_refused(result, f"{place}: No such file or directory; give another file to write to")
+    assert_refused(result, f"{place}: there is no directory {place.parent}; make it, or give another file to write to")
     assert not place.parent.exists()
 
 

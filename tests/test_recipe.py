@@ -74,14 +74,14 @@ BYTES: dict[tuple[Dtype, Optimiser], tuple[int, int, int, int]] = {
 @pytest.mark.parametrize(("dtype", "optimiser"), BYTES)
 def test_bytes_of_a_trained_parameter(dtype: Dtype, optimiser: Optimiser) -> None:
     weights, gradients, states, total = BYTES[dtype, optimiser]
-    held = Recipe(**given(dtype=dtype, optimiser=optimiser)).training_bytes
+    held = Recipe(**given(dtype=dtype, optimiser=optimiser, rollout_dtype="bf16")).training_bytes
     assert held == TrainingBytes(weights, gradients, states)
     assert held.total == total
 
 
 @pytest.mark.parametrize(
     ("dtype", "rollout", "weights", "kv"),
-    [("bf16", None, 2, 2), ("bf16", "fp8", 1, 2), ("fp32", None, 4, 4), ("fp32", "bf16", 2, 2)],
+    [("bf16", None, 2, 2), ("bf16", "fp8", 1, 2), ("fp32", "bf16", 2, 2), ("fp32", "fp8", 1, 2)],
 )
 def test_bytes_in_an_engine(dtype: str, rollout: str | None, weights: int, kv: int) -> None:
     recipe = Recipe(**given(dtype=dtype, rollout_dtype=rollout))
@@ -107,6 +107,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("negative staleness", given(staleness=-1), "staleness: Input should be greater than or equal to 0"),
     ("reference", given(reference="yes"), "reference: Input should be 'none', 'resident' or 'offloaded'"),
     ("type", given(dtype="bfloat16"), "dtype: Input should be 'bf16', 'fp16' or 'fp32'"),
+    ("engines in fp32", given(dtype="fp32"), "dtype is fp32, but engines are priced in 8 or 16 bits: set rollout"),
     ("rollout type", given(rollout_dtype="int4"), "rollout_dtype: Input should be 'fp8' or 'bf16'"),
     ("optimiser", given(optimiser="adam"), "optimiser: Input should be 'adamw', 'adamw_bf16' or 'sgd'"),
     ("no memory", given(gpu_memory_utilization=0), "gpu_memory_utilization: Input should be greater than 0"),

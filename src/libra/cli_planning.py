@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,6 +69,7 @@ def plan(
 
     notes: list[str] = []
     try:
+        _check_writable(output)
         if model is None:
             found, evidence = _plan_run(where, trajectories, profile, what_if)
         else:
@@ -148,6 +147,13 @@ def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
     return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)
 
 
+def _check_writable(*paths: Path | None) -> None:
+    """Before the work is done, not after."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no directory {path.parent}; make it, or give another file to write to")
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -182,6 +188,7 @@ def explain(
 
     change = ""
     try:
+        _check_writable(html)
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
             before, found = found.predicted.step, _assumed(found, what_if)
@@ -259,6 +266,7 @@ def calibrate(
             raise ConfigError(unknown("GPU", gpu, GPUS))
         if device not in (None, "cuda", "cpu"):
             raise ConfigError(f"--device is {device}; give cuda or cpu")
+        _check_writable(output)
         from libra.exec.calibrate_device import calibrate_device
 
         found = calibrate_device(device)

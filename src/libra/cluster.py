@@ -121,6 +121,10 @@ GPUS: Mapping[str, GPU] = {
 }
 
 
+MOST_NODES = 100_000  # of one class
+MOST_GPUS = 1_024  # of one node: racks are built with 72
+
+
 @dataclass(frozen=True, slots=True)
 class NodeClass:
     """Identical nodes. Raises ValueError where a count or a bandwidth is one that no cluster has."""
@@ -134,9 +138,11 @@ class NodeClass:
 
     def __post_init__(self) -> None:
         _require_name(self.name)
-        for field, value in (("count", self.count), ("gpus", self.gpus)):
+        for field, value, most in (("count", self.count, MOST_NODES), ("gpus", self.gpus, MOST_GPUS)):
             if value < 1:
                 raise ValueError(f"{field} is {value}; set it to 1 or more, or leave the nodes out")
+            if value > most:
+                raise ValueError(f"{field} is {value:,}; no class of nodes has more than {most:,}: check it")
         _require_link("intra_bandwidth", self.intra_bandwidth, _INTRA, "a GPU")
         _require_link("inter_bandwidth", self.inter_bandwidth, _INTER, "a node")
         if self.intra_bandwidth > self.gpu.link:

@@ -19,7 +19,7 @@ from libra.cluster import Cluster, NodeClass
 from libra.cost.grid import EngineProfile
 from libra.cost.grid_file import load_calibration, load_grid, save_grid
 from libra.cost.rates import Calibration
-from libra.cost.roofline import roofline
+from libra.cost.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, roofline
 from libra.integrations.aiconfigurator import NoTablesError, tables
 from libra.model import ModelSpec
 from libra.plan.engines import tensor_degrees
@@ -77,7 +77,8 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
         installed = "none"
-    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed]
+    sampled = [BATCHES, CONTEXTS, CHUNKS, PREFIXES]
+    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, sampled]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():

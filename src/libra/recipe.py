@@ -71,6 +71,8 @@ class Recipe(Section):
                 f"batch is {self.batch}, which {self.samples_per_prompt} samples_per_prompt do not divide: make it a"
                 " multiple"
             )
+        if self.dtype == "fp32" and self.rollout_dtype is None:
+            raise ValueError("dtype is fp32, but engines are priced in 8 or 16 bits: set rollout_dtype to bf16 or fp8")
         if self.mode != "async" and self.staleness:
             raise ValueError(f"staleness is {self.staleness}, but mode is {self.mode}: set it to 0, or mode to async")
         return self

@@ -16,9 +16,10 @@ from oracles.optimality import require_best
 from oracles.small_problem import LONG, ONE, PROBLEM, TWO, one_bucket, two_buckets
 from ortools.sat.python import cp_model
 
-from libra.plan.cpsat import StepModel, _Search, solve
+from libra.plan.cpsat import StepModel
 from libra.plan.price import price
 from libra.plan.problem import Pool, Problem
+from libra.plan.solve import _Search, solve
 
 SOME = settings(max_examples=60, deadline=None)
 
@@ -36,7 +37,7 @@ def test_the_same_problem_gives_the_same_answer(problem: Problem, seed: int) -> 
 
 
 def test_another_process_gives_the_same_answer() -> None:
-    code = "from libra.plan.cpsat import solve; from oracles.small_problem import PROBLEM; print(solve(PROBLEM))"
+    code = "from libra.plan.solve import solve; from oracles.small_problem import PROBLEM; print(solve(PROBLEM))"
     tests = str(Path(__file__).parents[1])
     answers = {
         subprocess.run(

@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from libra.plan.changes import Change, relaxations, restrictions, without_strays
-from libra.plan.cpsat import STEP_TOLERANCE, solve
 from libra.plan.explain import Explanation, by_kind, explain
 from libra.plan.feasible import require_feasible
 from libra.plan.moves import engines_by_shape
@@ -28,6 +27,7 @@ from libra.plan.problem import (
     Solution,
     TrainingOption,
 )
+from libra.plan.solve import STEP_TOLERANCE, solve
 from libra.plan.splits import splits
 
 FEW = settings(max_examples=40, deadline=None)

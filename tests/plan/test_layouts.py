@@ -56,7 +56,8 @@ def every_layout(model: ModelSpec, at: NodeClass, given: Recipe) -> Iterator[Par
         replica = tp * pp * cp
         if at.gpus % tp or at.gpus % cp or model.tp_refusal(tp) or model.layers % pp or experts % ep:
             continue
-        if replica > devices or (at.gpus % replica and replica % at.gpus):
+        inside = at.gpus % replica == 0 and replica in (1, 2, 4, 8, 16)
+        if replica > devices or not (inside or replica % at.gpus == 0):
             continue
         for dp in range(1, min(given.batch, devices // replica) + 1):
             if dp * cp % ep:
@@ -159,7 +160,7 @@ def test_reasons_of_what_qwen3_14b_cannot_do() -> None:
     assert sharded in {layout.family for layout in menu.chosen.values()}
     assert re.fullmatch(r"at dp 4 .*largest item is optimiser with .* GB; it fits from dp 5", reason(menu, sharded))
     assert reason(menu, "pp16") == "pp is 16; it must divide the 40 layers"
-    assert "neither a divisor nor a multiple" in reason(menu, "tp1 pp5 cp1")
+    assert "neither a power of two that divides" in reason(menu, "tp1 pp5 cp1")
     assert "a replica has 80 devices; there are 48" in reason(menu, "tp8 pp10 cp1")
 
 

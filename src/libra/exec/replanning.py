@@ -17,13 +17,13 @@ from libra.exec.pool import Role, Worker
 from libra.exec.rollout import Episode
 from libra.exec.trainers import StepResult
 from libra.lengths import LengthTracker
-from libra.plan.cpsat import solve
 from libra.plan.moves import diff, seconds
 from libra.plan.plan import Plan, answer
 from libra.plan.problem import Allocation
 from libra.plan.replan import Decision, decide
 from libra.plan.request import make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
+from libra.plan.solve import solve
 
 _HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
 

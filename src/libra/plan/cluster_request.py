@@ -47,8 +47,8 @@ class ClusterRequest:
     def __post_init__(self) -> None:
         if self.recipe.max_length > self.model.max_context:
             raise ValueError(
-                f"max_length is {self.recipe.max_length}; {self.model.name} is made for {self.model.max_context} tokens:"
-                " lower max_length"
+                f"max_length is {self.recipe.max_length}; {self.model.name} is made for {self.model.max_context}"
+                " tokens: lower max_length"
             )
         check_classes(self.classes, self.recipe.max_length)
         if len(self.profiles) != len(self.cluster.nodes):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from libra.plan.cpsat import solve
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Problem, TrainingOption
+from libra.plan.solve import solve
 
 ConstraintKind = Literal["devices", "training", "longest context", "own devices", "engines", "no idle devices"]
 

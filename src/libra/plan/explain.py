@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from libra.plan.changes import Change, relaxations, restrictions, without_strays
-from libra.plan.cpsat import solve
 from libra.plan.moves import engines_by_shape
 from libra.plan.price import bucket_prices, devices_used, fixed_seconds, price, training_option
 from libra.plan.problem import (
@@ -25,6 +24,7 @@ from libra.plan.problem import (
     Solution,
     TrainingOption,
 )
+from libra.plan.solve import solve
 from libra.plan.splits import Split, splits
 
 RUNNERS_UP = 3

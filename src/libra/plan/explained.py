@@ -38,7 +38,7 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     profiles = dict(zip((nodes.name for nodes in request.cluster.nodes), request.profiles, strict=True))
     unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
     if unknown:
-        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan again with the new cluster.yaml")
+        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan anew with it")
     changed = replace(
         request,
         cluster=cluster,

@@ -85,8 +85,12 @@ def _tp_refusal(model: ModelSpec, nodes: NodeClass, tp: int) -> str | None:
 def _replica_refusal(nodes: NodeClass, devices: int, replica: int) -> str | None:
     if replica > devices:
         return f"a replica has {replica} devices; there are {devices}"
-    if nodes.gpus % replica and replica % nodes.gpus:
-        return f"a replica has {replica} devices, neither a divisor nor a multiple of the node's {nodes.gpus} GPUs"
+    if replica % nodes.gpus and (nodes.gpus % replica or replica & (replica - 1)):
+        # Blocks of sizes that divide each other always fit in place when they fit by count; engines are powers of two.
+        return (
+            f"a replica has {replica} devices, neither a power of two that divides the node's {nodes.gpus} GPUs nor a"
+            " multiple of them"
+        )
     return None
 
 

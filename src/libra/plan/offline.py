@@ -14,8 +14,8 @@ from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_memory import BLOCK as _GPU_BLOCK
 from libra.lengths import LengthTracker
-from libra.plan.slots import Fleet, SlotRequest
 from libra.plan.request import longest_context, make_request, make_tracker
+from libra.plan.slots import Fleet, SlotRequest
 from libra.recipe import Recipe
 from libra.trajectory import Trajectory
 

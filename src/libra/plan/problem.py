@@ -88,7 +88,9 @@ class EngineOption:
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
         _require_costs(f"engine option {self.name}", stall=(self.stall,), refresh=self.refresh)
-        _require_costs(f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row))
+        _require_costs(
+            f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row)
+        )
         if not self.work or any(len(row) != len(self.residence) for row in (*self.work, self.refresh)):
             raise ValueError(f"engine option {self.name}: work, refresh and residence must price the same classes")
 
@@ -190,13 +192,18 @@ class Problem:
         pools = {pool.name for pool in self.pools}
         if len(pools) < len(self.pools):
             raise ValueError("two pools have the same name; name each once")
-        for named in (*(option.pool for option in self.engines), *(option.pool for option in self.training)):
-            if named not in pools:
-                raise ValueError(f"an option is on pool {named!r}; the pools are {', '.join(sorted(pools))}")
+        for pool in (*(option.pool for option in self.engines), *(option.pool for option in self.training)):
+            if pool not in pools:
+                raise ValueError(f"an option is on pool {pool!r}; the pools are {', '.join(sorted(pools))}")
+        named = [(option.layout, option.replicas) for option in self.training]
+        if len(set(named)) < len(named):
+            raise ValueError("two training options have the same layout and replicas; list each once")
         same: dict[str, tuple[str, int, int]] = {}
         for engine in self.engines:
             if same.setdefault(engine.shape, engine.footprint) != engine.footprint:
-                raise ValueError(f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart")
+                raise ValueError(
+                    f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart"
+                )
         classes = len(self.peaks)
         rows = (self.met, *self.reach_tried, *self.reach_untried, *(option.residence for option in self.engines))
         if any(len(row) != classes for row in rows):

@@ -26,7 +26,7 @@ class Decision:
     gain_per_step: float | None  # seconds; None: the current allocation has no price
     horizon_steps: float  # steps for which the proposed plan is expected to hold
     cost: float  # seconds of stepping that the change loses
-    uncertainty: float  # relative standard error of the tracked work
+    uncertainty: float  # relative error that the tracked work may have
     taken: bool
     reason: str
 

@@ -109,7 +109,7 @@ class SlotRequest:
             raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
 
     def problem(self) -> Problem:
-        """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when no device may train or generate."""
+        """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
         fleet, workload = self.fleet, self.workload
         if fleet.core < 1:
             raise InfeasiblePlanError(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from libra.plan.cpsat import solve
 from libra.plan.price import fixed_seconds
 from libra.plan.problem import InfeasiblePlanError, Problem, TrainingOption
+from libra.plan.solve import solve
 
 
 @dataclass(frozen=True, slots=True)

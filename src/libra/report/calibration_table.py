@@ -22,7 +22,13 @@ def calibration_table(found: Calibration, gpu: GPU | None) -> Table:
     _row(table, "attention, prefill", found.attention_flops, 1e12, "TFLOP/s")
     _row(table, "reading KV", found.cache_bandwidth, 1e9, "GB/s")
     _row(table, "fixed time of decode attention", found.decode_launch, 1e-6, "us")
-    _row(table, f"training step, {found.training_parameters / 1e6:,.0f} M parameters", found.training_flops, 1e12, "TFLOP/s")
+    _row(
+        table,
+        f"training step, {found.training_parameters / 1e6:,.0f} M parameters",
+        found.training_flops,
+        1e12,
+        "TFLOP/s",
+    )
     if gpu is not None:
         table.add_row("training step, of the data sheet", percent(found.mfu(gpu)), f"MFU on {gpu.name}", "")
     return table

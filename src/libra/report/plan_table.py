@@ -67,9 +67,7 @@ def _allocation(plan: Plan) -> Table:
     return table
 
 
-def _add(
-    table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, seats: str, span: str
-) -> None:
+def _add(table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, seats: str, span: str) -> None:
     row = [role, f"{count:,}", escape(each), seats, span]
     if plan.placement:
         groups = [group for group in plan.placement if group.bucket == bucket]
