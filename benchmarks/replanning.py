@@ -30,7 +30,7 @@ from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.model_file import load_model
 from libra.plan.cluster_request import ClusterRequest
-from libra.plan.held import shared_menus
+from libra.plan.held import sharing_layouts
 from libra.plan.horizon import PoolSizes, pool_sizes, shortest_path
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines
@@ -108,20 +108,22 @@ def run(mean: Callable[[float], float], seed: int, steps: int) -> Run:
     planner = _planner()
     starts = range(0, steps, PERIOD)
     held = _followed(planner, mean, seed, starts)
-    plans = {
-        (plan.allocation.layout, plan.allocation.replicas): plan.layout for policy in held.values() for plan in policy
-    }
-    layouts = {name: layout for name, layout in plans.items() if layout is not None}
+    layouts = {(_pool(plan), plan.layout) for policy in held.values() for plan in policy if plan.layout is not None}
+    followed = tuple(sorted(layouts, key=lambda each: (each[0], each[1].name)))
     means = [mean(start + PERIOD / 2) for start in starts]
     once = sorted(set(means))
-    coarse = shared_menus([_truth(each, CLASSES) for each in once], layouts)
-    best = [solve(menu.problem).allocation for menu in coarse]
-    layouts |= coarse[0].layouts
-    menus = dict(zip(once, shared_menus([_truth(each, _TRUE_CLASSES) for each in once], layouts), strict=True))
+    coarse = sharing_layouts([replace(_truth(each, CLASSES), held=followed) for each in once])
+    best = [solve(request.menu().problem).allocation for request in coarse]
+    fine = [replace(_truth(each, _TRUE_CLASSES), held=coarse[0].held) for each in once]
+    menus = {each: request.menu() for each, request in zip(once, sharing_layouts(fine), strict=True)}
     allocations = {name: [plan.allocation for plan in policy] for name, policy in held.items()}
     return _charged(
         allocations, best, [_truth(each, _TRUE_CLASSES) for each in means], [menus[each].problem for each in means]
     )
+
+
+def _pool(plan: Plan) -> str:
+    return next(group.pool for group in plan.placement if group.role == "train")
 
 
 def rows_of(case: str, runs: Sequence[Run]) -> list[Row]:

@@ -165,10 +165,13 @@ def test_the_example_in_the_planning_page_works(
     assert capsys.readouterr().out.startswith("Prediction(step=")
 
 
-def test_the_example_of_a_loop_works_and_is_short() -> None:
-    path = ROOT / "examples" / "plan_in_a_loop.py"
+@pytest.mark.parametrize(
+    ("name", "printed"), [("plan_in_a_loop.py", "-bound, "), ("replan_in_a_loop.py", "change: nothing runs yet")]
+)
+def test_the_example_of_a_loop_works_and_is_short(name: str, printed: str) -> None:
+    path = ROOT / "examples" / name
     finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
-    assert "-bound, " in finished.stdout.splitlines()[0]
+    assert printed in finished.stdout.splitlines()[0]
     code = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith('"""')]
     assert len(code) < 20
 

@@ -101,7 +101,8 @@ def test_what_runs_stays_where_it_is(plan: Plan) -> None:
     again = PLANNER.plan(CLASSES, plan)
     assert again.allocation == plan.allocation
     assert again.placement == plan.placement
-    assert again.request == replace(plan.request, current=plan.allocation)
+    assert plan.layout is not None
+    assert again.request == replace(plan.request, current=plan.allocation, held=(("a800", plan.layout),))
     # Placed the other way round, it stays the other way round.
     mirrored = replace(
         plan,

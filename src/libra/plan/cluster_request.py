@@ -42,6 +42,8 @@ class ClusterRequest:
     classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
     profiles: tuple[EngineProfile, ...]  # one for each class of nodes, in their order
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    # Layouts, by class of nodes, that are on the menu whatever is faster: what runs must have a price to be compared.
+    held: tuple[tuple[str, ParallelLayout], ...] = ()
     kind: Literal["cluster"] = "cluster"
 
     def __post_init__(self) -> None:
@@ -68,7 +70,8 @@ class ClusterRequest:
             options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length)
             engines += options
             rejected_engines += rejected
-            menu = training_layouts(model, nodes, recipe, classes, nodes.count)
+            held = [layout for name, layout in self.held if name == nodes.name]
+            menu = training_layouts(model, nodes, recipe, classes, nodes.count, held=held)
             training += menu.options
             layouts.update(menu.chosen)
             rejected_layouts += menu.rejected

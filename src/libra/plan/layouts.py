@@ -1,7 +1,7 @@
 """The menu of training layouts on one class of nodes: what fits, at which price, and why the rest does not.
 
-Invariant: every layout of the priced space is either an option or has its reason among the rejected. Options are
-strictly faster the more devices they use. Times are seconds, sizes bytes.
+Invariant: every layout of the priced space is either an option or has its reason among the rejected. Options, but for
+those that are held, are strictly faster the more devices they use. Times are seconds, sizes bytes.
 
 The priced space is that of `libra.plan.layout_space`.
 """
@@ -62,9 +62,11 @@ def training_layouts(
     classes: Sequence[TrajectoryClass],
     nodes_available: int,
     rates: TrainingRates | None = None,
+    held: Sequence[ParallelLayout] = (),
 ) -> Layouts:
     """Every number of devices of `nodes` with its fastest layout, for one optimiser step over `recipe.batch`
-    trajectories of `classes`. `rates` replace the published ones of the GPU, where it has been measured.
+    trajectories of `classes`; then the layouts that are `held` and fit, whatever is faster. `rates` replace the
+    published ones of the GPU, where it has been measured.
 
     `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
     where there is only one. No option at all is an answer: the caller says what would help.
@@ -110,6 +112,15 @@ def training_layouts(
         chosen[name, layout.dp] = layout
         publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
         options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, price, publish))
+    for layout in held:
+        name = f"{nodes.name}/{layout.family}"
+        table = LayoutTable.of([layout])
+        small_enough = layout.devices <= devices and _total(memory(table))[0] <= nodes.gpu.memory
+        if (name, layout.dp) not in chosen and small_enough:
+            chosen[name, layout.dp] = layout
+            seconds = step_table(work, table).seconds(0)
+            publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
+            options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish))
     too_large = _too_large(families, memory, nodes.gpu, devices, recipe.batch)
     slower = _slower(priced, owner, used, steps.total, best, kept)
     chosen_families = set(owner[kept].tolist())

@@ -16,6 +16,7 @@ from libra.lengths import LengthTracker, TrajectoryClass
 from libra.model import ModelSpec
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.engines import tensor_degrees
+from libra.plan.held import Held
 from libra.plan.plan import Plan, make_plan
 from libra.plan.problem import Allocation, Problem
 from libra.recipe import Recipe
@@ -44,18 +45,26 @@ class Planner:
         Raises `InfeasiblePlanError` when no plan exists, ValueError when the statistics are empty or do not fit the
         recipe.
         """
-        request = self.request(statistics, None if current is None else current.allocation)
+        request = self.request(statistics, *what_runs(current))
         return make_plan(request, placed=() if current is None else current.placement)
 
     def problem(self, statistics: Statistics, current: Allocation | None = None) -> Problem:
         """What `plan` chooses from, priced."""
         return self.request(statistics, current).menu().problem
 
-    def request(self, statistics: Statistics, current: Allocation | None = None) -> ClusterRequest:
-        """The planning question itself; it is what a plan embeds."""
+    def request(self, statistics: Statistics, current: Allocation | None = None, held: Held = ()) -> ClusterRequest:
+        """The planning question itself; it is what a plan embeds. `held` layouts are on the menu whatever is faster."""
         classes = statistics.classes(CLASSES) if isinstance(statistics, LengthTracker) else tuple(statistics)
         profiles = self.profiles if self.profiles is not None else rooflines(self.cluster, self.model, self.recipe)
-        return ClusterRequest(self.cluster, self.model, self.recipe, classes, profiles, current)
+        return ClusterRequest(self.cluster, self.model, self.recipe, classes, profiles, current, held)
+
+
+def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
+    """What runs, and the layout that it trains in, if any."""
+    if plan is None:
+        return None, ()
+    pools = [group.pool for group in plan.placement if group.role == "train"]
+    return plan.allocation, () if plan.layout is None else ((pools[0], plan.layout),)
 
 
 def rooflines(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:

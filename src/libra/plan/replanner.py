@@ -17,10 +17,10 @@ from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import scaled
 from libra.plan.cluster_request import ClusterRequest
-from libra.plan.held import shared_menus
+from libra.plan.held import sharing_layouts
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
-from libra.plan.planner import CLASSES, Planner
+from libra.plan.planner import CLASSES, Planner, what_runs
 from libra.plan.price import fits, price
 from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
 from libra.plan.replan import Case, Decision, decide_over, expected
@@ -124,9 +124,8 @@ class Replanner:
     def _decide(self) -> Decision:
         held = self._plan
         current = None if held is None else held.allocation
-        requests = self._requests(current)
-        layouts = {} if held is None or held.layout is None else {_key(held.allocation): held.layout}
-        menus = shared_menus(requests, layouts)
+        requests = sharing_layouts(self._requests(held))
+        menus = [request.menu() for request in requests]
         cases = [Case(menu.problem, weight) for menu, (_, weight) in zip(menus, _NODES, strict=True)]
         solutions = [solve(case.problem) for case in cases]
         usable = [each.allocation for each in solutions if all(fits(c.problem, each.allocation) is None for c in cases)]
@@ -159,14 +158,14 @@ class Replanner:
         self._measured = None
         return decision
 
-    def _requests(self, current: Allocation | None) -> list[ClusterRequest]:
+    def _requests(self, running: Plan | None) -> list[ClusterRequest]:
         """The question for each of `_NODES`, for the work in the middle of the period to come."""
         longest = self._planner.recipe.max_length
         forecast = self._tracker.forecast(self._period / 2, CLASSES, longest)
         error = math.hypot(forecast.error, _UNSEEN)
         factors = [math.exp(deviations * error) for deviations, _ in _NODES]
         return [
-            self._planner.request(tuple(scaled(cls, factor, longest) for cls in forecast.classes), current)
+            self._planner.request(tuple(scaled(cls, factor, longest) for cls in forecast.classes), *what_runs(running))
             for factor in factors
         ]
 
