@@ -7,7 +7,7 @@ STAMP := $(VENV)/.libra-installed
 UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench
+.PHONY: help setup run test fuzz lint bench
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 
 test: setup  ## run all tests
 	$(VENV)/bin/python -m pytest -q
+
+fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
+	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

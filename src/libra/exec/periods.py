@@ -67,11 +67,11 @@ class Periods:
         if self._open is not None:
             self._open.switching = True
 
-    def end(self, without_change: Callable[[], float | None]) -> PeriodRecord | None:
-        """Close the open period, if it has a step, and tell a waiting decision what came of it. `without_change` prices
-        the allocation that the decision left, for the work as it is now."""
+    def end(self, without_change: Callable[[], float | None]) -> None:
+        """Close the open period and tell a waiting decision what came of it. `without_change` prices the allocation
+        that the decision left, for the work as it is now."""
         if self._open is None or not self._open.seconds:
-            return None
+            return
         period = self._open
         record = PeriodRecord(
             period=self._number,
@@ -90,7 +90,6 @@ class Periods:
         if not record.switching:
             self._last_steady = record.measured_seconds
             self._settle(record.measured_seconds, without_change)
-        return record
 
     def decided(self, record: DecisionRecord) -> None:
         """A decision was made; a taken one waits for the first steady period after it."""

@@ -231,9 +231,7 @@ class PostTraining:
 
     def _turn_page(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
-        ended = self._periods.end(self._without_change)
-        if ended is not None:
-            self._replanner.observe_period(ended)
+        self._periods.end(self._without_change)
         steps_left = self._config.training.steps - self._step
         if decide and steps_left > 0 and self._switch is None:
             self._switch = asyncio.create_task(self._decide(steps_left, forced))

@@ -24,22 +24,19 @@ from libra.plan.replan import Decision, decide
 from libra.plan.request import make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
 from libra.plan.solve import solve
-from libra.report.records import PeriodRecord
 
 _HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
-_HALF_LIFE_PERIODS = 2.0  # of what steps take beyond their price: few periods are to be had
 
 
 @dataclass(slots=True)
 class Ratio:
     """An exponentially forgotten ratio of sums; 1 before anything was observed."""
 
-    half_life: float = _HALF_LIFE_STEPS  # observations
     above: float = 0.0
     below: float = 0.0
 
     def observe(self, above: float, below: float) -> None:
-        keep = 0.5 ** (1 / self.half_life)
+        keep = 0.5 ** (1 / _HALF_LIFE_STEPS)
         self.above, self.below = keep * self.above + above, keep * self.below + below
 
     @property
@@ -77,7 +74,6 @@ class Replanner:
         self._routed_tokens = self._hit_tokens = 0  # since the last step
         self._engine_speed = Ratio()  # measured over modelled busy seconds
         self._train_speed = Ratio()
-        self._beyond_price = Ratio(_HALF_LIFE_PERIODS)  # measured over priced seconds of a step
 
     def restore_tracker(self, snapshot: dict[str, Any]) -> None:
         """Go on from a checkpoint's statistics."""
@@ -117,19 +113,9 @@ class Replanner:
         if modelled > 0:
             self._engine_speed.observe(work.busy_seconds, modelled)
 
-    def observe_period(self, period: PeriodRecord) -> None:
-        """What the steps of a period took against what was predicted for them. A price knows no gap between busy
-        seconds: seats that stand empty for a moment, a trainer that waits for the last group."""
-        if not period.switching:
-            steps = period.last_step - period.first_step + 1
-            priced = period.predicted_seconds / self._beyond_price.value
-            self._beyond_price.observe(steps * period.measured_seconds, steps * priced)
-
     def current_profile(self) -> DeviceProfile:
-        """The calibration at the speed that the devices have shown lately: shared machines are not always as fast, and
-        no step is as dense as its price."""
-        beyond = self._beyond_price.value
-        return scaled(self.profile, self._engine_speed.value * beyond, self._train_speed.value * beyond)
+        """The calibration at the speed that the devices have shown lately: shared machines are not always as fast."""
+        return scaled(self.profile, self._engine_speed.value, self._train_speed.value)
 
     def observe_move(self, role: Role, seconds_taken: float) -> None:
         """The measured cost of a role change replaces the calibrated one."""
