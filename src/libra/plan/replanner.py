@@ -28,7 +28,9 @@ from libra.plan.solve import solve
 from libra.plan.switching import live_refill, switch_cost, switch_seconds
 from libra.trajectory import Trajectory
 
-_HALF_LIFE_STEPS = 4.0  # of the trajectories' weight; the trend is seen over four times as many
+# Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the
+# tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
+HALF_LIFE_STEPS = 12.0
 # Assumed: by how much lengths may change within a period without a trend that shows it yet, as a relative error. A plan
 # that just keeps its step may need several times as long when its longest trajectories are a tenth longer.
 _UNSEEN = 0.1
@@ -82,7 +84,7 @@ class Replanner:
         self._measured: float | None = None
         self._lock = Lock()
         if tracker is None:
-            tracker = LengthTracker(_HALF_LIFE_STEPS * planner.recipe.batch, block_tokens=BLOCK)
+            tracker = LengthTracker(HALF_LIFE_STEPS * planner.recipe.batch, block_tokens=BLOCK)
             tracker.observe_running(())  # from here on evidence is weighed by start version
         self._tracker = tracker
 
