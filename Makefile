@@ -7,10 +7,10 @@ STAMP := $(VENV)/.libra-installed
 UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test fuzz lint bench
+.PHONY: help setup run test fuzz lint bench bench-quick
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make the virtual environment; done once, and again when pyproject.toml changes
 
@@ -38,6 +38,12 @@ lint: setup  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+bench-quick: setup  ## a first look at each benchmark, a few minutes in all
+	$(VENV)/bin/python -m benchmarks.planning --quick
+	$(VENV)/bin/python -m benchmarks.profiles --quick
+	$(VENV)/bin/python -m benchmarks.tracking --quick
+	$(VENV)/bin/python -m benchmarks.replanning --quick
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots

@@ -56,6 +56,7 @@ def _profile(
     calibration: Calibration | None = None
     if source not in ("auto", "roofline"):
         calibration = load_calibration(Path(source))
+        note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
     return roofline(
         nodes.gpu,
         model,
