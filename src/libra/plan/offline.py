@@ -8,7 +8,7 @@ duration takes any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
@@ -17,7 +17,7 @@ from libra.lengths import LengthTracker
 from libra.plan.request import longest_context, make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
 from libra.recipe import Recipe
-from libra.trajectory import Trajectory
+from libra.trajectory import Trajectory, with_tool_seconds
 
 _HALF_LIFE_STEPS = 4.0
 
@@ -84,7 +84,7 @@ def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evide
         called = [turn for turn in trajectory.turns if turn.tool is not None]
         returns += len(called)
         unknown += sum(turn.tool_seconds is None for turn in called)
-        timed = _with_tool_seconds(trajectory, recipe.tool_seconds_if_unknown)
+        timed = with_tool_seconds(trajectory, recipe.tool_seconds_if_unknown)
         longest_turn = max([longest_turn, *(turn.generated_tokens for turn in trajectory.turns)])
         if trajectory.finished:
             finished += 1
@@ -94,14 +94,6 @@ def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evide
     if running:
         tracker.observe_running(running)
     return Evidence(tracker, finished, len(running), longest_turn, unknown / returns if returns else 0.0)
-
-
-def _with_tool_seconds(trajectory: Trajectory, seconds: float) -> Trajectory:
-    turns = tuple(
-        replace(turn, tool_seconds=seconds) if turn.tool is not None and turn.tool_seconds is None else turn
-        for turn in trajectory.turns
-    )
-    return replace(trajectory, turns=turns)
 
 
 def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> SlotRequest:

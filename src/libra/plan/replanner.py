@@ -26,7 +26,7 @@ from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
 from libra.plan.replan import Case, Decision, decide_over, expected
 from libra.plan.solve import solve
 from libra.plan.switching import live_refill, switch_cost, switch_seconds
-from libra.trajectory import Trajectory
+from libra.trajectory import Trajectory, with_tool_seconds
 
 # Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the
 # tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
@@ -108,9 +108,10 @@ class Replanner:
         `Planner.plan` raises.
         """
         with self._lock:
+            unknown = self._planner.recipe.tool_seconds_if_unknown
             for trajectory in finished:
-                self._tracker.observe(self._timed(trajectory))
-            self._tracker.observe_running(self._timed(trajectory) for trajectory in running)
+                self._tracker.observe(with_tool_seconds(trajectory, unknown))
+            self._tracker.observe_running(with_tool_seconds(trajectory, unknown) for trajectory in running)
             return self._decide()
 
     def realised(self, seconds_per_step: float) -> None:
@@ -176,17 +177,6 @@ class Replanner:
         changes = sum(look.decision.taken and look.decision.current is not None for look in self._looks)
         steps = self._period * max(1, len(self._looks)) / (1 + changes)
         return min(float(self._planner.recipe.horizon), steps)
-
-    def _timed(self, trajectory: Trajectory) -> Trajectory:
-        """With the recipe's seconds where a tool's were not recorded."""
-        if all(turn.tool is None or turn.tool_seconds is not None for turn in trajectory.turns):
-            return trajectory
-        seconds = self._planner.recipe.tool_seconds_if_unknown
-        turns = tuple(
-            replace(turn, tool_seconds=seconds) if turn.tool is not None and turn.tool_seconds is None else turn
-            for turn in trajectory.turns
-        )
-        return replace(trajectory, turns=turns)
 
 
 def _key(allocation: Allocation) -> tuple[str, int]:
