@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 cluster = libra.load_cluster(HERE / "cluster_48_a800.yaml")
 recipe = libra.load_recipe(HERE / "request.yaml")
 planner = libra.Planner(cluster, libra.load_model("Qwen/Qwen3-14B"), recipe)
-tracker = libra.LengthTracker(half_life=4 * recipe.batch)
+tracker = planner.tracker()
 
 plan = None
 for trajectory in libra.read_trajectories(HERE / "trajectories.jsonl"):  # yours: as they finish

@@ -455,7 +455,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "one GPU for both",
         Asked(node(count=1, gpus=1)),
         3,
-        ("no plan exists: ", "pool a800 has 1 devices", "add devices, or ask for less"),
+        ("no plan exists: ", "pool a800 has 1 devices", "share devices (mode: colocated)"),
     ),
 ]
 

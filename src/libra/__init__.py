@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from libra.lengths import LengthTracker as LengthTracker
     from libra.model import ModelSpec as ModelSpec
     from libra.model_file import load_model as load_model
-    from libra.plan.explain import explain as explain
+    from libra.plan.explained import explain_plan as explain_plan
     from libra.plan.plan import Plan as Plan
     from libra.plan.planner import Planner as Planner
     from libra.plan.problem import InfeasiblePlanError as InfeasiblePlanError
@@ -37,7 +37,7 @@ _HOME = {
     "Replanner": "libra.plan.replanner",
     "Trajectory": "libra.trajectory",
     "engine_profiles": "libra.profiles",
-    "explain": "libra.plan.explain",
+    "explain_plan": "libra.plan.explained",
     "load_cluster": "libra.cluster",
     "load_model": "libra.model_file",
     "load_recipe": "libra.recipe",

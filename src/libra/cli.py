@@ -151,7 +151,11 @@ def stats(
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except OSError as error:  # such as a full disk behind standard output
+        sys.stderr.write(f"libra: {error}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -127,13 +127,18 @@ def _plan_cluster(
     from libra.plan.offline import gather_workload
     from libra.plan.planner import Planner
     from libra.profiles import engine_profiles
-    from libra.trajectory import read_workload
+    from libra.trajectory import read_trajectories, read_workload
     from libra.what_if import assume
 
     cluster, shape = load_cluster(where), load_model(model)
     recipe = _recipe(request, shape.max_context, notes)
     cluster, recipe = assume(cluster, recipe, what_if)
     evidence = gather_workload(recipe, read_workload(log, recipe.max_length, truncate))
+    if truncate:
+        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in read_trajectories(log))
+        notes.append(
+            f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
+        )
     profiles = engine_profiles(cluster, shape, recipe, profile, notes.append)
     return Planner(cluster, shape, recipe, profiles).plan(evidence.tracker), evidence
 

@@ -237,8 +237,9 @@ class _ClusterSection(Section):
     serving: tuple[_NodeSection, ...] = ()
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(path: Path | str) -> Cluster:
     """Read a cluster file, such as `examples/cluster_mixed.yaml`. Raises `ConfigError` naming file, key and remedy."""
+    path = Path(path)
     section = read_section(path, _ClusterSection, "examples/cluster_48_a800.yaml")
     nodes = tuple(_node_class(path, f"nodes.{i}", node) for i, node in enumerate(section.nodes))
     serving = tuple(_node_class(path, f"serving.{i}", node) for i, node in enumerate(section.serving))
@@ -279,6 +280,9 @@ def _gpu(path: Path, key: str, given: object) -> GPU:
     if not isinstance(given, dict):
         raise refusal(path, f"{key}: expected a name, such as A800, or a mapping (got {shown(given)})")
     section = checked(path, _GPUSection, given, within=key)
+    taken = next((name for name in GPUS if name.casefold() == section.name.casefold()), None)
+    if taken is not None:
+        raise refusal(path, f"{key}.name: {taken} is known, with its own numbers and tables; name yours otherwise")
     try:
         return GPU(
             name=section.name,

@@ -41,7 +41,7 @@ class TrainingBytes:
 class Recipe(Section):
     """How one optimiser step is made. Only `batch`, `samples_per_prompt` and `max_length` have no default."""
 
-    batch: _Count  # trajectories trained on in one step
+    batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
     samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
     max_length: _Count  # tokens of context that a trajectory cannot outgrow
     # async: generation and training overlap; sync: they take turns on their own devices; colocated: on the same ones.
@@ -102,6 +102,6 @@ class Recipe(Section):
         return max(2, self.rollout_weight_bytes)
 
 
-def load_recipe(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
+def load_recipe(path: Path | str, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a request file such as `examples/request.yaml`; `overrides` replace what it says. Raises `ConfigError`."""
     return read_section(path, Recipe, "examples/request.yaml", overrides)

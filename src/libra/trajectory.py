@@ -147,17 +147,6 @@ def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
     )
 
 
-def with_tool_seconds(trajectory: Trajectory, seconds: float) -> Trajectory:
-    """The trajectory, with `seconds` for each tool return whose time was not recorded."""
-    if all(turn.tool is None or turn.tool_seconds is not None for turn in trajectory.turns):
-        return trajectory
-    turns = tuple(
-        replace(turn, tool_seconds=seconds) if turn.tool is not None and turn.tool_seconds is None else turn
-        for turn in trajectory.turns
-    )
-    return replace(trajectory, turns=turns)
-
-
 @cache
 def _adapter() -> TypeAdapter[Trajectory]:
     return TypeAdapter(Trajectory)

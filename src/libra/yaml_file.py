@@ -58,11 +58,12 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
-def read_section(path: Path, schema: type[S], example: str, overrides: dict[str, Any] | None = None) -> S:
+def read_section(path: Path | str, schema: type[S], example: str, overrides: dict[str, Any] | None = None) -> S:
     """The file at `path` as a `schema`; `overrides` are dotted keys that replace what it says. Raises `ConfigError`.
 
     `example` is a file of this kind, for the message that has nothing better to offer.
     """
+    path = Path(path)
     data = _read_mapping(path, example)
     for key, value in (overrides or {}).items():
         *parents, last = key.split(".")

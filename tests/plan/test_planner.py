@@ -78,7 +78,9 @@ def test_a_plan_is_proven_priced_and_placed(planner: Planner) -> None:
 def test_a_plan_needs_no_profile_but_takes_one() -> None:
     profiles = rooflines(CLUSTER, QWEN_06B, RECIPE)
     assert PLANNER.request(CLASSES).profiles == profiles
-    slow = rooflines(CLUSTER, QWEN_14B, RECIPE)
+    slow = tuple(replace(profile, model=QWEN_06B.name) for profile in rooflines(CLUSTER, QWEN_14B, RECIPE))
+    with pytest.raises(ValueError, match=r"is of Qwen/Qwen3-14B on A800; give one of Qwen/Qwen3-0\.6B"):
+        replace(PLANNER, profiles=rooflines(CLUSTER, QWEN_14B, RECIPE)).request(CLASSES)
     assert replace(PLANNER, profiles=slow).request(CLASSES).profiles == slow
     assert replace(PLANNER, profiles=slow).plan(CLASSES).predicted.step > PLANNER.plan(CLASSES).predicted.step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -202,3 +203,19 @@ def test_errors_say_what_to_do() -> None:
         Replanner(PLANNER).realised(1.0)
     with pytest.raises(ValueError, match="observe"):
         Replanner(PLANNER).step([], [])
+
+
+def test_what_cannot_be_used_is_refused_before_anything_is_observed() -> None:
+    replanner, _ = started(FREE)
+    (too_long,) = trajectories(1, 38, count=1)
+    too_long = replace(too_long, id="huge", prompt_tokens=10**6)
+    good = trajectories(1, 1)
+    for finished, running, problem in (
+        ([*good, too_long], [], "trajectory huge holds .* more than the recipe's max_length"),
+        (good, good[:1], "is finished; give it as finished"),
+        (trajectories(1, 1, finished=False), [], "is unfinished; give it as running"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            replanner.step(finished, running)
+    untouched, _ = started(FREE)
+    assert replanner.step(good, []) == untouched.step(good, [])

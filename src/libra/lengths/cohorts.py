@@ -39,12 +39,13 @@ class Sums(NamedTuple):
     turns: float
     tool_returns: float
     unknown_returns: float  # tool returns whose seconds were not recorded
-    tool_seconds: float  # of the other returns
+    tool_seconds: float  # of all returns
     tool_seconds_squared: float  # of the trajectory's tool seconds
 
 
-def sums_of(trajectory: Trajectory, block_tokens: int) -> Sums:
-    """Of one trajectory, as far as it has come. The cache keeps whole blocks of `block_tokens` tokens.
+def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: float = 0.0) -> Sums:
+    """Of one trajectory, as far as it has come. The cache keeps whole blocks of `block_tokens` tokens; a tool return
+    whose seconds were not recorded counts as `unknown_tool_seconds`.
 
     A context shorter than what the engine holds was rewritten (compaction). Of the cache it is taken to fit as much as
     the prompt: agents rewrite their history, not their instructions. Where it is shorter than even that, nothing fits.
@@ -59,6 +60,8 @@ def sums_of(trajectory: Trajectory, block_tokens: int) -> Sums:
         end = context + g
     returns = [turn for turn in trajectory.turns if turn.tool is not None]
     seconds = [turn.tool_seconds for turn in returns if turn.tool_seconds is not None]
+    unknown = len(returns) - len(seconds)
+    waited = sum(seconds) + unknown * unknown_tool_seconds
     generated = trajectory.generated_tokens
     context = final_context(trajectory)
     return Sums(
@@ -72,9 +75,9 @@ def sums_of(trajectory: Trajectory, block_tokens: int) -> Sums:
         prefill=prefill,
         turns=len(trajectory.turns),
         tool_returns=len(returns),
-        unknown_returns=len(returns) - len(seconds),
-        tool_seconds=sum(seconds),
-        tool_seconds_squared=sum(seconds) ** 2,
+        unknown_returns=unknown,
+        tool_seconds=waited,
+        tool_seconds_squared=waited**2,
     )
 
 

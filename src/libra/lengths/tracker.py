@@ -34,13 +34,20 @@ class LengthTracker:
     Until it is first called nothing is known to run, and finished trajectories are forgotten in order of arrival.
 
     After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
-    Memory and the time of one observation do not grow with the number of trajectories. Tool seconds that were not
-    recorded count as zero; `unknown_tool_share` says how many of the tool returns that concerns.
+    Memory and the time of one observation do not grow with the number of trajectories. `unknown_tool_share` says of how
+    many tool returns the seconds were not recorded. A tracker is not for several threads at once: guard it with a lock.
     """
 
-    def __init__(self, half_life: float = 256.0, bins_per_octave: int = 4, block_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        half_life: float = 256.0,
+        bins_per_octave: int = 4,
+        block_tokens: int = 1,
+        unknown_tool_seconds: float = 0.0,
+    ) -> None:
         """`half_life` is in trajectories; `bins_per_octave` bins cover each doubling of the final context. The prefix
-        cache keeps whole blocks of `block_tokens` tokens, so the rest of a context is prefilled again each turn."""
+        cache keeps whole blocks of `block_tokens` tokens, so the rest of a context is prefilled again each turn. A tool
+        return whose seconds were not recorded counts as `unknown_tool_seconds`."""
         if not 0 < half_life < math.inf:
             raise ValueError(f"half_life is {half_life}; it is a number of trajectories, above 0 and finite")
         if bins_per_octave < 1:
@@ -49,7 +56,10 @@ class LengthTracker:
             raise ValueError(f"block_tokens is {block_tokens}; it must be at least 1")
         self.half_life = half_life
         self.bins_per_octave = bins_per_octave
+        if not 0 <= unknown_tool_seconds < math.inf:
+            raise ValueError(f"unknown_tool_seconds is {unknown_tool_seconds}; it must be 0 or more, and finite")
         self.block_tokens = block_tokens
+        self.unknown_tool_seconds = unknown_tool_seconds
         self._by_version = False  # whether it is known what runs
         self._opened: int | None = None  # the last version that is forgotten in order of arrival, in the opening cohort
         self._opening = Cohort.empty(self._bins)
@@ -69,7 +79,7 @@ class LengthTracker:
         cohort = self._cohort(version)
         if cohort is self._opening:
             cohort.forget(2 ** (-1 / self.half_life))
-        cohort.add(bin_, sums_of(trajectory, self.block_tokens))
+        cohort.add(bin_, sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds))
         self._trim()
 
     def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
@@ -88,7 +98,7 @@ class LengthTracker:
             cohort.clear_running()
         for trajectory, bin_, part in placed:
             self._cohort(trajectory.policy_version).add_running(bin_, part)
-            self._ahead.add(bin_, sums_of(trajectory, self.block_tokens))
+            self._ahead.add(bin_, sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds))
         self._cohorts = {key: cohort for key, cohort in self._cohorts.items() if cohort.started}
         self._trim()
 
@@ -203,6 +213,7 @@ class LengthTracker:
             "half_life": self.half_life,
             "bins_per_octave": self.bins_per_octave,
             "block_tokens": self.block_tokens,
+            "unknown_tool_seconds": self.unknown_tool_seconds,
             "by_version": self._by_version,
             "opened": self._opened,
             "width": self._width,
@@ -216,7 +227,8 @@ class LengthTracker:
         """The tracker that `snapshot` was taken of. Raises `ValueError` for any other format."""
         if "format" not in snapshot or snapshot["format"] != FORMAT:
             raise ValueError(f"not a tracker snapshot of format {FORMAT}; observe the trajectories again")
-        tracker = cls(snapshot["half_life"], snapshot["bins_per_octave"], snapshot["block_tokens"])
+        settings = ("half_life", "bins_per_octave", "block_tokens", "unknown_tool_seconds")
+        tracker = cls(*(snapshot[name] for name in settings))
         tracker._by_version = snapshot["by_version"]
         tracker._opened = snapshot["opened"]
         tracker._width = snapshot["width"]
@@ -272,13 +284,13 @@ def merge(a: LengthTracker, b: LengthTracker) -> LengthTracker:
     tracker did, as if the two had received theirs in turn, in half as many steps. Raises ValueError where the two
     count differently.
     """
-    for name in ("half_life", "bins_per_octave", "block_tokens", "_by_version"):
+    for name in ("half_life", "bins_per_octave", "block_tokens", "unknown_tool_seconds", "_by_version"):
         mine, other = getattr(a, name), getattr(b, name)
         if mine != other:
             if name == "_by_version":
                 raise ValueError("only one of the trackers knows what is running; call observe_running() on both")
             raise ValueError(f"{name} is {mine} in one tracker and {other} in the other; merge trackers of one kind")
-    merged = LengthTracker(a.half_life, a.bins_per_octave, a.block_tokens)
+    merged = LengthTracker(a.half_life, a.bins_per_octave, a.block_tokens, a.unknown_tool_seconds)
     merged._by_version = a._by_version
     merged._opened = max((t._opened for t in (a, b) if t._opened is not None), default=None)
     merged._width = max(a._width, b._width)

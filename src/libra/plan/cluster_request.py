@@ -58,6 +58,13 @@ class ClusterRequest:
                 f"there are {len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes; give one each"
             )
 
+        for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
+            if (profile.gpu, profile.model) != (nodes.gpu.name, self.model.name):
+                raise ValueError(
+                    f"the profile for {nodes.name} is of {profile.model} on {profile.gpu}; give one of"
+                    f" {self.model.name} on {nodes.gpu.name}"
+                )
+
     def menu(self) -> Menu:
         """Everything that could be chosen, priced, and what cannot, with its reason."""
         recipe, model, classes = self.recipe, self.model, self.classes

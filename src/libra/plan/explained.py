@@ -5,14 +5,18 @@ Invariant: nothing but the plan is needed: prices, alternatives and what-ifs fol
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from libra.cluster import Cluster, override
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.explain import Explanation, explain
 from libra.plan.plan import Plan, make_plan
+from libra.plan.planner import rooflines
+from libra.plan.price import fits, price
 from libra.plan.problem import InfeasiblePlanError, Problem
 from libra.plan.slots import SlotRequest
+from libra.plan.solve import solve
 from libra.recipe import Recipe
 
 
@@ -20,8 +24,11 @@ def explain_plan(plan: Plan) -> Explanation:
     """What bounds the plan, the next best ones, what binds and what one more node of each class would buy."""
     request = plan.request
     if isinstance(request, SlotRequest):
-        return explain(request.problem(), plan.solution)
+        problem = request.problem()
+        _require_own(plan, problem)
+        return explain(problem, plan.solution)
     menu = request.menu()
+    _require_own(plan, menu.problem)
     rejected = [(rejected.layout, rejected.reason) for rejected in menu.rejected_layouts]
     rejected += [(rejected.shape, rejected.reason) for rejected in menu.rejected_engines]
     return explain(menu.problem, plan.solution, larger=_one_node_more(request), rejected=rejected)
@@ -39,14 +46,35 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
     unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
     if unknown:
         raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan anew with it")
+    for field in ("tool_seconds_if_unknown", "max_length"):
+        if getattr(recipe, field) != getattr(request.recipe, field):
+            raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
+    # Profiles are of one width of the weights; other widths have a roofline.
+    same_width = recipe.rollout_weight_bytes == request.recipe.rollout_weight_bytes
+    known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
     changed = replace(
         request,
         cluster=cluster,
         recipe=recipe,
-        profiles=tuple(profiles[nodes.name] for nodes in cluster.nodes),
+        profiles=known if same_width else rooflines(cluster, request.model, recipe),
         current=None,
+        held=(),
     )
     return make_plan(changed, placed=plan.placement)
+
+
+def _require_own(plan: Plan, problem: Problem) -> None:
+    """Raise ValueError unless the plan's allocation, prediction and bound are those of its request: it may have been
+    edited since."""
+    reason = fits(problem, plan.allocation)
+    if reason is None:
+        priced = price(problem, plan.allocation)
+        if not math.isclose(priced.step, plan.predicted.step, rel_tol=1e-6):
+            reason = f"its request prices a step at {priced.step:.6g} s, the plan says {plan.predicted.step:.6g} s"
+        elif solve(problem, tie_break=False).predicted.step < plan.proof.bound * (1 - 1e-6):
+            reason = "there is a plan below the bound that it states"
+    if reason is not None:
+        raise ValueError(f"the plan is not an answer to the request in it: {reason}; plan again")
 
 
 def _one_node_more(request: ClusterRequest) -> dict[str, Problem]:

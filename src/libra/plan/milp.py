@@ -122,7 +122,9 @@ class AssignmentModel:
 
     def solve(self) -> Allocation | None:
         """Some allocation that satisfies the constraints, or None: there is none."""
-        status = self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1))
+        # CBC's integer preprocessing has called models infeasible that have a solution (2.10, one in thousands).
+        options = ["preprocess off"]
+        status = self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1, options=options))
         if status == pulp.LpStatusOptimal:
             return self._allocation()
         if status == pulp.LpStatusInfeasible:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
-from libra.cost.engine_memory import BLOCK as _GPU_BLOCK
 from libra.lengths import LengthTracker
+from libra.plan.evidence import recipe_tracker
 from libra.plan.request import longest_context, make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
 from libra.recipe import Recipe
-from libra.trajectory import Trajectory, with_tool_seconds
+from libra.trajectory import Trajectory
 
 _HALF_LIFE_STEPS = 4.0
 
@@ -77,23 +77,19 @@ def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evide
 
     Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says.
     """
-    tracker = LengthTracker(_HALF_LIFE_STEPS * recipe.batch, block_tokens=_GPU_BLOCK)
+    tracker = recipe_tracker(recipe, _HALF_LIFE_STEPS)
     running: list[Trajectory] = []
-    finished = longest_turn = returns = unknown = 0
+    finished = longest_turn = 0
     for trajectory in trajectories:
-        called = [turn for turn in trajectory.turns if turn.tool is not None]
-        returns += len(called)
-        unknown += sum(turn.tool_seconds is None for turn in called)
-        timed = with_tool_seconds(trajectory, recipe.tool_seconds_if_unknown)
         longest_turn = max([longest_turn, *(turn.generated_tokens for turn in trajectory.turns)])
         if trajectory.finished:
             finished += 1
-            tracker.observe(timed)
+            tracker.observe(trajectory)
         else:
-            running.append(timed)
+            running.append(trajectory)
     if running:
         tracker.observe_running(running)
-    return Evidence(tracker, finished, len(running), longest_turn, unknown / returns if returns else 0.0)
+    return Evidence(tracker, finished, len(running), longest_turn, tracker.unknown_tool_share)
 
 
 def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> SlotRequest:

@@ -75,7 +75,8 @@ def _solved(problem: Problem, deterministic_limit: float, seed: int) -> Solution
         conflicting = conflict(problem)
         if len(conflicting) < 2:  # the solver's own message names it, and the remedy
             raise
-        raise InfeasiblePlanError(f"{message(conflicting)}: add devices, or ask for less") from None
+        shared = "" if problem.colocated or problem.use_all_devices else ", or share devices (mode: colocated)"
+        raise InfeasiblePlanError(f"{message(conflicting)}: add devices, ask for less{shared}") from None
 
 
 def answer(

@@ -16,6 +16,7 @@ from libra.lengths import LengthTracker, TrajectoryClass
 from libra.model import ModelSpec
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.engines import tensor_degrees
+from libra.plan.evidence import recipe_tracker
 from libra.plan.held import Held
 from libra.plan.plan import Plan, make_plan
 from libra.plan.problem import Allocation, Problem
@@ -38,6 +39,10 @@ class Planner:
     model: ModelSpec
     recipe: Recipe
     profiles: tuple[EngineProfile, ...] | None = None
+
+    def tracker(self, half_life_steps: float = 4.0) -> LengthTracker:
+        """An empty tracker that counts as the recipe says; observe finished trajectories with it."""
+        return recipe_tracker(self.recipe, half_life_steps)
 
     def plan(self, statistics: Statistics, current: Plan | None = None) -> Plan:
         """The plan with the shortest optimiser step, and among equals the one nearest to `current`.

@@ -8,15 +8,15 @@ waits for nothing but its solver; carrying out the moves is the loop's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
 from libra.cost.device import SwitchCost
-from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import scaled
 from libra.plan.cluster_request import ClusterRequest
+from libra.plan.evidence import recipe_tracker
 from libra.plan.held import sharing_layouts
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
@@ -26,7 +26,7 @@ from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
 from libra.plan.replan import Case, Decision, decide_over, expected
 from libra.plan.solve import solve
 from libra.plan.switching import live_refill, switch_cost, switch_seconds
-from libra.trajectory import Trajectory, with_tool_seconds
+from libra.trajectory import Trajectory
 
 # Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the
 # tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
@@ -84,7 +84,7 @@ class Replanner:
         self._measured: float | None = None
         self._lock = Lock()
         if tracker is None:
-            tracker = LengthTracker(HALF_LIFE_STEPS * planner.recipe.batch, block_tokens=BLOCK)
+            tracker = recipe_tracker(planner.recipe, HALF_LIFE_STEPS)
             tracker.observe_running(())  # from here on evidence is weighed by start version
         self._tracker = tracker
 
@@ -108,11 +108,27 @@ class Replanner:
         `Planner.plan` raises.
         """
         with self._lock:
-            unknown = self._planner.recipe.tool_seconds_if_unknown
-            for trajectory in finished:
-                self._tracker.observe(with_tool_seconds(trajectory, unknown))
-            self._tracker.observe_running(with_tool_seconds(trajectory, unknown) for trajectory in running)
+            ended, going = list(finished), list(running)
+            self._require_sound(ended, going)
+            for trajectory in ended:
+                self._tracker.observe(trajectory)
+            self._tracker.observe_running(going)
             return self._decide()
+
+    def _require_sound(self, finished: Sequence[Trajectory], running: Sequence[Trajectory]) -> None:
+        """Refuse all of them before any is observed: what has been observed cannot be taken back."""
+        longest = self._planner.recipe.max_length
+        for trajectory, ended in (*((each, True) for each in finished), *((each, False) for each in running)):
+            if trajectory.finished != ended:
+                raise ValueError(
+                    f"trajectory {trajectory.id} is {'' if trajectory.finished else 'un'}finished; give it as"
+                    f" {'finished' if trajectory.finished else 'running'}"
+                )
+            if trajectory.peak_context > longest:
+                raise ValueError(
+                    f"trajectory {trajectory.id} holds {trajectory.peak_context} tokens, more than the recipe's"
+                    f" max_length of {longest}: raise max_length, or cut it with libra.trajectory.truncate"
+                )
 
     def realised(self, seconds_per_step: float) -> None:
         """The mean seconds that a step was measured to take since the last decision, role changes left out."""

@@ -53,7 +53,7 @@ def _allocation(plan: Plan) -> Table:
     table = Table(title="Allocation")
     table.add_column("role")
     table.add_column("count", justify="right")
-    table.add_column("each")
+    table.add_column("each", overflow="fold")
     table.add_column("seats", justify="right")
     table.add_column("final context, tokens", justify="right")
     if plan.placement:
@@ -114,6 +114,9 @@ def _proof(plan: Plan) -> Table:
     table.add_row("solver status", plan.proof.status)
     table.add_row("no step can be shorter than", f"{plan.proof.bound:,.4f} s")
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
+    if not isinstance(plan.request, SlotRequest):
+        for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
+            table.add_row(f"engine times of {escape(nodes.name)}", escape(profile.source))
     return table
 
 
@@ -123,7 +126,9 @@ def _workload(plan: Plan) -> Table:
         trajectories, classes = request.workload.trajectories, request.workload.classes
     else:
         trajectories, classes = request.recipe.batch, request.classes
-    table = Table(title=f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes")
+    generated = trajectories * sum(cls.share * cls.generated for cls in classes)
+    rate = f", {generated / plan.predicted.step:,.0f} generated tokens/s" if plan.predicted.step > 0 else ""
+    table = Table(title=f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes{rate}")
     for column in ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds", "served by"):
         table.add_column(column, justify="left" if column == "served by" else "right")
     for cls in classes:
