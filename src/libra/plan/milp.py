@@ -122,13 +122,20 @@ class AssignmentModel:
 
     def solve(self) -> Allocation | None:
         """Some allocation that satisfies the constraints, or None: there is none."""
-        # CBC's integer preprocessing has called models infeasible that have a solution (2.10, one in thousands).
-        options = ["preprocess off"]
-        status = self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1, options=options))
-        if status == pulp.LpStatusOptimal:
+        if self._status([]) == pulp.LpStatusOptimal:
             return self._allocation()
-        if status == pulp.LpStatusInfeasible:
+        # CBC's integer preprocessing (2.10) calls one model in thousands infeasible that has a solution, and CBC
+        # without it crashes on one in thousands: a no needs both, where both answer.
+        try:
+            status = self._status(["preprocess off"])
+        except pulp.PulpSolverError:
             return None
+        return self._allocation() if status == pulp.LpStatusOptimal else None
+
+    def _status(self, options: list[str]) -> int:
+        status = int(self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1, options=options)))
+        if status in (pulp.LpStatusOptimal, pulp.LpStatusInfeasible):
+            return status
         raise RuntimeError(f"CBC stopped with status {pulp.LpStatus[status]!r}; report it with the problem")
 
     def _one_training(self) -> None:
