@@ -19,10 +19,10 @@ from libra.cluster import Cluster, NodeClass
 from libra.cost.grid import EngineProfile
 from libra.cost.grid_file import load_calibration, load_grid, save_grid
 from libra.cost.rates import Calibration
-from libra.cost.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES, roofline
+from libra.cost.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES
 from libra.integrations.aiconfigurator import NoTablesError, tables
 from libra.model import ModelSpec
-from libra.plan.engines import tensor_degrees
+from libra.plan.engines import node_roofline, tensor_degrees
 from libra.recipe import Recipe
 from libra.yaml_file import ConfigError
 
@@ -57,14 +57,7 @@ def _profile(
     if source not in ("auto", "roofline"):
         calibration = load_calibration(Path(source))
         note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
-    return roofline(
-        nodes.gpu,
-        model,
-        tensor_degrees(model, nodes),
-        dtype_bytes=recipe.rollout_weight_bytes,
-        intra_bandwidth=nodes.intra_bandwidth,
-        calibration=calibration,
-    )
+    return node_roofline(nodes, model, recipe, calibration)
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:

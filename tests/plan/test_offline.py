@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +11,12 @@ import pytest
 from oracles.small_request import PROFILE
 
 from libra.config import ConfigError, RunConfig, load_config
+from libra.cost.device import DeviceProfile
 from libra.exec.pool import make_pool
 from libra.exec.replanning import Replanner
 from libra.lengths import LengthTracker
-from libra.plan.offline import gather, gather_workload, offline_request
-from libra.plan.slots import EngineShape, Fleet
+from libra.plan.offline import gather, gather_workload, request_from
+from libra.plan.slots import EngineShape, Fleet, SlotRequest
 from libra.recipe import Recipe
 from libra.trajectory import Trajectory, Turn, read_trajectories, read_workload, write_trajectories
 
@@ -33,6 +34,10 @@ def trajectory(context: int, generated: int = 8, finished: bool = True, tool_sec
     turns = (Turn(generated, "tool", "ok", 3, tool_seconds), Turn(2, None, None, 0))
     prompt = context - generated - 5
     return Trajectory("t", "p", "task", prompt, turns if finished else turns[:1], None, 0, finished)
+
+
+def offline_request(config: RunConfig, log: Iterable[Trajectory], profile: DeviceProfile) -> SlotRequest:
+    return request_from(config, gather(config, log), profile)
 
 
 def test_the_request_is_made_of_the_configuration_and_the_log(config: RunConfig) -> None:
@@ -130,7 +135,7 @@ def test_a_log_for_a_cluster_is_forgotten_by_the_steps_it_makes() -> None:
     evidence = gather_workload(one, [trajectory(100)] * 4 + [trajectory(200)] * 4)
     assert [cls.peak_context for cls in evidence.tracker.classes()] == [100, 200]
     assert [cls.share for cls in evidence.tracker.classes()] == pytest.approx([1 / 3, 2 / 3])
-    assert (evidence.finished, evidence.unfinished, evidence.unknown_tool_share) == (8, 0, 0.0)
+    assert (evidence.finished, evidence.unfinished, evidence.tracker.unknown_tool_share) == (8, 0, 0.0)
 
 
 def test_blocks_are_those_of_an_engine_on_a_gpu() -> None:
@@ -142,7 +147,7 @@ def test_blocks_are_those_of_an_engine_on_a_gpu() -> None:
 def test_a_tool_of_unknown_duration_takes_what_the_recipe_says() -> None:
     log = [trajectory(100, tool_seconds=None)] * 3 + [trajectory(100, tool_seconds=0.5)]
     evidence = gather_workload(RECIPE, log)
-    assert evidence.unknown_tool_share == pytest.approx(0.75, rel=0.01)
+    assert evidence.tracker.unknown_tool_share == pytest.approx(0.75, rel=0.01)
     # Nearly equal weights: (3 * 3 + 0.5) / 4
     assert evidence.tracker.classes()[0].tool_seconds == pytest.approx(2.375, rel=0.03)
 

@@ -137,7 +137,7 @@ def evidence(unfinished: int, *tool_seconds: float | None) -> Evidence:
     for seconds in tool_seconds:
         turns = (Turn(5, "tool", "ok", 3, seconds), Turn(2, None, None, 0))
         tracker.observe(Trajectory("t", "p", "task", 10, turns, None, 0, finished=True))
-    return Evidence(tracker, len(tool_seconds), unfinished, 5, tracker.unknown_tool_share)
+    return Evidence(tracker, len(tool_seconds), unfinished, 5)
 
 
 NOTES: list[tuple[str, Plan, Evidence, tuple[str, ...]]] = [

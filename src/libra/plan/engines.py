@@ -13,7 +13,9 @@ from libra.cluster import NodeClass
 from libra.cost.collectives import fabric
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
+from libra.cost.rates import Calibration
 from libra.cost.rollout import EngineTiming, affordable_seats, refill_seconds, residence, work
+from libra.cost.roofline import roofline
 from libra.cost.transfer import weight_sync
 from libra.lengths import TrajectoryClass
 from libra.model import ModelSpec
@@ -33,6 +35,20 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
     """Tensor-parallel degrees of an engine: powers of two that divide the node's GPUs and the model's heads."""
     powers = [2**k for k in range(nodes.gpus.bit_length()) if nodes.gpus % 2**k == 0]
     return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
+
+
+def node_roofline(
+    nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
+) -> EngineProfile:
+    """The roofline of every degree of an engine on these nodes, with measured rates where there is a calibration."""
+    return roofline(
+        nodes.gpu,
+        model,
+        tensor_degrees(model, nodes),
+        dtype_bytes=recipe.rollout_weight_bytes,
+        intra_bandwidth=nodes.intra_bandwidth,
+        calibration=calibration,
+    )
 
 
 def engine_options(

@@ -1,8 +1,8 @@
 """What the planner is asked when there is a log of trajectories and no run.
 
-Invariant: the log is read once and in order, and only finished trajectories say how long trajectories are; what the
-log cannot say is assumed in the open: every group trains, the router never misses, and no tool call of unknown
-duration takes any time.
+Invariant: the log is read once and in order, and what it cannot say is assumed in the open. For a run on one machine
+unfinished trajectories are left out, every group trains, the router never misses, and a tool call of unknown duration
+takes no time; for a cluster unfinished ones count as lower bounds, and the recipe says the rest.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
-from libra.plan.evidence import recipe_tracker
+from libra.plan.recipe_tracker import HALF_LIFE_STEPS, recipe_tracker
 from libra.plan.request import longest_context, make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
 from libra.recipe import Recipe
 from libra.trajectory import Trajectory
-
-_HALF_LIFE_STEPS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +26,15 @@ class Evidence:
 
     tracker: LengthTracker
     finished: int
-    unfinished: int  # longer than this, but not known how long
+    unfinished: int  # how long they would have become is unknown
     longest_turn: int  # tokens; no turn of the log is longer
-    unknown_tool_share: float  # share of tool returns whose seconds were not recorded
-
-
-def offline_request(config: RunConfig, trajectories: Iterable[Trajectory], profile: DeviceProfile) -> SlotRequest:
-    """The planning question for the lengths in `trajectories`, oldest first, on the devices of `config.cluster`.
-
-    Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
-    """
-    return request_from(config, gather(config, trajectories), profile)
 
 
 def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
-    """Read a log once, in memory that does not grow with it. Raises `ConfigError` as `offline_request` does."""
+    """Read a log once, oldest first, in memory that does not grow with it.
+
+    Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
+    """
     tracker = make_tracker(config)
     holds = longest_context(config)
     finished = unfinished = too_long = longest = longest_turn = 0
@@ -69,15 +61,15 @@ def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
             f"trajectories: the log has {unfinished}, none of them finished; give a log with at least one finished"
             " trajectory, such as the trajectories.jsonl of a run"
         )
-    return Evidence(tracker, finished, unfinished, longest_turn, tracker.unknown_tool_share)
+    return Evidence(tracker, finished, unfinished, longest_turn)
 
 
 def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evidence:
-    """Read a log once, for a cluster. Older trajectories weigh less, by half every `_HALF_LIFE_STEPS` steps' worth.
+    """Read a log once, for a cluster. Older trajectories weigh less, by half every `HALF_LIFE_STEPS` steps' worth.
 
     Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says.
     """
-    tracker = recipe_tracker(recipe, _HALF_LIFE_STEPS)
+    tracker = recipe_tracker(recipe, HALF_LIFE_STEPS)
     running: list[Trajectory] = []
     finished = longest_turn = 0
     for trajectory in trajectories:
@@ -89,7 +81,7 @@ def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evide
             running.append(trajectory)
     if running:
         tracker.observe_running(running)
-    return Evidence(tracker, finished, len(running), longest_turn, tracker.unknown_tool_share)
+    return Evidence(tracker, finished, len(running), longest_turn)
 
 
 def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> SlotRequest:

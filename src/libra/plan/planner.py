@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from libra.cluster import Cluster
 from libra.cost.grid import EngineProfile
-from libra.cost.roofline import roofline
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.model import ModelSpec
 from libra.plan.cluster_request import ClusterRequest
-from libra.plan.engines import tensor_degrees
-from libra.plan.evidence import recipe_tracker
+from libra.plan.engines import node_roofline
 from libra.plan.held import Held
 from libra.plan.plan import Plan, make_plan
 from libra.plan.problem import Allocation, Problem
+from libra.plan.recipe_tracker import HALF_LIFE_STEPS, recipe_tracker
 from libra.recipe import Recipe
 
 CLASSES = 24  # classes of trajectories that a plan tells apart
@@ -40,7 +39,7 @@ class Planner:
     recipe: Recipe
     profiles: tuple[EngineProfile, ...] | None = None
 
-    def tracker(self, half_life_steps: float = 4.0) -> LengthTracker:
+    def tracker(self, half_life_steps: float = HALF_LIFE_STEPS) -> LengthTracker:
         """An empty tracker that counts as the recipe says; observe finished trajectories with it."""
         return recipe_tracker(self.recipe, half_life_steps)
 
@@ -74,13 +73,4 @@ def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
 
 def rooflines(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:
     """The roofline of each class of nodes."""
-    return tuple(
-        roofline(
-            nodes.gpu,
-            model,
-            tensor_degrees(model, nodes),
-            dtype_bytes=recipe.rollout_weight_bytes,
-            intra_bandwidth=nodes.intra_bandwidth,
-        )
-        for nodes in cluster.nodes
-    )
+    return tuple(node_roofline(nodes, model, recipe) for nodes in cluster.nodes)

@@ -40,10 +40,11 @@ def log_notes(plan: Plan, evidence: Evidence) -> tuple[str, ...]:
                 else " unfinished: counted as at least as long as they are"
             )
         )
-    if evidence.unknown_tool_share > 0:
+    unknown = evidence.tracker.unknown_tool_share
+    if unknown > 0:
         seconds = 0.0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.tool_seconds_if_unknown
         notes.append(
-            f"tool seconds unknown for {percent(evidence.unknown_tool_share)} of the tool calls: planned as"
+            f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
             f" {plain(seconds)} s, so {BOTTLENECK_WORDS['latency']} may take longer"
         )
     return tuple(notes)

@@ -9,6 +9,8 @@ from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.recipe import Recipe
 
+HALF_LIFE_STEPS = 4.0  # optimiser steps, unless the caller knows better
+
 
 def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:
     """An empty tracker that halves a trajectory's weight every so many optimiser steps, knows a GPU engine's KV blocks,
