@@ -199,14 +199,16 @@ class ModelSpec:
         """Bytes of weights on one device of the heaviest pipeline stage; see `device_parameters`."""
         return dtype_bytes * self.device_parameters(tp, pp, ep)
 
-    def kv_bytes_per_token(self, dtype_bytes: float, tp: int = 1) -> float:
-        """Bytes that one token of context takes in the KV cache of one of `tp` devices, all layers.
+    def kv_bytes_per_token(self, dtype_bytes: float, tp: int = 1, pp: int = 1) -> float:
+        """Bytes that one token of context takes in the KV cache of one of `tp` devices: all layers of the pipeline
+        stage that has most, ceil(layers / pp).
 
         A latent vector belongs to all heads, so every device keeps it; so does each device that shares a KV head.
         """
+        layers = -(-self.layers // pp)
         if self.latent is not None:
-            return self.layers * (self.latent.kv_rank + self.latent.rope_dim) * dtype_bytes
-        return self.layers * 2 * max(1.0, self.kv_heads / tp) * self.head_dim * dtype_bytes
+            return layers * (self.latent.kv_rank + self.latent.rope_dim) * dtype_bytes
+        return layers * 2 * max(1.0, self.kv_heads / tp) * self.head_dim * dtype_bytes
 
     def forward_flops(self, tokens: float, context_sum: float) -> float:
         """FLOPs of a forward pass over `tokens` tokens, logits of each included.

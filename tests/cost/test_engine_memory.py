@@ -11,7 +11,7 @@ from oracles.small_cluster import QWEN_14B
 
 from libra.cluster import GPUS
 from libra.cost.engine_memory import BLOCK, kv_tokens
-from libra.model import Experts, ModelSpec
+from libra.model import Experts, LatentAttention, ModelSpec
 
 A800 = GPUS["A800"].memory
 MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
@@ -27,6 +27,7 @@ def tokens(tp: int, memory: float = A800, utilization: float = 0.9, model: Model
         weight_bytes=sizes["weight_bytes"],
         kv_bytes=sizes["kv_bytes"],
         batched_tokens=int(sizes.get("batched_tokens", 8192)),
+        pp=int(sizes.get("pp", 1)),
     )
 
 
@@ -61,6 +62,51 @@ def test_experts_of_a_token_count_as_one_wide_layer() -> None:
     assert tokens(1, model=MOE, batched_tokens=8192) + wide // (48 * 2 * 4 * 128 * 2) == pytest.approx(
         tokens(1, model=MOE, batched_tokens=1), abs=2 * BLOCK
     )
+
+
+def test_two_stages_divide_layers_and_their_kv_by_hand() -> None:
+    # A layer: attention 5120 * (2 * 40 + 2 * 8) * 128 and two norms of 128, MLP 3 * 5120 * 17408, two norms of 5120.
+    layer = 5120 * 96 * 128 + 2 * 128 + 3 * 5120 * 17408 + 2 * 5120
+    # Each stage has 20 layers and one embedding; the last has the final norm too, and the logits.
+    weights = 2 * (20 * layer + 151936 * 5120 + 5120)
+    free = 81_920 * 2**20 * 0.9 - 1.5e9 - 8192 * 2 * 62464 - 1024 * 151936 * 4 - weights
+    assert tokens(1, pp=2) == free // (20 * 2 * 8 * 128 * 2) // 16 * 16
+
+
+@pytest.mark.parametrize(("pp", "layers"), [(3, 14), (6, 7), (7, 6), (39, 2), (40, 1)])
+def test_layers_that_do_not_divide_evenly_are_bounded_by_the_fullest_stage(pp: int, layers: int) -> None:
+    # Two stages of a model of 2 * layers layers are as full as the fullest of these.
+    assert tokens(1, pp=pp) == tokens(1, pp=2, model=replace(QWEN_14B, layers=2 * layers))
+
+
+def test_stages_and_devices_divide_the_same_kv() -> None:
+    assert QWEN_14B.kv_bytes_per_token(2, tp=2, pp=4) == 10 * 2 * 4 * 128 * 2
+    latent = LatentAttention(0, 512, 128, 64, 128)
+    assert replace(QWEN_14B, latent=latent).kv_bytes_per_token(2, tp=2, pp=3) == 14 * 576 * 2
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="pp is 41; the model has 1 to 40 pipeline stages"):
+        tokens(1, pp=41)
+
+
+@given(
+    st.sampled_from([QWEN_14B, MOE]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.floats(20e9, 200e9),
+    st.sampled_from([1, 2]),
+)
+def test_pipeline_parallelism_doubled_at_fixed_memory_at_least_doubles_the_kv_blocks(
+    model: ModelSpec, tp: int, pp: int, memory: float, width: int
+) -> None:
+    found = tokens(tp, memory, model=model, pp=pp, weight_bytes=width)
+    assert tokens(tp, memory, model=model, pp=2 * pp, weight_bytes=width) // BLOCK >= 2 * (found // BLOCK)
+
+
+@given(st.integers(1, 39), st.floats(20e9, 200e9))
+def test_one_more_stage_never_holds_less(pp: int, memory: float) -> None:
+    assert tokens(1, memory, pp=pp + 1) >= tokens(1, memory, pp=pp)
 
 
 def test_weights_that_leave_no_room_leave_no_tokens() -> None:

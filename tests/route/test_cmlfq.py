@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sessions import LIMITS, OK, Event, events, tell
 
 from libra.route.cmlfq import PublishedCMLFQ
 from libra.route.policy import InstanceView, Placement, Request, ToolReturn, View
-from libra.trajectory import ToolStatus, Trajectory, Turn
+from libra.trajectory import Trajectory, Turn
 
-OK = ToolReturn("search", "ok", 5)
 FAIL = ToolReturn("search", "error", 5)
 
 
@@ -39,7 +39,6 @@ B0 = InstanceView("b0", bucket=0, capacity_tokens=100, load_tokens=20)
 C1 = InstanceView("c1", bucket=1, capacity_tokens=1_000, load_tokens=90)
 D1 = InstanceView("d1", bucket=1, capacity_tokens=1_000, load_tokens=70)
 E2 = InstanceView("e2", bucket=2, capacity_tokens=9_000, load_tokens=10)
-LIMITS = (100, 1_000, 9_000)
 EVERY = (A0, B0, C1, D1, E2)
 
 
@@ -280,63 +279,7 @@ def test_a_foreign_snapshot_is_refused(field: dict[str, object]) -> None:
         PublishedCMLFQ.restore(PublishedCMLFQ().snapshot() | field)
 
 
-# Every decision, over random sessions: what a caller may do, in any order it may do it.
-
-STATUSES: list[ToolStatus] = ["ok", "error", "timeout", "unknown"]
-tool_returns = st.builds(
-    ToolReturn, st.sampled_from(["search", "code"]), st.sampled_from(STATUSES), st.sampled_from([0, 600, 6_000])
-)
-finished = st.builds(
-    lambda id, prompt_id, prompt_tokens, returns, generated: Trajectory(
-        id,
-        prompt_id,
-        "task",
-        prompt_tokens,
-        (*(Turn(generated, r.tool, r.status, r.returned_tokens) for r in returns), Turn(generated, None, None, 0)),
-        None,
-        0,
-        finished=True,
-    ),
-    st.sampled_from("tuv"),
-    st.sampled_from("pq"),
-    st.integers(0, 100),
-    st.lists(tool_returns, max_size=3),
-    st.integers(0, 900),
-)
-instances = st.builds(
-    InstanceView,
-    st.sampled_from("abcdefg"),
-    st.integers(0, 2),
-    st.sampled_from([50, 100, 1_000, 9_000]),
-    st.integers(0, 3),
-)
-views = st.builds(
-    View,
-    st.lists(instances, max_size=6, unique_by=lambda instance: instance.id).map(tuple),
-    st.just(LIMITS),
-    st.integers(0, 60),
-)
-requests = st.builds(
-    Request, st.sampled_from("tuv"), st.sampled_from("pqr"), st.integers(0, 100), st.sampled_from([0, 40, 90, 950])
-)
-Event = Trajectory | str | tuple[Request, ToolReturn | None, View]
-events: st.SearchStrategy[Event] = st.one_of(
-    finished, st.sampled_from("abcdefg"), st.tuples(requests, st.none() | tool_returns, views)
-)
-
-
-def tell(policy: PublishedCMLFQ, event: Event) -> Placement | None:
-    if isinstance(event, Trajectory):
-        policy.finished(event)
-        return None
-    if isinstance(event, str):
-        policy.instance_gone(event)
-        return None
-    request, returned, now = event
-    known = {entry[0] for entry in policy.snapshot()["live"]}
-    if returned is None or request.trajectory_id not in known:
-        return policy.place(request, now)
-    return policy.tool_returned(request, returned, now)
+# Every decision, over random sessions.
 
 
 @given(st.lists(events, max_size=25))

@@ -1,7 +1,7 @@
 """How many tokens of context one rollout engine holds.
 
-Invariant: weights and KV are divided by the tensor-parallel degree once; what the engine needs besides is stated here
-and taken off before the KV cache gets the rest.
+Invariant: weights and KV are divided by the tensor-parallel degree once and by the pipeline stages once; what the
+engine needs besides is stated here and taken off before the KV cache gets the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ def kv_tokens(
     weight_bytes: float,
     kv_bytes: float,
     batched_tokens: int,
+    pp: int = 1,
 ) -> int:
-    """Tokens of KV cache of an engine of `tp` devices with `memory` bytes each, of which it may use a share of
-    `utilization`; 0 when the weights leave no room.
+    """Tokens of KV cache of an engine of `pp` stages of `tp` devices with `memory` bytes each, of which it may use a
+    share of `utilization`; 0 when the weights leave no room. Every stage keeps its layers' KV of every token, so the
+    fullest stage decides. Raises ValueError where the degrees do not divide the model.
 
     As vLLM's profiling run does, it sets aside the activations of one iteration of `batched_tokens` tokens in bf16
     (two residual streams, and the gate, up and activated vectors of an MLP) and fp32 logits of `SAMPLED` sequences.
@@ -32,8 +34,8 @@ def kv_tokens(
     widest = max(model.intermediate, _expert_width(model))
     activations = batched_tokens * 2 * (2 * model.hidden + 3 * widest / tp)
     logits = SAMPLED * model.vocab * 4 / tp
-    free = memory * utilization - CONTEXT - activations - logits - model.weight_bytes(weight_bytes, tp)
-    tokens = int(max(0.0, free) / model.kv_bytes_per_token(kv_bytes, tp))
+    free = memory * utilization - CONTEXT - activations - logits - model.weight_bytes(weight_bytes, tp, pp)
+    tokens = int(max(0.0, free) / model.kv_bytes_per_token(kv_bytes, tp, pp))
     return tokens // BLOCK * BLOCK
 
 

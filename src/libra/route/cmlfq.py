@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from libra.route.causal_tree import MAX_NODES, CausalTree, ToolState, payload_class
-from libra.route.policy import Placement, Request, ToolReturn, View
+from libra.route.policy import Fleet, Placement, Request, ToolReturn, require_snapshot
 from libra.trajectory import Trajectory
 
 NAME = "cmlfq-published"
@@ -33,7 +33,7 @@ class PublishedCMLFQ:
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
     in the causal tree, and it migrates when the mean and the P90 of the remaining tokens fit the same other bucket.
 
-    The rule buckets the remainder alone, while the limits in a `View` are final contexts. So a bucket's limit on the
+    The rule buckets the remainder alone, while the limits of a fleet are final contexts. So a bucket's limit on the
     remainder is its limit less the mean prompt of the finished trajectories: at the start of a trajectory the final
     context is the prompt plus the remainder, and there both readings name the same bucket for the average prompt. The
     last bucket takes whatever is longer.
@@ -48,21 +48,21 @@ class PublishedCMLFQ:
         self._prompt_tokens = 0  # of all finished trajectories
         self._live: dict[str, _Live] = {}
 
-    def place(self, request: Request, view: View) -> Placement | None:
+    def place(self, request: Request, fleet: Fleet) -> Placement | None:
         live = self._live.setdefault(request.trajectory_id, _Live())
-        live.bucket = min(live.bucket, len(view.limits) - 1)
+        live.bucket = min(live.bucket, len(fleet.limits) - 1)
         reason = "starts in the shortest bucket" if live.instance is None else f"keeps bucket {live.bucket}"
-        return _serve(live, request, view, live.bucket, reason)
+        return _serve(live, request, fleet, live.bucket, reason)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         live = self._live.get(request.trajectory_id)
         if live is None:
             raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
         live.states.append(ToolState(returned.tool, payload_class(returned.returned_tokens), returned.status))
         # A new plan may have fewer buckets; the longest one takes over what the missing ones served.
-        live.bucket = min(live.bucket, len(view.limits) - 1)
-        bucket, reason = self._wanted(live, request.prompt_id, view.limits)
-        return _serve(live, request, view, bucket, reason)
+        live.bucket = min(live.bucket, len(fleet.limits) - 1)
+        bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
+        return _serve(live, request, fleet, bucket, reason)
 
     def finished(self, trajectory: Trajectory) -> None:
         self._tree.add(trajectory)
@@ -91,12 +91,7 @@ class PublishedCMLFQ:
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> Self:
-        found = (snapshot.get("policy"), snapshot.get("format"))
-        if found != (NAME, FORMAT):
-            raise ValueError(
-                f"snapshot is of policy {found[0]!r} format {found[1]!r}, this is {NAME!r} format {FORMAT}:"
-                " restore it with the policy that wrote it, or replay the finished trajectories"
-            )
+        require_snapshot(snapshot, NAME, FORMAT)
         policy = cls()
         policy._tree = CausalTree.restore(snapshot["tree"])
         policy._prompt_tokens = snapshot["prompt_tokens"]
@@ -128,12 +123,12 @@ def _bucket(final_context: float, limits: tuple[int, ...]) -> int:
     return len(limits) - 1
 
 
-def _serve(live: _Live, request: Request, view: View, wanted: int, reason: str) -> Placement | None:
+def _serve(live: _Live, request: Request, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
     """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
-    needed = request.context_tokens + view.turn_tokens
+    needed = request.context_tokens + fleet.turn_tokens
     prefix_at = live.instance if live.prefix_there else None
     chosen = min(
-        (instance for instance in view.instances if needed <= instance.capacity_tokens),
+        (instance for instance in fleet.instances if needed <= instance.capacity_tokens),
         key=lambda it: (it.bucket < wanted, abs(it.bucket - wanted), it.id != prefix_at, it.load_tokens, it.id),
         default=None,
     )
@@ -141,7 +136,7 @@ def _serve(live: _Live, request: Request, view: View, wanted: int, reason: str) 
         live.bucket = wanted
         return None
     if chosen.bucket != wanted:
-        outgrown = any(instance.bucket == wanted for instance in view.instances)
+        outgrown = any(instance.bucket == wanted for instance in fleet.instances)
         obstacle = (
             f"context {request.context_tokens} outgrew bucket {wanted}"
             if outgrown

@@ -7,20 +7,68 @@ Lengths and loads are tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from libra.trajectory import ToolStatus, Trajectory
 
 
+class Instance(Protocol):
+    """What a policy may know of a healthy engine instance."""
+
+    @property
+    def id(self) -> str:
+        """Unique in the fleet."""
+        ...
+
+    @property
+    def bucket(self) -> int:
+        """Index of one of the fleet's limits."""
+        ...
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Longest context it serves."""
+        ...
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens of work it has accepted and not finished."""
+        ...
+
+
+class Fleet(Protocol):
+    """The instances a request may go to. A sick or stopping instance is left out, not marked.
+
+    A policy reads it during one call and keeps nothing of it. So a fleet may be a live object whose instances change
+    between calls, or a `View` of one moment where copying it is cheap and what changes it runs at the same time.
+    """
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """In any order, but the same order as long as the same instances are in it."""
+        ...
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Largest final context of each bucket, at least one, shortest bucket first."""
+        ...
+
+    @property
+    def turn_tokens(self) -> int:
+        """Room that one turn needs beyond its context."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """One healthy engine instance at the moment of a decision."""
+    """An `Instance` at the moment of a decision."""
 
     id: str
     bucket: int
-    capacity_tokens: int  # longest context it serves
-    load_tokens: int  # tokens of work it has accepted and not finished
+    capacity_tokens: int
+    load_tokens: int
 
     def __post_init__(self) -> None:
         if self.bucket < 0:
@@ -33,11 +81,11 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The instances a request may go to. A sick or stopping instance is left out, not marked."""
+    """A `Fleet` at the moment of a decision."""
 
     instances: tuple[InstanceView, ...]
-    limits: tuple[int, ...]  # largest final context of each bucket, shortest bucket first
-    turn_tokens: int  # room that one turn needs beyond its context
+    limits: tuple[int, ...]
+    turn_tokens: int
 
     def __post_init__(self) -> None:
         if not self.limits:
@@ -98,7 +146,7 @@ class Placement:
 class Policy(Protocol):
     """Decides where each turn runs. One caller at a time; same calls in the same order, same answers."""
 
-    def place(self, request: Request, view: View) -> Placement | None:
+    def place(self, request: Request, fleet: Fleet) -> Placement | None:
         """Place a turn that no tool return precedes: the first one, or one that must be placed again.
 
         None: no healthy instance can hold it now. The caller waits and calls `place` again, also when it was
@@ -106,7 +154,7 @@ class Policy(Protocol):
         """
         ...
 
-    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
         ...
 
@@ -130,3 +178,13 @@ class Policy(Protocol):
     def restore(cls, snapshot: dict[str, Any]) -> Self:
         """The policy that `snapshot` was taken of. `ValueError` if it is of another policy or format."""
         ...
+
+
+def require_snapshot(snapshot: Mapping[str, Any], policy: str, format: int) -> None:
+    """Raise ValueError unless `snapshot` says that it is of this policy and format."""
+    found = (snapshot.get("policy"), snapshot.get("format"))
+    if found != (policy, format):
+        raise ValueError(
+            f"snapshot is of policy {found[0]!r} format {found[1]!r}, this is {policy!r} format {format}:"
+            " restore it with the policy that wrote it, or replay the finished trajectories"
+        )

@@ -1,0 +1,299 @@
+"""What vLLM's own V1 scheduler decides for a workload, with no model behind it.
+
+Invariant: every decision is vLLM's. What is made up here is the clock, on which every iteration takes one tick, and the
+tokens that a model would have returned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from libra.sim.chain import Chain
+from libra.sim.engine_config import EngineConfig
+from libra.sim.request import Request
+
+_NUMBER_DIGITS = 10  # vLLM breaks ties by comparing names as text
+_LONGEST_CONTEXT = 2**30  # tokens; of the model that is never run
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of `schedule()` and what came of it. Requests go by their numbers."""
+
+    time: int  # ticks
+    scheduled: tuple[tuple[int, int], ...]  # (request, tokens), in vLLM's order: running ones, then admitted ones
+    preempted: tuple[int, ...]  # in the order in which it happened
+    cached: tuple[tuple[int, int], ...]  # (request, tokens found in the prefix cache) of those admitted or resumed now
+    finished: tuple[int, ...]  # in the order in which vLLM ends them
+    free_blocks: int  # once everything above is scheduled, and before what finishes gives its blocks back
+
+
+def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:
+    """The steps by which vLLM would serve `requests`.
+
+    A step that schedules something takes one tick. One that only preempts takes none: with the priority policy, a
+    request that finds no block and is itself the lowest is preempted, and no other is looked at in that step. What
+    happens at one instant happens in this order: steps end, requests are cancelled by rising number, requests arrive by
+    rising number, the next step is scheduled. Whoever is cancelled no later than it arrives is never seen.
+
+    `requests` are read, not written. Raises ValueError for what the scheduler alone cannot answer.
+    """
+    _check(config, requests)
+    engine = _Engine(config)
+    seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
+    arrivals = deque(sorted(seen, key=lambda request: (request.arrival, request.number)))
+    cancellations: dict[int, int] = {}  # of requests that have arrived
+    steps: list[Step] = []
+    time = 0
+    while arrivals or engine.busy:
+        if not engine.busy:
+            time = max(time, arrivals[0].arrival)
+        for number in sorted(number for number, instant in cancellations.items() if instant <= time):
+            engine.cancel(number)
+            del cancellations[number]
+        while arrivals and arrivals[0].arrival <= time:
+            request = arrivals.popleft()
+            engine.add(request)
+            if request.cancel_at is not None:
+                cancellations[request.number] = request.cancel_at
+        if engine.busy:
+            step = engine.step(time)
+            steps.append(step)
+            time += 1 if step.scheduled else 0
+    return tuple(steps)
+
+
+def _check(config: EngineConfig, requests: Sequence[Request]) -> None:
+    if config.pipeline_parallel_size != 1:
+        raise ValueError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}: steps of a pipeline overlap, which a clock of"
+            " one step at a time does not show; set it to 1"
+        )
+    if len({request.number for request in requests}) != len(requests):
+        raise ValueError("two requests have the same number; number them apart")
+    for request in requests:
+        if not 0 <= request.number < 10**_NUMBER_DIGITS:
+            raise ValueError(f"request {request.number}: number it from 0 to {10**_NUMBER_DIGITS - 1}")
+        if request.arrival < 0:
+            raise ValueError(f"request {request.number} arrives at {request.arrival}; time begins at 0")
+        if request.prompt_tokens < 1 or request.output_tokens < 1:
+            raise ValueError(f"request {request.number}: give its prompt and its output 1 token or more")
+        if request.prompt_tokens >= config.max_model_len:
+            raise ValueError(
+                f"request {request.number}: a prompt of {request.prompt_tokens} tokens leaves none to generate in"
+                f" max_model_len {config.max_model_len}; vLLM refuses it before its scheduler sees it"
+            )
+
+
+class _Engine:
+    """vLLM's scheduler, and the tokens that a model would add to what it schedules."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._scheduler = _make_scheduler(config)
+        self._hasher = get_request_block_hasher(config.block_size, sha256) if config.enable_prefix_caching else None
+        self._tokens = _Tokens(config.max_model_len)
+        self._requests: dict[str, Request] = {}
+        self._preempted: list[int] = []
+        self._listen_for_preemptions()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._scheduler.has_unfinished_requests())
+
+    def add(self, request: Request) -> None:
+        name = _name(request.number)
+        self._requests[name] = request
+        self._scheduler.add_request(
+            VllmRequest(
+                request_id=name,
+                prompt_token_ids=[self._tokens.at(request, position) for position in range(request.prompt_tokens)],
+                sampling_params=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+                pooling_params=None,
+                arrival_time=request.arrival,
+                priority=request.priority,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def cancel(self, number: int) -> None:
+        """Nothing happens to a request that is no longer there."""
+        self._scheduler.finish_requests(_name(number), RequestStatus.FINISHED_ABORTED)
+
+    def step(self, time: int) -> Step:
+        self._preempted.clear()
+        output = self._scheduler.schedule()
+        scheduled = tuple((int(name), tokens) for name, tokens in output.num_scheduled_tokens.items())
+        free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if not scheduled and not self._preempted:
+            raise RuntimeError(f"vLLM scheduled nothing at {time}, with requests waiting: the driver is at fault")
+        names = list(output.num_scheduled_tokens)
+        results = self._scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[self._sample(name) for name in names],
+            ),
+        )
+        finished = (
+            int(result.request_id)
+            for client in results.values()
+            for result in client.outputs
+            if result.finish_reason is not None
+        )
+        return Step(time, scheduled, tuple(self._preempted), _cached(output), tuple(finished), free_blocks)
+
+    def _sample(self, name: str) -> list[int]:
+        """No token before the last chunk of a prompt: vLLM wants that of a model."""
+        context = self._scheduler.requests[name]
+        return [] if context.is_prefill_chunk else [self._tokens.at(self._requests[name], context.num_tokens)]
+
+    def _listen_for_preemptions(self) -> None:
+        """The scheduler's output names preempted requests as a set, and their order is part of the schedule."""
+        preempt = self._scheduler._preempt_request
+
+        def listen(request: VllmRequest, *arguments: Any, **options: Any) -> None:
+            self._preempted.append(int(request.request_id))
+            preempt(request, *arguments, **options)
+
+        self._scheduler._preempt_request = listen
+
+
+class _Tokens:
+    """Token ids by position: equal where one chain owns both positions, and nowhere else."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._stride = max_model_len
+        self._owners: dict[Chain | int, int] = {}  # a request without a chain is its own owner
+
+    def at(self, request: Request, position: int) -> int:
+        owner: Chain | int = request.number
+        if request.chain is not None:
+            chain = request.chain
+            while chain.parent is not None and position < chain.fork:
+                chain = chain.parent
+            owner = chain
+        return self._owners.setdefault(owner, len(self._owners)) * self._stride + position
+
+
+def _name(number: int) -> str:
+    return f"{number:0{_NUMBER_DIGITS}d}"
+
+
+def _cached(output: Any) -> tuple[tuple[int, int], ...]:
+    """Admitted requests in the order of their admission; of those, new ones are listed apart from resumed ones."""
+    running = output.scheduled_cached_reqs
+    found = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs} | {
+        name: tokens
+        for name, tokens in zip(running.req_ids, running.num_computed_tokens, strict=True)
+        if name in running.resumed_req_ids
+    }
+    return tuple((int(name), found[name]) for name in output.num_scheduled_tokens if name in found)
+
+
+def _make_scheduler(config: EngineConfig) -> Scheduler:
+    model = copy(_model_config())
+    model.max_model_len = config.max_model_len
+    cache_config = CacheConfig(
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        prefix_caching_hash_algo="sha256",
+    )
+    blocks = config.kv_blocks + 1  # one is vLLM's null block
+    cache_config.num_gpu_blocks = blocks
+    vllm_config = VllmConfig(
+        model_config=model,
+        cache_config=cache_config,
+        scheduler_config=SchedulerConfig(
+            max_model_len=config.max_model_len,
+            is_encoder_decoder=False,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=config.policy,
+            watermark=config.watermark,
+            scheduler_reserve_full_isl=config.reserve_full_prompt,
+            long_prefill_token_threshold=0,
+            async_scheduling=False,
+        ),
+        device_config=DeviceConfig(device="cpu"),
+    )
+    scheduler = Scheduler(
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["attention"], _attention(config.block_size))],
+        ),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=config.block_size,
+    )
+    _check_settings(config, scheduler)
+    return scheduler
+
+
+def _attention(block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+
+@cache
+def _model_config() -> ModelConfig:
+    """Of a model that exists as a configuration only: the scheduler asks for no more."""
+    init_none_hash(sha256)
+    with TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(
+            json.dumps(
+                {
+                    "architectures": ["LlamaForCausalLM"],
+                    "model_type": "llama",
+                    "hidden_size": 8,
+                    "intermediate_size": 8,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 1,
+                    "num_key_value_heads": 1,
+                    "vocab_size": 8,
+                    "max_position_embeddings": _LONGEST_CONTEXT,
+                }
+            )
+        )
+        return ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32", enforce_eager=True)
+
+
+def _check_settings(config: EngineConfig, scheduler: Scheduler) -> None:
+    """vLLM changes settings that do not suit its platform; then the schedule would answer another question."""
+    asked_and_set = {
+        "kv_blocks": (config.kv_blocks, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()),
+        "block_size": (config.block_size, scheduler.kv_cache_manager.block_pool.hash_block_size),
+        "max_model_len": (config.max_model_len, scheduler.max_model_len),
+        "max_num_seqs": (config.max_num_seqs, scheduler.max_num_active_reqs),
+        "max_num_batched_tokens": (config.max_num_batched_tokens, scheduler.max_num_scheduled_tokens),
+        "enable_chunked_prefill": (config.enable_chunked_prefill, scheduler.scheduler_config.enable_chunked_prefill),
+        "policy": (config.policy, scheduler.policy.value),
+        "enable_prefix_caching": (config.enable_prefix_caching, scheduler.kv_cache_manager.enable_caching),
+        "watermark": (config.watermark_blocks, scheduler.kv_cache_manager.watermark_blocks),
+        "reserve_full_prompt": (config.reserve_full_prompt, scheduler.scheduler_reserve_full_isl),
+        "async_scheduling": (False, scheduler.scheduler_config.async_scheduling),
+    }
+    changed = {field: pair for field, pair in asked_and_set.items() if pair[0] != pair[1]}
+    if changed:
+        raise RuntimeError(f"vLLM changed settings, as (asked, set): {changed}; install the version pinned here")

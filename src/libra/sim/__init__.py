@@ -1,0 +1,1 @@
+"""A discrete-event simulator of rollout engines with vLLM's scheduling rules, exact to the token."""

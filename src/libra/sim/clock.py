@@ -1,0 +1,22 @@
+"""Simulated time.
+
+Invariant: time is a whole number of picoseconds, so sums do not depend on their order and two ways to compute the same
+instant give the same instant.
+"""
+
+from __future__ import annotations
+
+import math
+
+TICKS = 10**12  # in one second
+
+
+def ticks(seconds: float) -> int:
+    """The nearest whole number of ticks. Raises ValueError for what is not finite and not negative."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{seconds} seconds is no duration: give a finite number that is not negative")
+    return round(seconds * TICKS)
+
+
+def seconds(ticks: int) -> float:
+    return ticks / TICKS

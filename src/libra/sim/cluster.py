@@ -1,0 +1,255 @@
+"""Engines, the policy that routes to them, and time.
+
+Invariant: what happens at one instant happens in this order, on all engines: iterations end; cancellations, weight
+updates and arrivals come in; engines decide what is next. Within each, engines and requests come by their numbers. So
+the outcome does not depend on how often an engine was looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from libra.route import policy
+from libra.route.policy import Policy
+from libra.sim.batching import Engine, Iteration, Pause
+from libra.sim.caller import TrajectoryCaller
+from libra.sim.engine_config import EngineConfig
+from libra.sim.iteration_cost import IterationCost
+from libra.sim.request import Request
+from libra.sim.weight_update import WeightUpdate
+from libra.sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine of a cluster."""
+
+    name: str
+    config: EngineConfig
+    cost: IterationCost
+    bucket: int = 0
+
+
+class Instance:
+    """An engine as a routing policy sees it: always the present."""
+
+    __slots__ = ("bucket", "capacity_tokens", "engine", "id")
+
+    def __init__(self, spec: EngineSpec, engine: Engine) -> None:
+        self.id = spec.name
+        self.bucket = spec.bucket
+        self.capacity_tokens = spec.config.max_model_len
+        self.engine = engine
+
+    @property
+    def load_tokens(self) -> int:
+        return self.engine.load_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All engines, as a routing policy sees them."""
+
+    instances: tuple[Instance, ...]
+    limits: tuple[int, ...]
+    turn_tokens: int
+
+
+class Cluster:
+    """One simulation: made, run once, and looked at.
+
+    `limits` are the largest final contexts of the buckets, shortest first; without them all engines are one bucket.
+    `trace` is told every iteration, also those that nobody had to visit; `watch` is shown each engine after it decided
+    what is next, at that tick. `exact` visits every iteration: the same outcome, slower.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        workload: Workload,
+        route: Policy | None = None,
+        *,
+        limits: tuple[int, ...] | None = None,
+        turn_tokens: int = 1,
+        updates: Sequence[WeightUpdate] = (),
+        time_limit: int | None = None,
+        exact: bool = False,
+        trace: Callable[[Iteration], None] | None = None,
+        watch: Callable[[Engine, int], None] | None = None,
+    ) -> None:
+        if not specs:
+            raise ValueError("there is no engine: give one or more")
+        if route is None and len(specs) > 1:
+            raise ValueError(f"there are {len(specs)} engines and no policy: say where requests go")
+        if len({spec.name for spec in specs}) < len(specs):
+            raise ValueError("two engines have the same name: names must be unique")
+        if limits is None:
+            limits = (max(spec.config.max_model_len for spec in specs),)
+        for spec in specs:
+            if not 0 <= spec.bucket < len(limits):
+                raise ValueError(f"engine {spec.name} is in bucket {spec.bucket}, but there are {len(limits)} limits")
+        self.engines = [Engine(spec.config, spec.cost, index, exact=exact) for index, spec in enumerate(specs)]
+        for engine in self.engines:
+            engine.trace = trace
+        self.specs = tuple(specs)
+        self.requests: list[Request] = []  # all that came, in the order in which they did
+        self.now = 0
+        self.partial = False  # the time limit came before the end
+        self._workload = workload
+        self._route = route
+        self._fleet = Fleet(
+            tuple(Instance(spec, engine) for spec, engine in zip(specs, self.engines, strict=True)), limits, turn_tokens
+        )
+        self._by_name = {spec.name: engine for spec, engine in zip(specs, self.engines, strict=True)}
+        self._updates = sorted(updates, key=lambda update: update.at)
+        self._limit = time_limit
+        self._watch = watch
+        self._ends: list[tuple[int, int, int]] = []  # (tick, engine, version of its plan)
+        self._following: list[tuple[int, int, Request]] = []  # (arrival, number, request)
+        self._cancels: list[tuple[int, int, Request]] = []
+        self._idle: set[int] = set()  # engines that have to decide at this instant
+
+    def run(self) -> None:
+        """Until everything has finished, or the time limit."""
+        known = iter(self._workload.start())
+        upcoming = next(known, None)
+        ends, following, cancels, updates, idle = self._ends, self._following, self._cancels, self._updates, self._idle
+        engines = self.engines
+        at = 0  # of the next update
+        while True:
+            tick = ends[0][0] if ends else None
+            if upcoming is not None and (tick is None or upcoming.arrival < tick):
+                tick = upcoming.arrival
+            if following and (tick is None or following[0][0] < tick):
+                tick = following[0][0]
+            if cancels and (tick is None or cancels[0][0] < tick):
+                tick = cancels[0][0]
+            if idle and (tick is None or tick > self.now):
+                for index in sorted(idle) if len(idle) > 1 else idle:
+                    engine = engines[index]
+                    end = engine.plan(self.now)
+                    if end is not None:
+                        heappush(ends, (end, index, engine.version))
+                    if self._watch is not None:
+                        self._watch(engine, self.now)
+                idle.clear()
+                continue
+            if tick is None:
+                break
+            if at < len(updates) and updates[at].at < tick:
+                tick = updates[at].at
+            if self._limit is not None and tick > self._limit:
+                self._stop(upcoming, known)
+                break
+            now = self.now = tick
+            while ends and ends[0][0] == now:
+                _, index, version = heappop(ends)
+                engine = engines[index]
+                if version == engine.version:
+                    done = engine.commit()
+                    idle.add(index)
+                    for request in done:
+                        # Whoever cancelled it while its last iteration was under way has gone on already.
+                        if request.cancel_at is None or request.cancel_at >= now:
+                            self._ended(request)
+            while cancels and cancels[0][0] == now:
+                request = heappop(cancels)[2]
+                if request.status in ("waiting", "running"):
+                    assert request.engine is not None
+                    self._changed(engines[request.engine], engines[request.engine].cancel(request, now))
+                    self._ended(request)
+            while at < len(updates) and updates[at].at <= now:
+                self._update(updates[at])
+                at += 1
+            while True:
+                if upcoming is not None and upcoming.arrival == now:
+                    if following and following[0][0] == now and following[0][1] < upcoming.number:
+                        request = heappop(following)[2]
+                    else:
+                        request = upcoming
+                        upcoming = next(known, None)
+                elif following and following[0][0] == now:
+                    request = heappop(following)[2]
+                else:
+                    break
+                self._arrive(request)
+
+    def _arrive(self, request: Request) -> None:
+        now = self.now
+        self.requests.append(request)
+        cancel_at = request.cancel_at
+        if cancel_at is not None and cancel_at <= now:
+            request.status, request.finish = "cancelled", now
+            self._ended(request)
+            return
+        engine = self.engines[0] if self._route is None else self._placed(request, self._route)
+        if engine is None:
+            request.status, request.finish = "refused", now
+            request.reason = (
+                f"no engine holds its {request.prompt_tokens} tokens and a turn of {self._fleet.turn_tokens} more"
+            )
+            self._ended(request)
+            return
+        self._changed(engine, engine.submit(request, now))
+        if request.status == "refused":
+            self._ended(request)
+        elif cancel_at is not None:
+            heappush(self._cancels, (cancel_at, request.number, request))
+
+    def _placed(self, request: Request, route: Policy) -> Engine | None:
+        owner = request.owner
+        if isinstance(owner, TrajectoryCaller):
+            asked, returned = owner.routing_request(), owner.returned()
+        else:
+            name = str(request.number)
+            prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
+            asked, returned = policy.Request(name, prompt, request.prompt_tokens, request.prompt_tokens), None
+        if returned is None:
+            placement = route.place(asked, self._fleet)
+        else:
+            placement = route.tool_returned(asked, returned, self._fleet)
+        return None if placement is None else self._by_name[placement.instance]
+
+    def _changed(self, engine: Engine, sooner: bool) -> None:
+        if sooner:
+            heappush(self._ends, (engine.end, engine.index, engine.version))
+        if not engine.busy:
+            self._idle.add(engine.index)
+
+    def _ended(self, request: Request) -> None:
+        """Finished, given up or refused: tell the policy, and see what follows."""
+        owner, route = request.owner, self._route
+        if route is None:
+            pass
+        elif not isinstance(owner, TrajectoryCaller):
+            route.forget(str(request.number))
+        elif request.status != "finished":
+            route.forget(owner.trajectory.id)
+        elif owner.last:
+            route.finished(owner.trajectory)
+        following = self._workload.finished(request, self.now)
+        if following is not None:
+            heappush(self._following, (following.arrival, following.number, following))
+
+    def _update(self, update: WeightUpdate) -> None:
+        for engine in self.engines:
+            if update.engines is None or engine.index in update.engines:
+                self._changed(engine, engine.pause(Pause(update.until, update.refresh), self.now))
+
+    def _stop(self, upcoming: Request | None, known: Iterator[Request]) -> None:
+        """The time limit: what has not ended is reported as such."""
+        assert self._limit is not None
+        self.now = self._limit
+        self.partial = True
+        for engine in self.engines:
+            for request in engine.unfinished:
+                request.status, request.reason = "unfinished", "the time limit came first"
+        if upcoming is not None:
+            self.requests.append(upcoming)
+            self.requests.extend(known)
+        self.requests.extend(request for _, _, request in sorted(self._following))
+        for request in self.requests:
+            if request.status == "waiting":
+                request.status, request.reason = "unfinished", "the time limit came before its arrival"

@@ -1,0 +1,76 @@
+"""How one engine is set up, in vLLM's terms.
+
+Invariant: a configuration that exists can run every request that it accepts: the KV cache holds the longest context,
+and one iteration has room for a token of every running request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Names and defaults are vLLM's, where it has them."""
+
+    max_model_len: int  # tokens of the longest context, generated ones included
+    kv_blocks: int  # blocks that requests can use: vLLM's `num_gpu_blocks` less the one it keeps for itself
+    block_size: int = 16  # tokens
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_chunked_prefill: bool = True
+    policy: SchedulingPolicy = "fcfs"
+    enable_prefix_caching: bool = True
+    watermark: float = 0.0  # share of the blocks that stays free when a request is admitted beside others
+    reserve_full_prompt: bool = True  # admit what fits whole, not just its first chunk: `scheduler_reserve_full_isl`
+    capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for field in (
+            "max_model_len",
+            "kv_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "pipeline_parallel_size",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy is {self.policy!r}; set it to fcfs or priority")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark}; it is a share of the blocks: 0 or more, and less than 1")
+        if self.kv_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"kv_blocks is {self.kv_blocks}: {self.kv_blocks * self.block_size} tokens, less than one request of"
+                f" max_model_len {self.max_model_len}; give more memory, or a shorter max_model_len"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}:"
+                " every running request needs one token of it; raise it, or lower max_num_seqs"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_model_len"
+                f" {self.max_model_len}, and a prompt is not cut in chunks: raise it, or set enable_chunked_prefill"
+            )
+        if list(self.capture_sizes) != sorted(set(self.capture_sizes)) or any(size < 1 for size in self.capture_sizes):
+            raise ValueError(f"capture_sizes is {self.capture_sizes}; list rising numbers, 1 or more")
+        if self.capture_sizes and self.capture_sizes[-1] > self.max_num_batched_tokens:
+            raise ValueError(
+                f"capture_sizes goes to {self.capture_sizes[-1]}, more than max_num_batched_tokens"
+                f" {self.max_num_batched_tokens}: no iteration is that large; leave the size out"
+            )
+
+    @property
+    def watermark_blocks(self) -> int:
+        return int(self.watermark * (self.kv_blocks + 1))
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)

@@ -1,0 +1,166 @@
+"""What an iteration takes on a GPU, read from the grid that the planner reads.
+
+Invariant: the simulator and the planner have one source of times, `cost.EngineGrid`; what is added here is how the
+parts of a mixed iteration come together, and what the CPU adds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from libra.cost.grid import EngineGrid
+from libra.sim.clock import TICKS
+from libra.sim.engine_config import EngineConfig
+from libra.sim.iteration_cost import UNLIMITED, Chunk
+
+_MEMORY = 1 << 16  # distinct chunks remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What the CPU does for an iteration, in seconds: scheduling, preparing inputs, handling outputs.
+
+    Grids that were measured on a whole engine contain it already; tables of GPU kernels do not.
+    """
+
+    iteration: float = 0.0
+    request: float = 0.0  # for each request in the iteration
+    overlapped: bool = False  # prepared while the GPU is busy (asynchronous scheduling): only the longer one counts
+
+    def __post_init__(self) -> None:
+        if self.iteration < 0 or self.request < 0:
+            raise ValueError(f"Overhead({self.iteration}, {self.request}): neither may be negative")
+
+    def seconds(self, requests: int) -> float:
+        return self.iteration + self.request * requests
+
+    def beside(self, device: float, requests: int) -> float:
+        """Seconds of an iteration of `requests` requests that takes the device so many."""
+        cpu = self.seconds(requests)
+        return max(device, cpu) if self.overlapped else device + cpu
+
+
+NO_OVERHEAD = Overhead()
+
+
+class GridCost:
+    """`IterationCost` of one tensor-parallel engine.
+
+    - Decoding alone takes what the grid says for the batch and its mean context: piecewise linear in their product. A
+      batch is padded to the next CUDA graph; the padding has no context.
+    - One prefill chunk alone takes what the grid says for it.
+    - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
+      the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
+      cost, at the rate by which the grid's largest chunk grows with what is before it.
+    Raises ValueError where the grid does not reach: to `max_num_seqs`, to `max_num_batched_tokens`, or to
+    `max_model_len`.
+    """
+
+    __slots__ = ("_attention", "_budget", "_captures", "_grid", "_linear", "_lines", "_overhead", "_pair")
+
+    def __init__(self, grid: EngineGrid, config: EngineConfig, overhead: Overhead = NO_OVERHEAD) -> None:
+        largest = _padded(config.max_num_seqs, config.capture_sizes)
+        longest = config.max_model_len
+        try:
+            grid.decode_seconds(largest, longest)
+            grid.prefill_seconds(config.max_num_batched_tokens, longest)
+        except ValueError as error:
+            raise ValueError(
+                f"the engine's times are not known up to max_num_seqs {config.max_num_seqs},"
+                f" max_num_batched_tokens {config.max_num_batched_tokens} and max_model_len {longest}: {error}"
+            ) from None
+        self._grid = grid
+        self._overhead = overhead
+        self._captures = config.capture_sizes
+        self._lines: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        chunk = grid.chunks[-1]
+        spread = grid.prefill_seconds(chunk, grid.prefixes[-1]) - grid.prefill_seconds(chunk, grid.prefixes[0])
+        self._pair = max(0.0, spread / (chunk * (grid.prefixes[-1] - grid.prefixes[0])))
+        points = sorted({1, *grid.chunks, min(4 * grid.chunks[-1], largest + config.max_num_batched_tokens)})
+        alone = [grid.prefill_seconds(tokens, 0) - self._pair * tokens * (tokens + 1) / 2 for tokens in points]
+        # More tokens never cost less: measured tables fall here and there.
+        seconds: list[float] = np.maximum.accumulate(np.maximum(alone, 0.0)).tolist()
+        self._linear = (points, seconds)
+        self._attention = lru_cache(_MEMORY)(self._attention_seconds)
+
+    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
+        lines = self._lines.get(decoding)
+        if lines is None:
+            lines = self._lines[decoding] = self._make_lines(decoding)
+        limits, bases, slopes = lines
+        piece = bisect_right(limits, context)
+        return bases[piece], slopes[piece], limits[piece] if piece < len(limits) else UNLIMITED
+
+    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
+        new = 0
+        seconds = 0.0
+        for chunk in chunks:
+            new += chunk[0]
+            seconds += self._attention(chunk)
+        seconds += self._linear_seconds(_padded(decoding + new, self._captures))
+        if decoding:
+            batch = _padded(decoding, self._captures)
+            seconds += self._grid.decode_seconds(batch, context / batch) - self._linear_seconds(batch)
+        return max(1, round(self._overhead.beside(seconds, decoding + len(chunks)) * TICKS))
+
+    def _make_lines(self, decoding: int) -> tuple[list[int], list[int], list[int]]:
+        """(limits, bases, slopes) of an iteration of `decoding` requests, over their context together."""
+        batch = _padded(decoding, self._captures)
+        contexts = self._grid.contexts
+        knots = [(length * batch, self._grid.decode_seconds(batch, length)) for length in contexts]
+        if self._overhead.overlapped:
+            knots = _at_least(knots, self._overhead.seconds(decoding))
+        limits, bases, slopes = [], [], []
+        for (left, before), (right, after) in pairwise(knots):
+            start = round(self._overhead.beside(before, decoding) * TICKS)
+            end = round(self._overhead.beside(after, decoding) * TICKS)
+            slope = round((end - start) / (right - left))
+            limits.append(right)
+            slopes.append(slope)
+            bases.append(start - slope * left)
+        limits.pop()  # as in the grid, times go on beyond the last point as before it
+        for base, slope, context in zip(bases, slopes, [decoding, *limits], strict=True):
+            if base + slope * context < 1:
+                raise ValueError(
+                    f"an iteration of {decoding} requests with {context} tokens would take {base + slope * context}"
+                    " ticks: measure the grid again there"
+                )
+        return limits, bases, slopes
+
+    def _linear_seconds(self, tokens: int) -> float:
+        """Linear layers, and all else that looks at each token alone."""
+        points, seconds = self._linear
+        right = min(max(bisect_left(points, tokens), 1), len(points) - 1)
+        left = right - 1
+        part = (tokens - points[left]) / (points[right] - points[left])
+        return seconds[left] + part * (seconds[right] - seconds[left])
+
+    def _attention_seconds(self, chunk: Chunk) -> float:
+        """What a chunk costs beyond its linear layers."""
+        new, before = chunk
+        return self._grid.prefill_seconds(new, before) - self._linear_seconds(new)
+
+
+def _padded(requests: int, captures: tuple[int, ...]) -> int:
+    """The size of the CUDA graph that runs so many tokens; without one that large they run as they are."""
+    place = bisect_left(captures, requests)
+    return captures[place] if place < len(captures) else requests
+
+
+def _at_least(knots: list[tuple[int, float]], least: float) -> list[tuple[int, float]]:
+    """The line through the knots where it is above `least`, else that: with a knot where one becomes the other."""
+    raised = []
+    for (left, before), (right, after) in pairwise(knots):
+        raised.append((left, max(before, least)))
+        if (before < least) != (after < least):
+            crossing = left + round((least - before) / (after - before) * (right - left))
+            if left < crossing < right:
+                raised.append((crossing, least))
+    raised.append((knots[-1][0], max(knots[-1][1], least)))
+    return raised

@@ -1,0 +1,92 @@
+"""One call to an engine: a prompt, and tokens generated after it.
+
+Invariant: what is asked never changes; what happened is written once, except for the counts of repeated events.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from libra.sim.chain import Chain
+
+if TYPE_CHECKING:
+    from libra.sim.memory import Path, Run
+
+Status = Literal["waiting", "running", "finished", "cancelled", "refused", "unfinished"]
+
+
+class Request:
+    """What is asked, and what became of it. Times are ticks, lengths are tokens.
+
+    `output_tokens` is how many tokens it will generate (the simulator is told; a policy is not). A request without a
+    chain shares its tokens with no other.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached_tokens",
+        "cancel_at",
+        "chain",
+        "computed",
+        "engine",
+        "finish",
+        "first_token",
+        "generated",
+        "last",
+        "number",
+        "offset",
+        "output_tokens",
+        "own_copy",
+        "owner",
+        "path",
+        "preemptions",
+        "prefill_end",
+        "priority",
+        "prompt_tokens",
+        "reason",
+        "scheduled",
+        "seat",
+        "status",
+        "target",
+        "written",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        arrival: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        chain: Chain | None = None,
+        priority: int = 0,
+        cancel_at: int | None = None,
+        owner: object = None,
+    ) -> None:
+        self.number = number  # ties between equal arrivals go to the lower one
+        self.arrival = arrival
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.chain = chain
+        self.priority = priority  # lower is served first
+        self.cancel_at = cancel_at
+        self.owner = owner  # whoever submitted it
+        self.status: Status = "waiting"
+        self.reason: str | None = None  # why it was refused, or did not finish
+        self.engine: int | None = None
+        self.scheduled: int | None = None  # start of its first iteration
+        self.prefill_end: int | None = None
+        self.first_token: int | None = None
+        self.finish: int | None = None  # also of what was cancelled or refused
+        self.generated = 0
+        self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.preemptions = 0
+        # What follows is the engine's own, while it has the request.
+        self.path: Path = ()  # who owns the blocks of its context
+        self.own_copy: Run | None = None  # a block that it computed although another copy of it was found
+        self.written = 0  # blocks of its context that the pool knows to be full of its tokens
+        self.seat = -1  # number of its admission, while it runs
+        self.computed = 0  # tokens, while it is prefilled
+        self.target = 0  # tokens to compute before it generates the next one
+        self.offset = 0  # computed tokens less the engine's iterations, while it generates
+        self.last = 0  # iteration that generates its last token

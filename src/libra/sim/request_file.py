@@ -1,0 +1,158 @@
+"""Requests on disk: JSON lines of their own, and the CSV of Azure's public traces of LLM serving.
+
+Invariant: a file is read whole or refused with one line that names the file, the line and the field; nothing in it is
+repaired. Arrivals never fall from line to line, and every request has a token to begin with and one to generate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from libra.sim.clock import TICKS, ticks
+
+_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?", re.ASCII)  # a tick is the 12th decimal
+_MOST_DIGITS = 15
+
+
+class RequestFormatError(ValueError):
+    """A file of requests cannot be used. The message is one line: file, line, field, what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One line. Times are ticks since the file's time zero."""
+
+    arrival: int
+    prompt_tokens: int
+    output_tokens: int
+    prefix: str | None = None  # requests of one prefix have their first `prefix_tokens` tokens in common
+    prefix_tokens: int = 0
+    priority: int = 0  # lower is served first
+    cancel_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    arrival: float  # seconds, as `cancel_at`
+    prompt_tokens: int
+    output_tokens: int
+    prefix: str | None = None
+    prefix_tokens: int | None = None
+    priority: int = 0
+    cancel_at: float | None = None
+
+    def __post_init__(self) -> None:
+        ticks(self.arrival)
+        if self.prompt_tokens < 1:
+            raise ValueError("prompt_tokens must be >= 1")
+        if self.output_tokens < 1:
+            raise ValueError("output_tokens must be >= 1")
+        if (self.prefix is None) != (self.prefix_tokens is None):
+            raise ValueError("prefix and prefix_tokens must both be given, or neither")
+        if self.prefix_tokens is not None and not 0 <= self.prefix_tokens <= self.prompt_tokens:
+            raise ValueError("prefix_tokens must be >= 0, and no more than prompt_tokens")
+        if self.cancel_at is not None and ticks(self.cancel_at) < ticks(self.arrival):
+            raise ValueError("cancel_at must not be before arrival")
+
+
+@cache
+def _adapter() -> TypeAdapter[_Line]:
+    return TypeAdapter(_Line)
+
+
+def parse_request(line: str | bytes, where: str) -> RecordedRequest:
+    """One JSON line: `arrival` in seconds, `prompt_tokens`, `output_tokens`, and where needed `prefix` with
+    `prefix_tokens`, `priority`, and `cancel_at` in seconds of the same clock. `where` opens the error message."""
+    try:
+        read = _adapter().validate_json(line, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise _refusal(where, field, first["msg"]) from None
+    return RecordedRequest(
+        arrival=ticks(read.arrival),
+        prompt_tokens=read.prompt_tokens,
+        output_tokens=read.output_tokens,
+        prefix=read.prefix,
+        prefix_tokens=read.prefix_tokens or 0,
+        priority=read.priority,
+        cancel_at=None if read.cancel_at is None else ticks(read.cancel_at),
+    )
+
+
+def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
+    """Read a JSONL file, one request a line, in the order of arrival. Raises `RequestFormatError`, also on a blank line
+    and where there is no request."""
+    with open(path, "rb") as lines:
+        return _in_order(
+            path, ((number, parse_request(line, f"{path}:{number}")) for number, line in enumerate(lines, start=1))
+        )
+
+
+def read_azure_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
+    """Read a CSV file of columns TIMESTAMP, ContextTokens and GeneratedTokens, as Azure's traces of 2023 have them, in
+    the order of arrival; time zero is the first request's. Raises `RequestFormatError` as `read_requests` does."""
+    with open(path, "rb") as lines:
+        if tuple(_cells(lines.readline())) != _AZURE_FIELDS:
+            raise _refusal(f"{path}:1", "line", f"the header must be {','.join(_AZURE_FIELDS)}")
+        return _in_order(path, _azure_requests(path, lines))
+
+
+def _azure_requests(path: Path | str, lines: Iterable[bytes]) -> Iterator[tuple[int, RecordedRequest]]:
+    zero: int | None = None
+    for number, line in enumerate(lines, start=2):
+        where = f"{path}:{number}"
+        cells = _cells(line)
+        if len(cells) != len(_AZURE_FIELDS):
+            raise _refusal(where, "line", f"{len(cells)} fields instead of {len(_AZURE_FIELDS)}")
+        instant = _instant(cells[0], where)
+        zero = instant if zero is None else zero
+        prompt, output = (_tokens(cell, where, field) for cell, field in zip(cells[1:], _AZURE_FIELDS[1:], strict=True))
+        yield number, RecordedRequest(instant - zero, prompt, output)
+
+
+def _in_order(path: Path | str, requests: Iterable[tuple[int, RecordedRequest]]) -> tuple[RecordedRequest, ...]:
+    read: list[RecordedRequest] = []
+    for number, request in requests:
+        if read and request.arrival < read[-1].arrival:
+            raise _refusal(f"{path}:{number}", "arrival", "before that of the line above; sort the file by arrival")
+        read.append(request)
+    if not read:
+        raise RequestFormatError(f"{path}: there is no request; give a file with at least one")
+    return tuple(read)
+
+
+def _cells(line: bytes) -> list[str]:
+    return line.decode("utf-8", errors="replace").removesuffix("\n").removesuffix("\r").split(",")
+
+
+def _instant(cell: str, where: str) -> int:
+    """Ticks since the year 1."""
+    match = _TIMESTAMP.fullmatch(cell)
+    if match is None:
+        raise _refusal(where, _AZURE_FIELDS[0], f"{cell[:40]!r} is not YYYY-MM-DD HH:MM:SS with up to 12 decimals")
+    try:
+        since = datetime.fromisoformat(match[1]) - datetime.min
+    except ValueError as error:
+        raise _refusal(where, _AZURE_FIELDS[0], str(error)) from None
+    return (since.days * 86_400 + since.seconds) * TICKS + int((match[2] or "0").ljust(12, "0"))
+
+
+def _tokens(cell: str, where: str, field: str) -> int:
+    if not (cell.isascii() and cell.isdigit() and len(cell) <= _MOST_DIGITS and int(cell) >= 1):
+        raise _refusal(where, field, f"{cell[:40]!r} is not a number of tokens, 1 or more")
+    return int(cell)
+
+
+def _refusal(where: str, field: str, problem: str) -> RequestFormatError:
+    return RequestFormatError(" ".join(f"{where}: {field}: {problem}".split()))

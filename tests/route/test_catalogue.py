@@ -1,0 +1,55 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra.route.catalogue import POLICIES, policy_named
+from libra.route.policy import InstanceView, Request, ToolReturn, View
+
+FLEET = View(tuple(InstanceView(str(number), 0, 100, number) for number in range(9)), (100,), 10)
+
+
+def test_the_names_are_these() -> None:
+    assert POLICIES == ("round-robin", "least-loaded", "two-choices", "cmlfq-published")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_name_is_the_one_its_snapshots_tell_and_each_policy_its_own(name: str) -> None:
+    policy, other = policy_named(name), policy_named(name)
+    assert policy.snapshot()["policy"] == name
+    assert policy.place(Request("t", "p", 10, 10), FLEET) is not None
+    assert [entry[0] for entry in policy.snapshot()["live"]] == ["t"]
+    assert other.snapshot()["live"] == []
+
+
+def test_an_unknown_name_is_refused_with_those_known() -> None:
+    with pytest.raises(ValueError, match="'random'; choose one of round-robin, least-loaded, two-choices, cmlfq-pub"):
+        policy_named("random")
+
+
+def test_what_always_follows_prefixes_cannot_be_told_not_to() -> None:
+    with pytest.raises(ValueError, match="leave sticky true"):
+        policy_named("cmlfq-published", sticky=False)
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least-loaded", "two-choices"])
+def test_the_options_arrive(name: str) -> None:
+    for sticky in (True, False):
+        policy = policy_named(name, sticky=sticky)
+        policy.place(Request("t", "p", 10, 10), View(FLEET.instances[8:], (100,), 10))
+        again = policy.tool_returned(
+            Request("t", "p", 10, 10), ToolReturn("search", "ok", 0), View(FLEET.instances, (100,), 10)
+        )
+        assert again is not None
+        assert (again.reason == "holds the prefix") == sticky
+
+
+def test_the_seed_arrives() -> None:
+    def run(seed: int) -> list[str]:
+        policy = policy_named("two-choices", seed=seed)
+        placements = [policy.place(Request(str(number), "p", 10, 10), FLEET) for number in range(30)]
+        return [placement.instance for placement in placements if placement is not None]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
