@@ -33,6 +33,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-72B": 72_706_203_648,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import sqrt
 
-from libra.sim.chain import Chain
 from libra.sim.engine_config import EngineConfig
 from libra.sim.iteration_cost import UNLIMITED, Chunk, IterationCost
 from libra.sim.memory import BlockPool, Owner
@@ -52,7 +51,6 @@ class Engine:
     __slots__ = (
         "_blocked",
         "_cancelled",
-        "_chunks",
         "_context",
         "_cost",
         "_decoding",
@@ -67,6 +65,7 @@ class Engine:
         "_pieces",
         "_running",
         "_seats",
+        "_single_steps",
         "_stalled",
         "_taken",
         "_waiting",
@@ -102,6 +101,7 @@ class Engine:
         self.held_ticks = 0  # blocks held, times ticks, times 2; between two events they are taken to grow evenly
         self._cost = cost
         self._most_steps = 1 if exact else UNLIMITED
+        self._single_steps = False  # never more than one iteration is decided at a time
         self._waiting: deque[Request] | list[tuple[int, int, int, Request]] = deque() if config.policy == "fcfs" else []
         self._running: dict[Request, None] = {}  # in the order of admission
         self._partial: Request | None = None  # the one whose prompt is not computed yet: always the last admitted
@@ -121,7 +121,7 @@ class Engine:
         # What is planned.
         self._pieces: list[tuple[int, int, int, int]] = []  # (first step, its start, its ticks, growth a step)
         self._taken = 0  # blocks
-        self._stalled = 0
+        self._stalled: set[Request] = set()  # they generate, but not in this iteration
         self._finishing: list[Request] = []
 
     # What comes from outside
@@ -191,10 +191,7 @@ class Engine:
         """Decide at an iteration's boundary what to do until when. None: there is nothing to do."""
         self.version += 1
         if self._cancelled:
-            for request in sorted(self._cancelled, key=lambda it: it.number):
-                if request.status in ("waiting", "running"):
-                    self._cancel(request, now)
-            self._cancelled.clear()
+            self._cancel_all(now)
         self._pieces.clear()
         self.steps = 0
         self.start = now
@@ -230,21 +227,22 @@ class Engine:
             self._pauses = None
             return []
         self.busy_ticks += now - self.start
-        config = self.config
         steps = self.steps
         if steps:
             if self.trace is not None:
                 self._trace_steps()
             demand = self._demand(steps) - self._taken
-            self.held_ticks += (2 * self.pool.held + demand) * (now - self.start)
+            pool = self.pool
+            self.held_ticks += (2 * (pool.blocks - pool.blank - pool.findable) + demand) * (now - self.start)
             if demand:
-                self.pool.take(demand)
+                pool.take(demand)
             self._context += steps * self._decoding
         else:
             self.held_ticks += 2 * self.pool.held * (now - self.start)
             steps = 1
-            self._context += self._decoding - self._stalled
-            self._stalled = 0
+            self._context += self._decoding - len(self._stalled)
+            if self._stalled:
+                self._stalled = set()
         self._iteration += steps
         self.iterations += steps
         done: list[Request] = []
@@ -261,17 +259,8 @@ class Engine:
                 if request.first_token is None:
                     request.prefill_end = request.first_token = now
                 request.generated += 1
-                left = request.output_tokens - request.generated
-                if left:
-                    tokens = request.target
-                    request.offset = offset = tokens - iteration
-                    request.last = last = iteration + left - 1
-                    heappush(heap, (last, request.seat, request))
-                    self._phases[-offset % config.block_size] += 1
-                    self._decoding += 1
-                    self._context += tokens + 1
-                    if request.chain is not None and self.pool.caching:
-                        self._generates_on(request.chain, request)
+                if request.generated < request.output_tokens:
+                    self._start_decoding(request)
                 else:
                     self._finish(request, request.target, now)
                     done.append(request)
@@ -371,7 +360,7 @@ class Engine:
     def _plan_iteration(self, now: int) -> None:
         config, pool = self.config, self.pool
         running = self._running
-        order = list(running) if self.trace is not None else ()
+        order = self._members() if self.trace is not None else ()
         iteration = self._iteration
         demand = self._phases[iteration % config.block_size]
         decoding, context = self._decoding, self._context
@@ -400,12 +389,12 @@ class Engine:
             budget = config.max_num_batched_tokens - decoding - chunk
             self._admit(budget, now, chunks, cached)
         if chunks:
-            self.end = now + self._cost.mixed(decoding, context, chunks)
+            self.end = self._through(now, self._cost.mixed(decoding, context, chunks))
         elif not decoding:
             self.end = now  # the only one that was looked at was preempted
-        elif preempted:
+        elif preempted or self._single_steps:
             base, slope, _ = self._cost.line(decoding, context)
-            self.end = now + base + slope * context
+            self.end = self._through(now, base + slope * context)
         else:
             self._plan_steps(now, demand)
             return
@@ -428,9 +417,17 @@ class Engine:
                 )
             )
         if not decoding and not chunks:
-            if not preempted:
-                raise AssertionError(f"engine {self.index}: nothing fits, and nothing will be let go")
-            self._plan_iteration(now)
+            if preempted:
+                self._plan_iteration(now)
+            else:
+                self._nothing_fits()
+
+    def _nothing_fits(self) -> None:
+        raise AssertionError(f"engine {self.index}: nothing fits, and nothing will be let go")
+
+    def _through(self, now: int, ticks: int) -> int:
+        """When an iteration that takes so long ends."""
+        return now + ticks
 
     def _advance(self, request: Request, chunk: int) -> None:
         """A chunk of the prompt is in this iteration, with blocks for it taken."""
@@ -453,11 +450,7 @@ class Engine:
             if room is None:
                 # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
                 # request writes its context, or its first chunk alone counts, which needs the more the more is found.
-                self._blocked = (
-                    not chunks
-                    and config.reserve_full_prompt
-                    and not (self._writers and any(owner in self._writers for owner, _ in request.path))
-                )
+                self._blocked = not chunks and config.reserve_full_prompt and not self._is_written(request)
                 break
             if isinstance(waiting, deque):
                 waiting.popleft()
@@ -483,6 +476,19 @@ class Engine:
             budget -= new
             self._advance(request, new)
 
+    def _computed(self, request: Request) -> int:
+        """Tokens of a request that generates."""
+        return request.offset + self._iteration
+
+    def _is_written(self, request: Request) -> bool:
+        """Whether another request generates on a chain that this one's context follows."""
+        writers = self._writers
+        if writers:
+            for owner, _ in request.path:
+                if owner in writers:
+                    return True
+        return False
+
     def _room(self, request: Request, budget: int) -> tuple[int, int] | None:
         """(blocks found, tokens to compute now) of a request that can be admitted."""
         config, pool = self.config, self.pool
@@ -495,7 +501,7 @@ class Engine:
                 for owner, _ in request.path:
                     writer = self._writers.get(owner)
                     if writer is not None:
-                        self._write(writer, writer.offset + self._iteration)
+                        self._write(writer, self._computed(writer))
             found, unheld = pool.find(request.path, (tokens - 1) // size)
         new = tokens - found * size
         needed = -(-tokens // size)
@@ -521,7 +527,7 @@ class Engine:
         scheduled: set[Request] = set()
         preempted: list[Request] = []
         chunk = 0
-        for request in list(self._running):
+        for request in self._members():
             if request.seat < 0:
                 continue
             if budget <= 0:
@@ -551,13 +557,18 @@ class Engine:
                 chunk = new
             else:
                 scheduled.add(request)
-        skipped = {request for request in self._running if request is not self._partial} - scheduled
+        skipped = {request for request in self._members() if request is not self._partial} - scheduled
         return preempted, skipped, chunk
 
+    def _members(self) -> list[Request]:
+        """The running requests that an iteration may schedule, in the order of their admission."""
+        return list(self._running)
+
     def _victim(self) -> Request:
+        members = self._members()
         if self.config.policy == "fcfs":
-            return next(reversed(self._running))
-        return max(self._running, key=lambda it: (it.priority, it.arrival))
+            return members[-1]
+        return max(members, key=lambda it: (it.priority, it.arrival))
 
     def _preempt(self, request: Request, scheduled: int) -> None:
         """Back to the queue. `scheduled` tokens of it, 0 or 1, have their place in this iteration already."""
@@ -587,7 +598,7 @@ class Engine:
     def _stall(self, skipped: set[Request]) -> None:
         """These generate nothing in this iteration: everything of theirs is one iteration later."""
         size = self.config.block_size
-        self._stalled = len(skipped)
+        self._stalled = skipped
         for request in skipped:
             self._phases[-request.offset % size] -= 1
             request.offset -= 1
@@ -595,10 +606,27 @@ class Engine:
             self._phases[-request.offset % size] += 1
             heappush(self._heap, (request.last, request.seat, request))
 
-    # Ends
+    # Generation: into the sums, and out of them
+
+    def _start_decoding(self, request: Request) -> None:
+        tokens, iteration = request.target, self._iteration
+        request.offset = offset = tokens - iteration
+        request.last = last = iteration + request.output_tokens - request.generated - 1
+        heappush(self._heap, (last, request.seat, request))
+        self._phases[-offset % self.config.block_size] += 1
+        self._decoding += 1
+        self._context += tokens + 1
+        chain = request.chain
+        if chain is not None and self.pool.caching:
+            other = self._writers.setdefault(chain, request)
+            if other is not request:
+                raise ValueError(
+                    f"requests {other.number} and {request.number} generate on {chain} at the same time: give each a"
+                    " fork"
+                )
 
     def _stop_decoding(self, request: Request) -> int:
-        """Take a request out of the sums. Returns its computed tokens."""
+        """Returns its computed tokens."""
         tokens = request.offset + self._iteration
         self._context -= tokens + 1
         self._decoding -= 1
@@ -606,13 +634,6 @@ class Engine:
         if request.chain is not None and self.pool.caching:
             del self._writers[request.chain]
         return tokens
-
-    def _generates_on(self, chain: Chain, request: Request) -> None:
-        other = self._writers.setdefault(chain, request)
-        if other is not request:
-            raise ValueError(
-                f"requests {other.number} and {request.number} generate on {chain} at the same time; give each a fork"
-            )
 
     def _write(self, request: Request, tokens: int) -> None:
         """Let others find the full blocks of its computed tokens."""
@@ -644,6 +665,12 @@ class Engine:
         self._release(request, tokens)
         request.path = ()
 
+    def _cancel_all(self, now: int) -> None:
+        for request in sorted(self._cancelled, key=lambda it: it.number):
+            if request.status in ("waiting", "running"):
+                self._cancel(request, now)
+        self._cancelled.clear()
+
     def _cancel(self, request: Request, now: int) -> None:
         if request.status == "running":
             self._let_go(request)
@@ -656,7 +683,7 @@ class Engine:
                 heapify(waiting)
             self._blocked = False
         self.load_tokens -= request.prompt_tokens
-        request.status, request.finish = "cancelled", now
+        request.status, request.finish, request.path = "cancelled", now, ()
 
     def _refresh(self) -> None:
         """All running requests go back to the queue, in their order, and every computed token is forgotten."""

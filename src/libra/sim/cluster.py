@@ -7,6 +7,7 @@ the outcome does not depend on how often an engine was looked at.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,6 +18,7 @@ from libra.sim.batching import Engine, Iteration, Pause
 from libra.sim.caller import TrajectoryCaller
 from libra.sim.engine_config import EngineConfig
 from libra.sim.iteration_cost import IterationCost
+from libra.sim.pipeline import PipelinedEngine
 from libra.sim.request import Request
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload import Workload
@@ -90,7 +92,7 @@ class Cluster:
         for spec in specs:
             if not 0 <= spec.bucket < len(limits):
                 raise ValueError(f"engine {spec.name} is in bucket {spec.bucket}, but there are {len(limits)} limits")
-        self.engines = [Engine(spec.config, spec.cost, index, exact=exact) for index, spec in enumerate(specs)]
+        self.engines = [_engine(spec, index, exact) for index, spec in enumerate(specs)]
         for engine in self.engines:
             engine.trace = trace
         self.specs = tuple(specs)
@@ -113,10 +115,19 @@ class Cluster:
 
     def run(self) -> None:
         """Until everything has finished, or the time limit."""
+        collecting = gc.isenabled()
+        gc.disable()  # nothing that is let go refers to itself, and looking for it would take a third of the time
+        try:
+            self._run()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self) -> None:
         known = iter(self._workload.start())
         upcoming = next(known, None)
         ends, following, cancels, updates, idle = self._ends, self._following, self._cancels, self._updates, self._idle
-        engines = self.engines
+        engines, watch, limit = self.engines, self._watch, self._limit
         at = 0  # of the next update
         while True:
             tick = ends[0][0] if ends else None
@@ -126,55 +137,55 @@ class Cluster:
                 tick = following[0][0]
             if cancels and (tick is None or cancels[0][0] < tick):
                 tick = cancels[0][0]
-            if idle and (tick is None or tick > self.now):
-                for index in sorted(idle) if len(idle) > 1 else idle:
-                    engine = engines[index]
-                    end = engine.plan(self.now)
-                    if end is not None:
-                        heappush(ends, (end, index, engine.version))
-                    if self._watch is not None:
-                        self._watch(engine, self.now)
-                idle.clear()
-                continue
             if tick is None:
                 break
             if at < len(updates) and updates[at].at < tick:
                 tick = updates[at].at
-            if self._limit is not None and tick > self._limit:
+            if limit is not None and tick > limit:
                 self._stop(upcoming, known)
                 break
             now = self.now = tick
-            while ends and ends[0][0] == now:
-                _, index, version = heappop(ends)
-                engine = engines[index]
-                if version == engine.version:
-                    done = engine.commit()
-                    idle.add(index)
-                    for request in done:
-                        # Whoever cancelled it while its last iteration was under way has gone on already.
-                        if request.cancel_at is None or request.cancel_at >= now:
-                            self._ended(request)
-            while cancels and cancels[0][0] == now:
-                request = heappop(cancels)[2]
-                if request.status in ("waiting", "running"):
-                    assert request.engine is not None
-                    self._changed(engines[request.engine], engines[request.engine].cancel(request, now))
-                    self._ended(request)
-            while at < len(updates) and updates[at].at <= now:
-                self._update(updates[at])
-                at += 1
             while True:
-                if upcoming is not None and upcoming.arrival == now:
-                    if following and following[0][0] == now and following[0][1] < upcoming.number:
+                while ends and ends[0][0] == now:
+                    _, index, version = heappop(ends)
+                    engine = engines[index]
+                    if version == engine.version:
+                        idle.add(index)
+                        for request in engine.commit():
+                            # Whoever cancelled it while its last iteration was under way has gone on already.
+                            if request.cancel_at is None or request.cancel_at >= now:
+                                self._ended(request)
+                while cancels and cancels[0][0] == now:
+                    request = heappop(cancels)[2]
+                    if request.status in ("waiting", "running"):
+                        assert request.engine is not None
+                        self._changed(engines[request.engine], engines[request.engine].cancel(request, now))
+                        self._ended(request)
+                while at < len(updates) and updates[at].at <= now:
+                    self._update(updates[at])
+                    at += 1
+                while True:
+                    if upcoming is not None and upcoming.arrival == now:
+                        if following and following[0][0] == now and following[0][1] < upcoming.number:
+                            request = heappop(following)[2]
+                        else:
+                            request = upcoming
+                            upcoming = next(known, None)
+                    elif following and following[0][0] == now:
                         request = heappop(following)[2]
                     else:
-                        request = upcoming
-                        upcoming = next(known, None)
-                elif following and following[0][0] == now:
-                    request = heappop(following)[2]
-                else:
+                        break
+                    self._arrive(request)
+                if not ends or ends[0][0] > now:  # otherwise an arrival ended a plan at this very instant
                     break
-                self._arrive(request)
+            for index in sorted(idle) if len(idle) > 1 else idle:
+                engine = engines[index]
+                end = engine.plan(now)
+                if end is not None:
+                    heappush(ends, (end, index, engine.version))
+                if watch is not None:
+                    watch(engine, now)
+            idle.clear()
 
     def _arrive(self, request: Request) -> None:
         now = self.now
@@ -253,3 +264,8 @@ class Cluster:
         for request in self.requests:
             if request.status == "waiting":
                 request.status, request.reason = "unfinished", "the time limit came before its arrival"
+
+
+def _engine(spec: EngineSpec, index: int, exact: bool) -> Engine:
+    kind = Engine if spec.config.pipeline_parallel_size == 1 else PipelinedEngine
+    return kind(spec.config, spec.cost, index, exact=exact)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from libra.cost.grid import EngineGrid
 from libra.sim.clock import TICKS
@@ -62,7 +63,7 @@ class GridCost:
     `max_model_len`.
     """
 
-    __slots__ = ("_attention", "_budget", "_captures", "_grid", "_linear", "_lines", "_overhead", "_pair")
+    __slots__ = ("_attention", "_captures", "_grid", "_linear", "_lines", "_overhead", "_unpadded")
 
     def __init__(self, grid: EngineGrid, config: EngineConfig, overhead: Overhead = NO_OVERHEAD) -> None:
         largest = _padded(config.max_num_seqs, config.capture_sizes)
@@ -79,14 +80,11 @@ class GridCost:
         self._overhead = overhead
         self._captures = config.capture_sizes
         self._lines: dict[int, tuple[list[int], list[int], list[int]]] = {}
-        chunk = grid.chunks[-1]
-        spread = grid.prefill_seconds(chunk, grid.prefixes[-1]) - grid.prefill_seconds(chunk, grid.prefixes[0])
-        self._pair = max(0.0, spread / (chunk * (grid.prefixes[-1] - grid.prefixes[0])))
-        points = sorted({1, *grid.chunks, min(4 * grid.chunks[-1], largest + config.max_num_batched_tokens)})
-        alone = [grid.prefill_seconds(tokens, 0) - self._pair * tokens * (tokens + 1) / 2 for tokens in points]
-        # More tokens never cost less: measured tables fall here and there.
-        seconds: list[float] = np.maximum.accumulate(np.maximum(alone, 0.0)).tolist()
-        self._linear = (points, seconds)
+        most = config.max_num_batched_tokens
+        padded = [_padded(tokens, config.capture_sizes) for tokens in range(most + 1)]
+        linear = _linear_layers(grid, padded[-1])
+        self._unpadded: list[float] = linear.tolist()
+        self._linear: list[float] = linear[[0, *padded[1:]]].tolist()
         self._attention = lru_cache(_MEMORY)(self._attention_seconds)
 
     def line(self, decoding: int, context: int) -> tuple[int, int, int]:
@@ -98,16 +96,23 @@ class GridCost:
         return bases[piece], slopes[piece], limits[piece] if piece < len(limits) else UNLIMITED
 
     def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        new = 0
+        tokens = decoding
         seconds = 0.0
         for chunk in chunks:
-            new += chunk[0]
+            tokens += chunk[0]
             seconds += self._attention(chunk)
-        seconds += self._linear_seconds(_padded(decoding + new, self._captures))
-        if decoding:
-            batch = _padded(decoding, self._captures)
-            seconds += self._grid.decode_seconds(batch, context / batch) - self._linear_seconds(batch)
-        return max(1, round(self._overhead.beside(seconds, decoding + len(chunks)) * TICKS))
+        seconds += self._linear[tokens] - self._linear[decoding]
+        overhead = self._overhead
+        if overhead.overlapped:
+            if decoding:
+                batch = _padded(decoding, self._captures)
+                seconds += self._grid.decode_seconds(batch, context / batch)
+            return max(1, round(overhead.beside(seconds, decoding + len(chunks)) * TICKS))
+        seconds += overhead.request * len(chunks)
+        if not decoding:
+            return max(1, round((seconds + overhead.iteration) * TICKS))
+        base, slope, _ = self.line(decoding, context)
+        return max(1, round(seconds * TICKS) + base + slope * context)
 
     def _make_lines(self, decoding: int) -> tuple[list[int], list[int], list[int]]:
         """(limits, bases, slopes) of an iteration of `decoding` requests, over their context together."""
@@ -133,18 +138,20 @@ class GridCost:
                 )
         return limits, bases, slopes
 
-    def _linear_seconds(self, tokens: int) -> float:
-        """Linear layers, and all else that looks at each token alone."""
-        points, seconds = self._linear
-        right = min(max(bisect_left(points, tokens), 1), len(points) - 1)
-        left = right - 1
-        part = (tokens - points[left]) / (points[right] - points[left])
-        return seconds[left] + part * (seconds[right] - seconds[left])
-
     def _attention_seconds(self, chunk: Chunk) -> float:
         """What a chunk costs beyond its linear layers."""
         new, before = chunk
-        return self._grid.prefill_seconds(new, before) - self._linear_seconds(new)
+        return self._grid.prefill_seconds(new, before) - self._unpadded[new]
+
+
+def _linear_layers(grid: EngineGrid, most: int) -> NDArray[np.float64]:
+    """[tokens] seconds of the linear layers, and of all else that looks at each token alone, for 0 to `most` tokens."""
+    chunk, far, near = grid.chunks[-1], grid.prefixes[-1], grid.prefixes[0]
+    pair = (grid.prefill_seconds(chunk, far) - grid.prefill_seconds(chunk, near)) / (chunk * (far - near))
+    tokens = np.arange(1, most + 1)
+    alone = grid.prefill_seconds_at(tokens, [0])[:, 0] - max(0.0, pair) * tokens * (tokens + 1) / 2
+    # More tokens never cost less: measured tables fall here and there.
+    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(alone, 0.0))])
 
 
 def _padded(requests: int, captures: tuple[int, ...]) -> int:

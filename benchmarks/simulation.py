@@ -1,0 +1,290 @@
+"""How long the simulator takes, and what it leaves out to be that fast.
+
+Invariant: a case's time is the CPU time of one process that makes the workload and runs it, so that neighbours on the
+machine count little; memory is that process's peak. Events are what the simulator visited, iterations what the engines
+did: a case whose events are few is fast because most iterations follow from others, not because it is small.
+
+    python -m benchmarks.simulation [--quick] [--json FILE] [--repeats N]
+
+Each case runs in a process of its own, several times. The last rows say how the time grows with requests, engines and
+tokens per request; it should not grow with the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from benchmarks.rows import Row, report
+from libra.cluster import GPUS
+from libra.cost.engine_memory import kv_tokens
+from libra.cost.roofline import roofline
+from libra.model_file import load_model
+from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
+from libra.route.policy import Policy
+from libra.sim.agent import Agent, Tool, agent_trajectories
+from libra.sim.arrivals import AtOnce, Poisson
+from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.distribution import Constant, LogNormal, LongTail
+from libra.sim.engine_config import EngineConfig
+from libra.sim.generated_requests import generated_requests
+from libra.sim.grid_cost import GridCost
+from libra.sim.recorded_requests import recorded_requests
+from libra.sim.replay import Replay
+from libra.sim.request_file import read_azure_requests
+from libra.sim.workload import Workload
+from libra.trajectory import read_trajectories, truncate
+
+DATA = Path(__file__).parents[1] / "../shared/data"
+AZURE = DATA / "serving/azure_2023_conv.csv"
+SESSIONS = DATA / "trajectories/claude_code_sessions.jsonl"
+
+PROMPT, OUTPUT = 512, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one run of a case took, and did."""
+
+    cpu_seconds: float
+    peak_mib: float
+    requests: int
+    finished: int
+    events: int
+    iterations: int
+    preemptions: int
+    cached_share: float  # of prompt tokens
+    simulated_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    run: Callable[[], Cluster]
+    seconds: float | None = None  # goals
+    mib: float | None = None
+    events_per_engine: float | None = None
+
+
+@cache
+def engine(model: str, gpu: str, tp: int, max_model_len: int, seats: int = 256) -> EngineSpec:
+    """An engine with all the memory that vLLM would take, and the times of the GPU's roofline."""
+    spec, device = load_model(model), GPUS[gpu]
+    config = EngineConfig(
+        max_model_len=max_model_len,
+        kv_blocks=kv_tokens(spec, device.memory, 0.9, tp, weight_bytes=2, kv_bytes=2, batched_tokens=8192) // 16,
+        max_num_seqs=seats,
+    )
+    return EngineSpec("0", config, GridCost(roofline(device, spec, [tp]).grid(tp), config))
+
+
+def cluster(spec: EngineSpec, count: int, workload: Workload, route: Policy | None, turn_tokens: int = 1) -> Cluster:
+    specs = [replace(spec, name=str(number)) for number in range(count)]
+    return Cluster(specs, workload, route, turn_tokens=turn_tokens)
+
+
+def static(engines: int, requests: int, output: int = OUTPUT) -> Cluster:
+    """All requests at once, dealt out in turn."""
+    workload = generated_requests(requests, AtOnce(), Constant(PROMPT), Constant(output), seed=0)
+    return cluster(engine("meta-llama/Llama-2-7b-hf", "A100", 1, 4096), engines, workload, RoundRobin())
+
+
+@cache
+def capacity(output: int = OUTPUT) -> float:
+    """Requests a second of one engine that always has enough to do."""
+    full = cluster(
+        engine("meta-llama/Llama-3.1-8B", "A100", 1, 4096),
+        1,
+        generated_requests(3000, AtOnce(), Constant(PROMPT), Constant(output), seed=0),
+        None,
+    )
+    full.run()
+    return 3000 / (full.now / 1e12)
+
+
+def poisson(requests: int, output: int = OUTPUT, load: float = 0.8) -> Cluster:
+    """One engine at a share of what it can do."""
+    workload = generated_requests(
+        requests, Poisson(load * capacity(output)), Constant(PROMPT), Constant(output), seed=0
+    )
+    return cluster(engine("meta-llama/Llama-3.1-8B", "A100", 1, 4096), 1, workload, None)
+
+
+def azure() -> Cluster:
+    workload = recorded_requests(read_azure_requests(AZURE), source={"file": AZURE.name})
+    spec = engine("meta-llama/Llama-2-7b-hf", "A100", 1, 16384)
+    return cluster(spec, 8, workload, LeastLoaded())
+
+
+def mixed(engines: int, requests: int) -> Cluster:
+    """Groups of four samples of a prompt, mixed lengths with a long tail, at 80 % of what the engines can do."""
+    workload = generated_requests(
+        requests // 4,
+        Poisson(engines * 1.6),
+        LogNormal(400, 1.0, 8000),
+        LongTail(150, 0.8, 0.02, 1000, 1.5, 4000),
+        seed=0,
+        samples_per_prompt=4,
+    )
+    spec = engine("meta-llama/Llama-3.1-8B", "A100", 1, 16384)
+    return cluster(spec, engines, workload, TwoChoices(seed=0))
+
+
+def sessions() -> Cluster:
+    """Each session's pauses are cut at a minute: the log has people in it who go for lunch."""
+    limit = 131072
+    logged = (truncate(trajectory, limit - 1) for trajectory in read_trajectories(SESSIONS))
+    hurried = [
+        replace(
+            trajectory,
+            turns=tuple(
+                replace(turn, tool_seconds=None if turn.tool_seconds is None else min(turn.tool_seconds, 60.0))
+                for turn in trajectory.turns
+            ),
+        )
+        for trajectory in logged
+    ]
+    spec = engine("Qwen/Qwen3-30B-A3B", "H100", 2, limit)
+    return cluster(spec, 16, Replay(hurried, rewrite_keeps="last prompt"), LeastLoaded())
+
+
+def step() -> Cluster:
+    """512 agent trajectories of 5K tokens on average and 40K at most, on 48 GPUs: one step of RL."""
+    agent = Agent(
+        LogNormal(600, 0.5, 4000),
+        LongTail(150, 0.9, 0.05, 1500, 1.3, 20000),
+        9.0,
+        (Tool("search", 1.0, LogNormal(180, 0.8, 4000), 1.0, 0.6),),
+        40960,
+    )
+    trajectories = agent_trajectories(agent, 32, seed=0, samples_per_prompt=16)
+    spec = engine("Qwen/Qwen3-14B", "A800", 2, 40960, seats=128)
+    return cluster(spec, 24, Replay(trajectories), LeastLoaded())
+
+
+CASES: dict[str, Case] = {
+    "1,024 engines, 4,096 requests": Case(lambda: static(1024, 4096), 0.1, None, 2.5),
+    "1 engine, 100,000 requests at 80 % load": Case(lambda: poisson(100_000), 1.0, 150),
+    "8 engines, azure conversations": Case(azure, 1.0),
+    "1,024 engines, 1,000,000 mixed requests": Case(lambda: mixed(1024, 1_000_000), 40.0, 1536),
+    "16 engines, 355 coding sessions": Case(sessions, 5.0),
+    "24 engines (48 GPUs), 512 agent trajectories": Case(step, 0.2),
+    "10,000 engines, 40,000 requests": Case(lambda: static(10_000, 40_000), 1.0),
+}
+GROWTH: dict[str, Case] = {
+    **{
+        f"growth: 1 engine, {n:,} requests at 80 % load": Case(lambda n=n: poisson(n)) for n in (12_500, 25_000, 50_000)
+    },
+    **{f"growth: {n:,} engines, 32,768 mixed requests": Case(lambda n=n: mixed(n, 32_768)) for n in (16, 64, 256)},
+    **{
+        f"growth: 1 engine, 10,000 requests of {n:,} tokens": Case(lambda n=n: poisson(10_000, n))
+        for n in (32, 128, 512, 2048)
+    },
+}
+
+
+def measure(name: str) -> Figures:
+    case = {**CASES, **GROWTH}[name]
+    if "at 80 %" in name or "tokens" in name:  # measured apart: it is no part of the case
+        capacity(int(name.split(" of ")[1].split()[0].replace(",", "")) if " of " in name else OUTPUT)
+    started = time.process_time()
+    simulated = case.run()
+    simulated.run()
+    cpu = time.process_time() - started
+    asked = sum(request.prompt_tokens for request in simulated.requests)
+    return Figures(
+        cpu,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        len(simulated.requests),
+        sum(request.status == "finished" for request in simulated.requests),
+        sum(it.events for it in simulated.engines),
+        sum(it.iterations for it in simulated.engines),
+        sum(it.preemptions for it in simulated.engines),
+        sum(request.cached_tokens for request in simulated.requests) / asked,
+        simulated.now / 1e12,
+    )
+
+
+def rows(name: str, case: Case, runs: list[Figures], engines: int) -> list[Row]:
+    seconds = [run.cpu_seconds for run in runs]
+    figures = runs[0]
+    typical, peak = statistics.median(seconds), max(run.peak_mib for run in runs)
+    goal = (None, None) if case.seconds is None else (f"under {case.seconds:g} s", typical < case.seconds)
+    found = [
+        Row(name, "median CPU time", typical, "s", *goal),
+        Row(name, "longest", max(seconds), "s"),
+        Row(
+            name,
+            "peak memory",
+            peak,
+            "MiB",
+            *((None, None) if case.mib is None else (f"under {case.mib:g} MiB", peak < case.mib)),
+        ),
+    ]
+    per_engine = figures.events / engines
+    goal = (None, None)
+    if case.events_per_engine is not None:
+        goal = (f"at most {case.events_per_engine:g}", per_engine <= case.events_per_engine)
+    found += [
+        Row(name, "events an engine", per_engine, "", *goal),
+        Row(name, "iterations an event", figures.iterations / figures.events, ""),
+        Row(name, "CPU time a request", 1e6 * typical / figures.requests, "us"),
+        Row(
+            name,
+            "finished requests",
+            figures.finished,
+            "",
+            f"all {figures.requests:,}",
+            figures.finished == figures.requests,
+        ),
+        Row(name, "preemptions", figures.preemptions, ""),
+        Row(name, "prompt tokens found in the prefix cache", 100 * figures.cached_share, "%"),
+        Row(name, "simulated time", figures.simulated_seconds, "s"),
+    ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="each case once, and not the largest ones")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each case (3 of those over 10 s)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one is not None:
+        print(json.dumps(asdict(measure(asked.one))))
+        return 0
+    found: list[Row] = []
+    for name, case in {**CASES, **GROWTH}.items():
+        if (name.endswith("azure conversations") and not AZURE.exists()) or (
+            name.endswith("coding sessions") and not SESSIONS.exists()
+        ):
+            print(f"{name}: left out, its data is not at {DATA}", file=sys.stderr)
+            continue
+        if asked.quick and "1,000,000" in name:
+            continue
+        runs: list[Figures] = []
+        for _ in range(1 if asked.quick else asked.repeats):
+            command = [sys.executable, "-m", "benchmarks.simulation", "--one", name]
+            runs.append(
+                Figures(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            )
+            if runs[-1].cpu_seconds > 10 and len(runs) == 3:
+                break
+        print(f"{name}: {statistics.median(run.cpu_seconds for run in runs):.3f} s", file=sys.stderr)
+        engines = next((int(word.replace(",", "")) for word in name.replace("growth: ", "").split()[:1]), 1)
+        found += rows(name, case, runs, engines)
+    report(found, asked.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

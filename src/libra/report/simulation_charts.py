@@ -1,0 +1,196 @@
+"""The charts of a simulation: how latencies distribute, and how full the engines were over time.
+
+Invariant: as for all charts, what is drawn is all there is to see; what does not fit on a chart is said in its note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.report.axes import Axis, measured_axis, running_axis, time_unit
+from libra.report.charts import MAX_POINTS, Series, legend, line_chart
+from libra.report.figures import Figure
+from libra.report.markup import join
+from libra.report.paper import Marker
+from libra.report.simulation_verdict import SimulationView
+from libra.report.simulation_words import fine_duration
+from libra.report.words import count
+from libra.sim.clock import TICKS, seconds
+from libra.sim.metrics import (
+    Spread,
+    latency_ticks,
+    queueing_ticks,
+    spread,
+    tpot_ticks,
+    trajectory_ticks,
+    ttft_prefill_ticks,
+    ttft_ticks,
+)
+
+Durations = NDArray[np.int64] | NDArray[np.float64]
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_MOST_LINES = len(COLOURS)  # engines with a line each; more are told by their mean and extremes
+_MOST_MARKERS = 12
+_NEUTRAL = "#8a949e"
+_LONG = 2.5  # times P99: a longer maximum would flatten the curve
+
+_SHARES = Axis("share of requests that take no longer (%)", 0.0, 100.0, (0.0, 25.0, 50.0, 75.0, 100.0))
+
+
+def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
+    """A cumulative distribution for each latency that there is."""
+    requests = view.result.requests
+    first = [("TTFT", ttft_ticks(requests)), ("queueing", queueing_ticks(requests))]
+    if view.metrics.ttft != view.metrics.ttft_prefill:
+        first.insert(1, ("TTFT at prefill end", ttft_prefill_ticks(requests)))
+    shown: list[tuple[str, Sequence[tuple[str, Durations]]]] = [
+        ("Time to first token", first),
+        ("Time per output token", [("TPOT", tpot_ticks(requests))]),
+        ("End to end", [("end to end", latency_ticks(requests))]),
+    ]
+    if view.metrics.trajectories:
+        shown.append(("Trajectories", [("first arrival to last finish", trajectory_ticks(requests))]))
+    return tuple(_distribution(title, curves) for title, curves in shown if len(curves[0][1]))
+
+
+def time_figures(view: SimulationView) -> tuple[Figure, ...]:
+    """What came and went, and what the engines held, over time. The engines' part is there if somebody watched."""
+    result = view.result
+    if not result.makespan:
+        return ()
+    edges = np.unique(
+        np.linspace(result.start, result.start + result.makespan, MAX_POINTS + 1).round().astype(np.int64)
+    )
+    scale, unit = time_unit(seconds(result.makespan))
+    x_axis = running_axis(f"time since the first arrival ({unit})", 0.0, seconds(result.makespan) / scale)
+    since = (edges - result.start) / (TICKS * scale)
+    figures = [_flow_figure(view, edges, since, x_axis)]
+    if result.series:
+        of_engines = np.array([series.over(edges) for series in result.series])  # [engine, 3, bin]
+        blocks = np.array([[engine.config.kv_blocks] for engine in result.engines])
+        middles = (since[:-1] + since[1:]) / 2
+        names = [engine.name for engine in result.engines]
+        markers = _pauses(view, scale)
+        for title, label, values in (
+            ("Running requests", "requests in the batch", of_engines[:, 0]),
+            ("Waiting requests", "requests in the queue", of_engines[:, 1]),
+            ("KV held", "KV blocks held (%)", 100 * of_engines[:, 2] / blocks),
+        ):
+            figures.append(_engines_figure(title, label, names, middles, values, x_axis, markers))
+    return tuple(figures)
+
+
+def _distribution(title: str, curves: Sequence[tuple[str, Durations]]) -> Figure:
+    found: Spread | None = spread(curves[0][1])
+    assert found is not None
+    limit = found.max if found.max <= _LONG * found.p99 else found.p99 * _LONG
+    scale, unit = _fine_unit(limit)
+    series = [
+        Series(name, colour, tuple((x / scale, y) for x, y in _cumulative(values) if x <= limit))
+        for (name, values), colour in zip(curves, COLOURS, strict=False)
+    ]
+    x_axis = measured_axis(f"time ({unit})", [x for one in series for x, _ in one.points])
+    markers = [
+        Marker(value / scale, name, f"{name}: {fine_duration(value)}", _NEUTRAL)
+        for name, value in (("P50", found.p50), ("P99", found.p99))
+    ]
+    beyond = "" if limit == found.max else f" Up to {fine_duration(found.max)}, beyond the chart."
+    note = f"Mean {fine_duration(found.mean)}, P50 {fine_duration(found.p50)}, P99 {fine_duration(found.p99)}.{beyond}"
+    drawn = line_chart([one for one in series if one.points], x_axis, _SHARES, markers)
+    shown = legend((one.name, one.colour) for one in series)
+    return Figure(title, note, join(shown, drawn) if len(series) > 1 else drawn)
+
+
+def _cumulative(values: Durations) -> list[tuple[float, float]]:
+    """(seconds, percent of the values that are no longer), from the least on: all of them, or so many as are drawn."""
+    ordered = np.sort(values)
+    total = len(ordered)
+    ranks = np.unique(np.linspace(1, total, min(total, MAX_POINTS - 1)).round().astype(np.int64))
+    times = (ordered[ranks - 1] / TICKS).tolist()
+    return [(times[0], 0.0), *zip(times, (100 * ranks / total).tolist(), strict=True)]
+
+
+def _fine_unit(longest: float) -> tuple[float, str]:
+    if longest < 1e-3:
+        return 1e-6, "µs"
+    return (1e-3, "ms") if longest < 1 else time_unit(longest)
+
+
+def _flow_figure(view: SimulationView, edges: NDArray[np.int64], since: NDArray[np.float64], x_axis: Axis) -> Figure:
+    requests = view.result.requests
+    curves = (
+        ("arrived", _NEUTRAL, np.sort(requests.arrival)),
+        ("finished", COLOURS[0], np.sort(requests.finish[requests.ended("finished")])),
+    )
+    series = [
+        Series(
+            name,
+            colour,
+            tuple(zip(since[1:].tolist(), np.searchsorted(ticks, edges[1:], "right").tolist(), strict=True)),
+        )
+        for name, colour, ticks in curves
+    ]
+    y_axis = measured_axis("requests so far", [y for one in series for _, y in one.points])
+    note = "Between the two lines: requests that queue, run, or will not finish."
+    if view.tail is not None and not view.result.partial:
+        last = fine_duration(view.tail * view.metrics.makespan)
+        note += f" The last tenth of those that finish takes {last}."
+    drawn = line_chart(series, x_axis, y_axis)
+    return Figure("Arrived and finished", note, join(legend((one.name, one.colour) for one in series), drawn))
+
+
+def _engines_figure(
+    title: str,
+    label: str,
+    names: Sequence[str],
+    middles: NDArray[np.float64],
+    values: NDArray[np.float64],
+    x_axis: Axis,
+    markers: Sequence[Marker],
+) -> Figure:
+    """`values` is [engine, bin]."""
+    lines: list[tuple[str, NDArray[np.float64]]]
+    if len(names) <= _MOST_LINES:
+        lines = list(zip(names, values, strict=True))
+        note = f"Means over {count(len(middles))} stretches of equal length."
+    else:
+        of_all: list[tuple[str, Callable[..., NDArray[np.float64]]]] = [
+            ("largest", np.max),
+            ("mean", np.mean),
+            ("smallest", np.min),
+        ]
+        lines = [(name, function(values, axis=0)) for name, function in of_all]
+        note = (
+            f"Over {count(len(names))} engines, of each its means over {count(len(middles))} stretches of equal length."
+        )
+    if markers:
+        note += " Dashed: engines stopped for new weights."
+    series = [
+        Series(name, colour, tuple(zip(middles.tolist(), line.tolist(), strict=True)))
+        for (name, line), colour in zip(lines, COLOURS, strict=False)
+    ]
+    y_axis = measured_axis(label, [y for one in series for _, y in one.points])
+    drawn = line_chart(series, x_axis, y_axis, markers)
+    shown = legend((one.name, one.colour) for one in series)
+    return Figure(title, note, join(shown, drawn) if len(series) > 1 else drawn)
+
+
+def _pauses(view: SimulationView, scale: float) -> list[Marker]:
+    """The moments at which engines stopped for new weights; none where they are too many to be told apart."""
+    starts = sorted({start for series in view.result.series for start, _ in series.pauses})
+    if len(starts) > _MOST_MARKERS:
+        return []
+    return [
+        Marker(
+            seconds(start - view.result.start) / scale,
+            "",
+            f"new weights after {fine_duration(seconds(start - view.result.start))}",
+            _NEUTRAL,
+        )
+        for start in starts
+        if start >= view.result.start
+    ]

@@ -1,0 +1,154 @@
+"""Terminal tables of a simulation.
+
+Invariant: tables show the numbers of their view and compute none of their own; they are legible in 100 columns.
+"""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from libra.report.simulation_verdict import SimulationView
+from libra.report.simulation_words import MISSING, fine_duration, worded
+from libra.report.words import percent
+from libra.sim.definitions import COMPLETED, DEFINITIONS
+from libra.sim.metrics import EngineMetrics, Spread
+
+MOST_ENGINES = 40  # rows of the terminal's table of engines
+
+SPREADS = ("queueing", "ttft_prefill", "ttft", "tpot", "latency", "trajectory_latency")
+PERCENTILES = ("mean", "p50", "p90", "p99", "max")
+_NUMBERS = (
+    "requests",
+    "finished",
+    "cancelled",
+    "refused",
+    "unfinished",
+    "trajectories",
+    "trajectories_completed",
+    "makespan",
+    "generated_rate",
+    "prompt_rate",
+    "request_rate",
+    "busy_share",
+    "kv_share",
+    "kv_peak_share",
+    "cache_hit_rate",
+    "preemptions",
+    "iterations",
+    "iterations_per_event",
+)
+ENGINE_NUMBERS = (
+    "requests",
+    "finished",
+    "generated_tokens",
+    "busy_share",
+    "kv_share",
+    "kv_peak_share",
+    "cache_hit_rate",
+    "preemptions",
+)
+
+
+def simulation_tables(view: SimulationView) -> tuple[Table, ...]:
+    """The numbers, latencies, what did not finish (left out where all did), and the engines; for a rich console."""
+    tables = [_numbers(view), _latencies(view)]
+    if view.endings:
+        tables.append(_endings(view))
+    return (*tables, _engines(view))
+
+
+def definitions_table() -> Table:
+    """What every number means."""
+    table = Table(title="Definitions", caption=COMPLETED)
+    table.add_column("metric", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("meaning")
+    for definition in DEFINITIONS.values():
+        table.add_row(definition.name, definition.unit, definition.text)
+    return table
+
+
+def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
+    """(name, value) of every number that says something of this simulation."""
+    values = {key: getattr(view.metrics, key) for key in _NUMBERS}
+    silent = {"cancelled", "refused", "unfinished", "trajectories", "trajectories_completed"}
+    return [
+        (DEFINITIONS[key].name, worded(value, DEFINITIONS[key].unit))
+        for key, value in values.items()
+        if value or key not in silent or (key == "trajectories_completed" and values["trajectories"])
+    ]
+
+
+def shown_spreads(view: SimulationView) -> list[tuple[str, Spread]]:
+    """(name, spread) of the latencies that there are; TTFT once where its two kinds are one."""
+    found = {key: getattr(view.metrics, key) for key in SPREADS}
+    if found["ttft"] == found["ttft_prefill"]:
+        del found["ttft_prefill"]
+    return [
+        ("TTFT" if key == "ttft" and "ttft_prefill" not in found else DEFINITIONS[key].name, spread)
+        for key, spread in found.items()
+        if spread is not None
+    ]
+
+
+def shown_engines(view: SimulationView, most: int) -> tuple[tuple[EngineMetrics, ...], int]:
+    """(the engines in their order, or the busiest ones where they are too many; how many are left out)."""
+    engines = view.engines
+    if len(engines) <= most:
+        return engines, 0
+    ordered = sorted(engines, key=lambda engine: -(engine.busy_share or 0.0))
+    return tuple(ordered[:most]), len(engines) - most
+
+
+def engine_cells(engine: EngineMetrics) -> list[str]:
+    """The `ENGINE_NUMBERS` in words."""
+    return [worded(getattr(engine, key), DEFINITIONS[key].unit) for key in ENGINE_NUMBERS]
+
+
+def _numbers(view: SimulationView) -> Table:
+    table = Table(title="Simulation", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in shown_numbers(view):
+        table.add_row(name, value)
+    return table
+
+
+def _latencies(view: SimulationView) -> Table:
+    table = Table(title="Latencies of finished requests")
+    table.add_column("")
+    for column in PERCENTILES:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, spread in shown_spreads(view):
+        table.add_row(name, *(fine_duration(getattr(spread, column)) for column in PERCENTILES))
+    if view.phases:
+        table.caption = "mean: " + ", ".join(f"{phase.name} {percent(phase.share)}" for phase in view.phases)
+    else:
+        table.add_row(MISSING, *(MISSING for _ in PERCENTILES))
+    return table
+
+
+def _endings(view: SimulationView) -> Table:
+    table = Table(title="What did not finish, and why")
+    table.add_column("status", no_wrap=True)
+    table.add_column("requests", justify="right", no_wrap=True)
+    table.add_column("why")
+    for ending in view.endings:
+        table.add_row(ending.status, f"{ending.count:,}", escape(ending.reason))
+    return table
+
+
+def _engines(view: SimulationView) -> Table:
+    shown, left_out = shown_engines(view, MOST_ENGINES)
+    table = Table(title="Engines" if not left_out else f"The {len(shown)} busiest engines; {left_out:,} more are there")
+    buckets = len({engine.bucket for engine in view.engines}) > 1
+    table.add_column("engine")
+    if buckets:
+        table.add_column("bucket", justify="right")
+    for key in ENGINE_NUMBERS:
+        table.add_column(DEFINITIONS[key].name, justify="right")
+    for engine in shown:
+        bucket = [str(engine.bucket)] if buckets else []
+        table.add_row(escape(engine.name), *bucket, *engine_cells(engine))
+    return table

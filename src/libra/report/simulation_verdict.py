@@ -1,0 +1,236 @@
+"""What a simulation comes to, in words: how fast it was, what bounds it, and what a reader must know first.
+
+Invariant: every claim is a comparison of metrics with a bound that is written here; none is a guess at a cause that was
+not observed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra.report.simulation_words import MISSING, fine_duration, worded
+from libra.report.verdict import Tile
+from libra.report.words import count, percent, plain, plural
+from libra.sim.clock import seconds
+from libra.sim.metrics import Ending, EngineMetrics, Metrics, endings, engine_metrics, metrics_of
+from libra.sim.result import SimulationResult
+
+LONG_QUEUE = 0.25  # of the mean latency: from here on queueing bounds a request
+IDLE = 0.6  # busy share below which engines wait for work more than is usual
+UNEVEN = 1.25  # busiest engine over the mean
+LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
+FULL = 0.95  # of seats or blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the mean latency of finished requests."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """While requests waited: shares of the waiting (requests times time) in which this was full on their engine."""
+
+    seats: float
+    blocks: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationView:
+    """A result with its numbers, computed once for all who show them."""
+
+    result: SimulationResult
+    metrics: Metrics
+    engines: tuple[EngineMetrics, ...]
+    endings: tuple[Ending, ...]
+    phases: tuple[Phase, ...]  # none where no request finished
+    waiting: Waiting | None  # None: nobody watched, or nothing waited
+    tail: float | None  # share of the makespan after nine in ten of the finished requests had finished
+
+
+def simulation_view(result: SimulationResult) -> SimulationView:
+    metrics = metrics_of(result)
+    return SimulationView(
+        result=result,
+        metrics=metrics,
+        engines=engine_metrics(result),
+        endings=endings(result.requests),
+        phases=_phases(metrics),
+        waiting=_waiting(result),
+        tail=_tail(result),
+    )
+
+
+def headline(view: SimulationView) -> str:
+    """How fast it was and what bounds it, in a few sentences."""
+    metrics = view.metrics
+    if not metrics.requests:
+        return "No request came, so there is nothing to judge."
+    if not metrics.finished:
+        return f"None of {plural(metrics.requests, 'request')} finished, so there is nothing to judge."
+    said = [
+        f"{count(metrics.finished)} of {plural(metrics.requests, 'request')} finished in"
+        f" {fine_duration(metrics.makespan)}: {worded(metrics.generated_rate, 'tokens/s')} generated.",
+        _bound(view),
+        *_memory(view),
+        *_ends(view),
+    ]
+    return " ".join(said)
+
+
+def notices(view: SimulationView) -> tuple[str, ...]:
+    """What a reader must know before believing the rest."""
+    metrics, result = view.metrics, view.result
+    said = []
+    if result.partial:
+        said.append(
+            f"Stopped by the time limit at {fine_duration(seconds(result.end))}:"
+            f" {plural(metrics.unfinished, 'request is', 'requests are')} not finished. Latencies are of those that"
+            " finished by then, which are the shorter ones."
+        )
+    said += [
+        f"{plural(ending.count, 'request was', 'requests were')} refused: {ending.reason}."
+        for ending in view.endings
+        if ending.status == "refused"
+    ]
+    return tuple(said)
+
+
+def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
+    metrics = view.metrics
+    ended = [
+        f"{count(getattr(metrics, status))} {status}"
+        for status in ("cancelled", "refused", "unfinished")
+        if getattr(metrics, status)
+    ]
+    busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
+    peak = f"peak {worded(metrics.kv_peak_share, 'share')}, " if metrics.kv_peak_share is not None else ""
+    made = [
+        Tile("Makespan", fine_duration(metrics.makespan), "first arrival to last end"),
+        Tile(
+            "Finished",
+            f"{count(metrics.finished)} of {count(metrics.requests)}",
+            ", ".join(ended) or worded(metrics.request_rate, "requests/s"),
+            alarming=bool(metrics.refused or metrics.unfinished),
+        ),
+        Tile(
+            "Generated",
+            worded(metrics.generated_rate, "tokens/s"),
+            f"{count(metrics.generated_tokens)} tokens; prompts {worded(metrics.prompt_rate, 'tokens/s')}",
+        ),
+        Tile(
+            "Engines busy",
+            worded(metrics.busy_share, "share"),
+            f"busiest: {busiest.name}, {worded(busiest.busy_share, 'share')}",
+        ),
+        _spread_tile(view, "TTFT", "ttft"),
+        _spread_tile(view, "TPOT", "tpot"),
+        Tile(
+            "KV held",
+            worded(metrics.kv_share, "share"),
+            f"{peak}{plural(metrics.preemptions, 'preemption')}",
+            alarming=metrics.preemptions > metrics.finished,
+        ),
+    ]
+    if metrics.trajectories:
+        made.append(_spread_tile(view, "Trajectory", "trajectory_latency"))
+    else:
+        made.append(_spread_tile(view, "End to end", "latency"))
+    return tuple(made)
+
+
+def _spread_tile(view: SimulationView, label: str, key: str) -> Tile:
+    found = getattr(view.metrics, key)
+    if found is None:
+        return Tile(label, MISSING, "no request has one")
+    return Tile(f"{label}, P50", fine_duration(found.p50), f"P99 {fine_duration(found.p99)}")
+
+
+def _phases(metrics: Metrics) -> tuple[Phase, ...]:
+    if metrics.queueing is None or metrics.ttft_prefill is None or metrics.ttft is None or metrics.latency is None:
+        return ()
+    ends = [
+        ("queueing", metrics.queueing.mean),
+        ("prefill", metrics.ttft_prefill.mean),
+        ("KV transfer", metrics.ttft.mean),
+        ("decode", metrics.latency.mean),
+    ]
+    made, before = [], 0.0
+    for name, end in ends:
+        if end > before or name != "KV transfer":
+            share = (end - before) / metrics.latency.mean if metrics.latency.mean else 0.0
+            made.append(Phase(name, end - before, share))
+        before = end
+    return tuple(made)
+
+
+def _waiting(result: SimulationResult) -> Waiting | None:
+    waited = seats = blocks = 0.0
+    for engine, series in zip(result.engines, result.series, strict=bool(result.series)):
+        requests = series.waiting * np.diff(series.edges)
+        waited += float(requests.sum())
+        seats += float(requests[series.running >= FULL * engine.config.max_num_seqs].sum())
+        blocks += float(requests[series.held >= FULL * engine.config.kv_blocks].sum())
+    return Waiting(seats / waited, blocks / waited) if waited else None
+
+
+def _tail(result: SimulationResult) -> float | None:
+    ends = np.sort(result.requests.finish[result.requests.ended("finished")])
+    if not len(ends) or not result.makespan:
+        return None
+    return float(ends[-1] - ends[-(-9 * len(ends) // 10) - 1]) / result.makespan
+
+
+def _bound(view: SimulationView) -> str:
+    metrics = view.metrics
+    busy = metrics.busy_share or 0.0
+    subject = "the engines work" if len(view.engines) > 1 else "the engine works"
+    works = f"{subject} {percent(busy, 0)} of the time"
+    queueing = view.phases[0]
+    longest = max(view.phases, key=lambda phase: phase.seconds)
+    if queueing.share >= LONG_QUEUE:
+        mean = fine_duration(sum(phase.seconds for phase in view.phases))
+        took = f"it takes {percent(queueing.share, 0)} of a request's mean {mean}{_full(view.waiting)}"
+        return f"Queueing bounds it: {took}, and {works}."
+    if busy < IDLE:
+        return f"A lack of requests bounds it: {works}, and requests hardly queue ({_of_time(queueing)})."
+    return f"{longest.name[0].upper()}{longest.name[1:]} bounds it: {_of_time(longest)}, and {works}."
+
+
+def _of_time(phase: Phase) -> str:
+    return f"{percent(phase.share, 0)} of a request's time"
+
+
+def _full(waiting: Waiting | None) -> str:
+    if waiting is None:
+        return ""
+    share, what = max((waiting.blocks, "KV blocks"), (waiting.seats, "seats (max_num_seqs)"))
+    return f", {percent(share, 0)} of it while {what} were taken" if share >= 0.5 else ""
+
+
+def _memory(view: SimulationView) -> list[str]:
+    metrics = view.metrics
+    if metrics.preemptions:
+        each = plain(metrics.preemptions / metrics.finished)
+        return [f"KV is short: {plural(metrics.preemptions, 'preemption')}, {each} for each finished request."]
+    if metrics.kv_peak_share is not None and metrics.kv_peak_share >= FULL:
+        return [f"KV is {percent(metrics.kv_peak_share, 0)} full at its peak, with no preemption."]
+    return []
+
+
+def _ends(view: SimulationView) -> list[str]:
+    """What only shows where there are several engines, or towards the end."""
+    busy = view.metrics.busy_share or 0.0
+    busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
+    said = []
+    if busiest.busy_share is not None and busy and busiest.busy_share >= UNEVEN * busy:
+        said.append(f"Load is uneven: {busiest.name} works {percent(busiest.busy_share, 0)} of the time.")
+    if view.tail is not None and view.tail >= LONG_TAIL and not view.result.partial and view.metrics.finished >= 10:
+        said.append(f"The last tenth of the requests takes {percent(view.tail, 0)} of the makespan.")
+    return said

@@ -1,0 +1,212 @@
+"""Engines as a YAML file describes them.
+
+Invariant: a file gives a deployment that can be simulated, or is refused in one line that names the key and what would
+be right. Lengths are tokens, times are seconds. What vLLM has a name for has that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from libra.cluster import GPU, GPUS, Cluster, NodeClass
+from libra.cost.engine_memory import kv_tokens
+from libra.cost.grid import EngineGrid
+from libra.model import ModelSpec
+from libra.model_file import load_model
+from libra.profiles import engine_profiles
+from libra.recipe import Recipe
+from libra.sim.cluster import EngineSpec
+from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.engine_config import EngineConfig, SchedulingPolicy
+from libra.sim.grid_cost import GridCost, Overhead
+from libra.sim.weight_update import WeightUpdate
+from libra.yaml_file import ConfigError, Section, read_section, refusal, unknown
+
+_Count = Annotated[int, Field(strict=True, ge=1)]
+_Index = Annotated[int, Field(strict=True, ge=0)]
+_Seconds = Annotated[float, Field(ge=0)]
+_Duration = Annotated[float, Field(gt=0)]
+_Flag = Annotated[bool, Field(strict=True)]
+
+_NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
+_NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
+
+
+class OverheadSection(Section):
+    """What the CPU does for an iteration. Times of kernels do not contain it."""
+
+    iteration: _Seconds = 0.0
+    request: _Seconds = 0.0  # for each request in the iteration
+    overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
+
+
+class EngineSection(Section):
+    """`count` engines that are alike."""
+
+    name: Annotated[str, Field(min_length=1)]
+    count: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1
+    model: str  # config.json, its directory, or a known name
+    gpu: str  # a known name
+    profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
+    tensor_parallel_size: _Count = 1
+    quantization: Literal["fp8"] | None = None  # of the weights
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_blocks: _Count | None = None  # instead of what that leaves
+    max_model_len: _Count | None = None  # None: the model's
+    block_size: _Count = 16
+    max_num_seqs: _Count = 256
+    max_num_batched_tokens: _Count = 8192
+    enable_chunked_prefill: _Flag = True
+    policy: SchedulingPolicy = "fcfs"
+    enable_prefix_caching: _Flag = True
+    watermark: float = 0.0
+    reserve_full_prompt: _Flag = True
+    capture_sizes: tuple[_Count, ...] = ()
+    overhead: OverheadSection = OverheadSection()
+    bucket: _Index = 0
+
+
+class UpdatesSection(Section):
+    """New weights for all engines at once, again and again."""
+
+    every: _Duration
+    times: _Count
+    pause: _Seconds
+    refresh: _Flag = False  # contexts are computed again
+
+
+class EnginesFile(Section):
+    engines: tuple[EngineSection, ...] = Field(min_length=1)
+    route: str = DEFAULT_ROUTE
+    sticky: _Flag = True
+    limits: tuple[_Count, ...] | None = None
+    turn_tokens: _Count = 1
+    weight_updates: UpdatesSection | None = None
+    time_limit: _Duration | None = None
+
+
+def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None) -> Deployment:
+    """Read a file such as `examples/engines.yaml`; `note` is told where times are from, if not from where one would
+    expect. Raises `ConfigError`."""
+    path = Path(path)
+    file = read_section(path, EnginesFile, "examples/engines.yaml")
+    try:
+        engines = []
+        for index, section in enumerate(file.engines):
+            engines += _engines(section, f"engines.{index}", path.parent, note)
+        updates = file.weight_updates
+        return Deployment(
+            tuple(engines),
+            file.limits,
+            file.turn_tokens,
+            file.route,
+            file.sticky,
+            ()
+            if updates is None
+            else WeightUpdate.every(updates.every, updates.times, updates.pause, refresh=updates.refresh),
+            file.time_limit,
+        )
+    except ValueError as error:
+        raise refusal(path, str(error)) from None
+
+
+def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str], None]) -> list[EngineSpec]:
+    """Raises ValueError that opens with the key."""
+    try:
+        model = load_model(section.model)
+    except ConfigError as error:
+        raise ValueError(f"{key}.model: {error}") from None
+    gpu = next((gpu for name, gpu in GPUS.items() if name.casefold() == section.gpu.casefold()), None)
+    if gpu is None:
+        raise ValueError(f"{key}.gpu: {unknown('GPU', section.gpu, GPUS)}")
+    refused = model.tp_refusal(section.tensor_parallel_size)
+    if refused is not None:
+        raise ValueError(f"{key}.tensor_parallel_size: {model.name}: {refused}")
+    try:
+        config = _config(section, model, gpu)
+        grid = _grid(section, config, model, gpu, beside, note)
+        overhead = section.overhead
+        cost = GridCost(grid, config, Overhead(overhead.iteration, overhead.request, overhead.overlapped))
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from None
+    numbers = range(section.count)
+    names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
+    return [EngineSpec(name, config, cost, section.bucket) for name in names]
+
+
+def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
+    longest = model.max_context if section.max_model_len is None else section.max_model_len
+    if longest > model.max_context:
+        raise ValueError(f"max_model_len is {longest}; {model.name} is made for {model.max_context} tokens: lower it")
+    blocks = section.kv_blocks
+    if blocks is None:
+        tokens = kv_tokens(
+            model,
+            gpu.memory,
+            section.gpu_memory_utilization,
+            section.tensor_parallel_size,
+            weight_bytes=_weight_bytes(section),
+            kv_bytes=2,
+            batched_tokens=section.max_num_batched_tokens,
+        )
+        blocks = tokens // section.block_size - 1  # vLLM keeps one for itself
+        if blocks * section.block_size < longest:
+            raise ValueError(
+                f"gpu_memory_utilization is {section.gpu_memory_utilization}: {model.name} leaves KV memory for"
+                f" {max(0, blocks) * section.block_size:,} tokens on {section.tensor_parallel_size} x {gpu.name}, less"
+                f" than one request of max_model_len {longest:,}: raise it or tensor_parallel_size, or lower"
+                " max_model_len"
+            )
+    return EngineConfig(
+        max_model_len=longest,
+        kv_blocks=blocks,
+        block_size=section.block_size,
+        max_num_seqs=section.max_num_seqs,
+        max_num_batched_tokens=section.max_num_batched_tokens,
+        enable_chunked_prefill=section.enable_chunked_prefill,
+        policy=section.policy,
+        enable_prefix_caching=section.enable_prefix_caching,
+        watermark=section.watermark,
+        reserve_full_prompt=section.reserve_full_prompt,
+        capture_sizes=section.capture_sizes,
+    )
+
+
+def _grid(
+    section: EngineSection,
+    config: EngineConfig,
+    model: ModelSpec,
+    gpu: GPU,
+    beside: Path,
+    note: Callable[[str], None],
+) -> EngineGrid:
+    tp = section.tensor_parallel_size
+    source = section.profile
+    if source not in ("auto", "tables", "roofline"):
+        source = str(beside / source)
+    node = NodeClass(section.name, 1, max(_NODE, tp), gpu, intra_bandwidth=gpu.link, inter_bandwidth=_NETWORK)
+    recipe = Recipe(
+        batch=1,
+        samples_per_prompt=1,
+        max_length=config.max_model_len,
+        rollout_dtype=section.quantization,
+    )
+    try:
+        (profile,) = engine_profiles(Cluster((node,)), model, recipe, source, note)
+    except ConfigError as error:
+        raise ValueError(f"profile: {str(error).removeprefix('--profile ')}") from None
+    try:
+        return profile.grid(tp)
+    except ValueError:
+        known = ", ".join(str(grid.tp) for grid in profile.engines)
+        raise ValueError(
+            f"tensor_parallel_size is {tp}; engine times ({profile.source}) are known for {known}: set it to one of them"
+        ) from None
+
+
+def _weight_bytes(section: EngineSection) -> int:
+    return 1 if section.quantization == "fp8" else 2

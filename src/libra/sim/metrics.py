@@ -1,0 +1,250 @@
+"""The numbers of a simulation.
+
+Invariant: latencies and rates are of finished requests, and every other request is counted with what became of it;
+a number that cannot be is None. All are defined in `DEFINITIONS`, by the names of the fields.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import fsum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.sim.clock import TICKS, seconds
+from libra.sim.request import Status
+from libra.sim.request_columns import ENDS, RequestColumns
+from libra.sim.result import SimulationResult
+
+_DIFFERS = re.compile(r"\d[\d,.]*\d|\d")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds, of `count` values. Percentiles are nearest-rank: a value that occurred."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Seconds, shares of 1, and counts."""
+
+    requests: int
+    finished: int
+    cancelled: int
+    refused: int
+    unfinished: int
+    makespan: float
+    generated_tokens: int
+    prompt_tokens: int
+    generated_rate: float | None
+    prompt_rate: float | None
+    request_rate: float | None
+    queueing: Spread | None
+    ttft_prefill: Spread | None
+    ttft: Spread | None
+    tpot: Spread | None
+    latency: Spread | None
+    trajectories: int
+    trajectories_completed: int
+    trajectory_latency: Spread | None
+    busy_share: float | None
+    kv_share: float | None
+    kv_peak_share: float | None  # of the engine where it was largest; None: nobody watched
+    cache_hit_rate: float | None
+    preemptions: int
+    iterations: int
+    events: int
+    iterations_per_event: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """One engine; fields mean what they do in `Metrics`."""
+
+    name: str
+    bucket: int
+    requests: int
+    finished: int
+    generated_tokens: int
+    busy_share: float | None
+    kv_share: float | None
+    kv_peak_share: float | None
+    cache_hit_rate: float | None
+    preemptions: int
+    iterations: int
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Requests that did not finish, for the same kind of reason; an ellipsis stands for what differs."""
+
+    status: Status
+    reason: str
+    count: int
+
+
+def metrics_of(result: SimulationResult) -> Metrics:
+    requests, engines = result.requests, result.engines
+    finished = requests.ended("finished")
+    makespan = result.makespan
+    generated = int(requests.generated[finished].sum())
+    prompt = int(requests.prompt[finished].sum())
+    events, iterations = sum(it.events for it in engines), sum(it.iterations for it in engines)
+    blocks = sum(it.config.kv_blocks for it in engines)
+    trajectories = trajectory_ticks(requests)
+    return Metrics(
+        requests=len(requests),
+        **{status: int(requests.ended(status).sum()) for status in ENDS},
+        makespan=seconds(makespan),
+        generated_tokens=generated,
+        prompt_tokens=prompt,
+        generated_rate=_rate(generated, makespan),
+        prompt_rate=_rate(prompt, makespan),
+        request_rate=_rate(int(finished.sum()), makespan),
+        queueing=spread(queueing_ticks(requests)),
+        ttft_prefill=spread(ttft_prefill_ticks(requests)),
+        ttft=spread(ttft_ticks(requests)),
+        tpot=spread(tpot_ticks(requests)),
+        latency=spread(latency_ticks(requests)),
+        trajectories=len(requests.trajectories),
+        trajectories_completed=len(trajectories),
+        trajectory_latency=spread(trajectories),
+        busy_share=_share(sum(it.busy_ticks for it in engines), makespan * len(engines)),
+        kv_share=_share(sum(it.held_ticks for it in engines), 2 * blocks * makespan),
+        kv_peak_share=max((_peak(result, index) for index in range(len(result.series))), default=None),
+        cache_hit_rate=_hit_rate(requests, requests.scheduled >= 0),
+        preemptions=sum(it.preemptions for it in engines),
+        iterations=iterations,
+        events=events,
+        iterations_per_event=_share(iterations, events),
+    )
+
+
+def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
+    """One for each engine, in their order."""
+    requests, makespan = result.requests, result.makespan
+    placed = requests.engine >= 0
+    finished, admitted = requests.ended("finished"), requests.scheduled >= 0
+
+    def by_engine(which: NDArray[np.bool_], values: NDArray[np.int64] | None = None) -> list[int]:
+        sums = np.zeros(len(result.engines), np.int64)
+        np.add.at(sums, requests.engine[which], 1 if values is None else values[which])
+        counted: list[int] = sums.tolist()
+        return counted
+
+    return tuple(
+        EngineMetrics(
+            name=engine.name,
+            bucket=engine.bucket,
+            requests=count,
+            finished=done,
+            generated_tokens=tokens,
+            busy_share=_share(engine.busy_ticks, makespan),
+            kv_share=_share(engine.held_ticks, 2 * engine.config.kv_blocks * makespan),
+            kv_peak_share=_peak(result, index) if result.series else None,
+            cache_hit_rate=_share(cached, prompts),
+            preemptions=engine.preemptions,
+            iterations=engine.iterations,
+            events=engine.events,
+        )
+        for index, (engine, count, done, tokens, cached, prompts) in enumerate(
+            zip(
+                result.engines,
+                by_engine(placed),
+                by_engine(placed & finished),
+                by_engine(placed & finished, requests.generated),
+                by_engine(admitted, requests.cached),
+                by_engine(admitted, requests.prompt),
+                strict=True,
+            )
+        )
+    )
+
+
+def endings(requests: RequestColumns) -> tuple[Ending, ...]:
+    """Why requests did not finish: by status, the commonest reason first."""
+    kinds = [_DIFFERS.sub("…", reason) for reason in requests.reasons]
+    made = []
+    for code, status in enumerate(ENDS):
+        if status == "finished":
+            continue
+        tally: dict[str, int] = {}
+        reasons, counts = np.unique(requests.reason[requests.status == code], return_counts=True)
+        for reason, count in zip(reasons.tolist(), counts.tolist(), strict=True):
+            kind = kinds[reason] if reason >= 0 else "its caller gave it up"
+            tally[kind] = tally.get(kind, 0) + count
+        made += [Ending(status, kind, tally[kind]) for kind in sorted(tally, key=lambda kind: (-tally[kind], kind))]
+    return tuple(made)
+
+
+def queueing_ticks(requests: RequestColumns) -> NDArray[np.int64]:
+    return (requests.scheduled - requests.arrival)[requests.ended("finished")]
+
+
+def ttft_prefill_ticks(requests: RequestColumns) -> NDArray[np.int64]:
+    return (requests.prefill_end - requests.arrival)[requests.ended("finished")]
+
+
+def ttft_ticks(requests: RequestColumns) -> NDArray[np.int64]:
+    return (requests.first_token - requests.arrival)[requests.ended("finished")]
+
+
+def tpot_ticks(requests: RequestColumns) -> NDArray[np.float64]:
+    several = requests.ended("finished") & (requests.generated >= 2)
+    return (requests.finish - requests.first_token)[several] / (requests.generated[several] - 1)
+
+
+def latency_ticks(requests: RequestColumns) -> NDArray[np.int64]:
+    return (requests.finish - requests.arrival)[requests.ended("finished")]
+
+
+def trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
+    """Of the completed trajectories, in the order of their first arrivals."""
+    of = requests.trajectory >= 0
+    which = requests.trajectory[of]
+    first = np.full(len(requests.trajectories), np.iinfo(np.int64).max)
+    last = np.full(len(requests.trajectories), -1)
+    completed = np.zeros(len(requests.trajectories), bool)
+    np.minimum.at(first, which, requests.arrival[of])
+    np.maximum.at(last, which, requests.finish[of])
+    completed[requests.trajectory[of & requests.last_call & requests.ended("finished")]] = True
+    ticks: NDArray[np.int64] = (last - first)[completed]
+    return ticks
+
+
+def spread(ticks: NDArray[np.int64] | NDArray[np.float64]) -> Spread | None:
+    """Of durations in ticks. None: there are none."""
+    count = len(ticks)
+    if not count:
+        return None
+    ordered: list[int] | list[float] = np.sort(ticks).tolist()
+    # Exact sums: a million durations of an hour are more ticks than an int64 holds.
+    total = sum(ordered) if ticks.dtype == np.int64 else fsum(ordered)
+    p50, p90, p99, most = (ordered[-(-percent * count // 100) - 1] / TICKS for percent in (50, 90, 99, 100))
+    return Spread(count, total / (count * TICKS), p50, p90, p99, most)
+
+
+def _hit_rate(requests: RequestColumns, admitted: NDArray[np.bool_]) -> float | None:
+    return _share(int(requests.cached[admitted].sum()), int(requests.prompt[admitted].sum()))
+
+
+def _peak(result: SimulationResult, index: int) -> float:
+    return result.series[index].most_held / result.engines[index].config.kv_blocks
+
+
+def _rate(count: int, ticks: int) -> float | None:
+    return count * TICKS / ticks if ticks else None
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

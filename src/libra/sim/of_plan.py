@@ -1,0 +1,182 @@
+"""The rollout half of a plan, simulated.
+
+Invariant: the simulator is given what the planner was given (engines, memory, times, lengths, tools), so what differs
+between the two is what the planner's price leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from libra.plan.plan import Plan
+from libra.plan.price import BucketPrice, bucket_prices
+from libra.plan.slots import SlotRequest
+from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
+from libra.sim.clock import ticks
+from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.drawing import draw
+from libra.sim.planned_engines import planned_engines
+from libra.sim.replay import Replay
+from libra.sim.result import SimulationResult
+from libra.sim.simulate import Moment, simulate
+from libra.sim.weight_update import WeightUpdate
+from libra.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the plan says of the rollout of so many steps, in seconds."""
+
+    steps: int
+    work: float  # what the engines of the busiest bucket need, weight loads included
+    longest: float  # the longest trajectory of a step, from its first token to its last
+
+    @property
+    def seconds(self) -> float:
+        """Of the rollout alone, as if training never kept it waiting."""
+        return max(self.work, self.longest)
+
+    def error(self, simulated: float) -> float:
+        """By which share of the forecast a simulation took longer; negative where it was shorter."""
+        return simulated / self.seconds - 1
+
+
+def simulate_plan(
+    plan: Plan,
+    trajectories: Iterable[Trajectory],
+    route: Policy | str = DEFAULT_ROUTE,
+    *,
+    steps: int = 1,
+    concurrency: int | None = None,
+    samples_per_prompt: int = 1,
+    unknown_tool_seconds: float | None = None,
+    learned: Iterable[Trajectory] = (),
+    time_limit: float | None = None,
+    seed: int = 0,
+    exact: bool = False,
+    progress: Callable[[Moment], None] | None = None,
+) -> SimulationResult:
+    """What the plan's engines make of the trajectories of `steps` steps, drawn from the finished ones of a log.
+
+    `route` is told of the finished trajectories `learned` before it begins; the other arguments are those of
+    `planned_run` and `simulate`. Raises ValueError where the plan's engines cannot run, or a trajectory does not fit.
+    """
+    deployment, workload = planned_run(
+        plan,
+        trajectories,
+        steps=steps,
+        concurrency=concurrency,
+        samples_per_prompt=samples_per_prompt,
+        unknown_tool_seconds=unknown_tool_seconds,
+        seed=seed,
+    )
+    policy = policy_named(route, seed=seed) if isinstance(route, str) else route
+    teach(policy, learned)
+    return simulate(
+        deployment.engines,
+        workload,
+        policy,
+        limits=deployment.limits,
+        turn_tokens=deployment.turn_tokens,
+        updates=deployment.updates,
+        time_limit=time_limit,
+        exact=exact,
+        progress=progress,
+    )
+
+
+def planned_run(
+    plan: Plan,
+    trajectories: Iterable[Trajectory],
+    *,
+    steps: int = 1,
+    concurrency: int | None = None,
+    samples_per_prompt: int = 1,
+    unknown_tool_seconds: float | None = None,
+    seed: int = 0,
+) -> tuple[Deployment, Replay]:
+    """The plan's engines, and the trajectories of `steps` steps, drawn from the finished ones of a log.
+
+    With `samples_per_prompt` fewer are drawn, and each is so many samples. As many as the plan's staleness allows are
+    in flight, unless `concurrency` says otherwise. At the beginning of each step, by the plan's seconds, all engines
+    stop for new weights. A tool whose time was not recorded takes what the plan assumes, unless told.
+    """
+    wanted = _wanted(plan)
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; simulate 1 step or more")
+    if steps > 1 and not wanted.staleness:
+        raise ValueError(f"steps is {steps}, but those of a synchronous plan do not overlap: simulate one")
+    total = steps * wanted.trajectories
+    if samples_per_prompt < 1 or total % samples_per_prompt:
+        raise ValueError(
+            f"samples_per_prompt is {samples_per_prompt}, which does not divide {total} trajectories: give a divisor"
+        )
+    log = [trajectory for trajectory in trajectories if trajectory.finished]
+    drawn = draw(log, total // samples_per_prompt, seed, same_prompts=samples_per_prompt == 1)
+    engines = planned_engines(plan)
+    longest = max(engine.config.max_model_len for engine in engines)
+    _require_room(drawn, longest)
+    forecast = forecast_of(plan, steps)
+    deployment = Deployment(
+        engines,
+        limits=tuple(bucket.up_to for bucket in plan.allocation.buckets),
+        turn_tokens=_turn_tokens(drawn, longest) if wanted.turn_tokens is None else wanted.turn_tokens,
+        updates=_updates(plan, engines_by_bucket(engines), steps),
+    )
+    workload = Replay(
+        drawn,
+        concurrency=(1 + wanted.staleness) * wanted.trajectories if concurrency is None else concurrency,
+        samples_per_prompt=samples_per_prompt,
+        unknown_tool_seconds=wanted.unknown_tool_seconds if unknown_tool_seconds is None else unknown_tool_seconds,
+        source={
+            "name": "steps of a plan",
+            "steps": steps,
+            "log": len(log),
+            "drawn": len(drawn),
+            "seed": seed,
+            "forecast": {**asdict(forecast), "seconds": forecast.seconds},
+        },
+    )
+    return deployment, workload
+
+
+def forecast_of(plan: Plan, steps: int = 1) -> Forecast:
+    prices = _prices(plan)
+    return Forecast(steps, steps * max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices))
+
+
+def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:
+    """Tell a policy of trajectories that finished before; others are left out."""
+    for trajectory in finished:
+        if trajectory.finished:
+            policy.finished(trajectory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the plan's request says of one step, whatever kind it is."""
+
+    trajectories: int
+    staleness: int
+    unknown_tool_seconds: float
+    refresh: bool
+    turn_tokens: int | None  # None: not said
+
+
+def _wanted(plan: Plan) -> _Wanted:
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        workload = request.workload
+        return _Wanted(workload.trajectories, workload.max_staleness, 0.0, False, workload.max_turn_tokens)
+    recipe = request.recipe
+    return _Wanted(
+        recipe.batch, recipe.staleness, recipe.tool_seconds_if_unknown, recipe.kv_on_update == "refresh", None
+    )
+
+
+def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
+    request = plan.request
+    problem = request.problem() if isinstance(request, SlotRequest) else request.menu().problem
+    return bucket_prices(problem, plan.allocation)

@@ -1,0 +1,72 @@
+"""What became of each request, a line of JSON each.
+
+Invariant: a line for every request that was submitted, in the order in which they came; times are seconds, and what
+never happened or does not apply is null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from libra.sim.clock import TICKS
+from libra.sim.request_columns import ENDS, RequestColumns
+from libra.sim.result import SimulationResult
+
+FIELDS = {
+    "number": "the request, unique in a workload",
+    "engine": "name of the engine that it was sent to",
+    "status": "finished, cancelled, refused or unfinished",
+    "reason": "why it did not finish; null also where its caller gave it up",
+    "arrival": "s",
+    "scheduled": "s, start of its first iteration",
+    "prefill_end": "s, end of the iteration that completed its prompt",
+    "first_token": "s",
+    "finish": "s, also of what was cancelled or refused",
+    "prompt_tokens": "tokens",
+    "output_tokens": "tokens it is to generate: what was asked, or less where the model length cuts it",
+    "generated_tokens": "tokens; null where the time limit came while it generated",
+    "cached_tokens": "of the prompt, found in the prefix cache when it was first admitted",
+    "preemptions": "times it went back to the queue",
+    "trajectory": "id of the trajectory that made it",
+    "turn": "of the trajectory, from 0",
+}
+
+_ROWS = 10_000  # in memory at a time
+
+
+def write_outcomes(result: SimulationResult, path: Path | str) -> None:
+    """Write the lines; `FIELDS` says what is in them."""
+    with open(path, "w", encoding="utf-8") as file:
+        for line in outcome_lines(result):
+            file.write(line)
+
+
+def outcome_lines(result: SimulationResult) -> Iterator[str]:
+    """One a request, each with its newline."""
+    names = [engine.name for engine in result.engines]
+    for first in range(0, len(result.requests), _ROWS):
+        for row in _rows(result.requests, names, slice(first, first + _ROWS)):
+            yield json.dumps(dict(zip(FIELDS, row, strict=True)), allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _rows(requests: RequestColumns, names: list[str], part: slice) -> Iterator[tuple[Any, ...]]:
+    times = (requests.arrival, requests.scheduled, requests.prefill_end, requests.first_token, requests.finish)
+    lengths = (requests.prompt, requests.output, requests.generated, requests.cached, requests.preemptions)
+    return zip(
+        requests.number[part].tolist(),
+        _named(requests.engine[part].tolist(), names),
+        [ENDS[code] for code in requests.status[part].tolist()],
+        _named(requests.reason[part].tolist(), requests.reasons),
+        *([None if tick < 0 else tick / TICKS for tick in column[part].tolist()] for column in times),
+        *([None if count < 0 else count for count in column[part].tolist()] for column in lengths),
+        _named(requests.trajectory[part].tolist(), requests.trajectories),
+        [None if turn < 0 else turn for turn in requests.turn[part].tolist()],
+        strict=True,
+    )
+
+
+def _named(indices: list[int], names: list[str] | tuple[str, ...]) -> list[str | None]:
+    return [None if index < 0 else names[index] for index in indices]

@@ -1,0 +1,163 @@
+"""One engine whose layers are divided over pipeline stages, with a batch under way in each.
+
+Invariant: a request is in one batch at a time; a batch passes all stages, in the order in which batches were scheduled,
+and a stage works on one batch at a time. Waiting requests, KV blocks and seats are the engine's, as everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from libra.sim.batching import Engine
+from libra.sim.engine_config import EngineConfig
+from libra.sim.iteration_cost import IterationCost
+from libra.sim.request import Request
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Requests that are always scheduled together, and the sums over them while another lane is looked at."""
+
+    phases: list[int]
+    under_way: bool = False
+    start: int = 0
+    end: int = 0
+    iteration: int = 0
+    decoding: int = 0
+    context: int = 0
+    stalled: set[Request] = field(default_factory=set)
+    heap: list[tuple[int, int, Request]] = field(default_factory=list)
+    finishing: list[Request] = field(default_factory=list)
+
+
+class PipelinedEngine(Engine):
+    """Schedules the next batch as soon as one of its stages has none, as vLLM's batch queue does.
+
+    A stage takes its share of an iteration's time: layers are taken to be divided evenly, and what is sent from stage
+    to stage to take no time. A batch that runs out of blocks preempts among its own requests only; vLLM would also
+    preempt one whose batch is under way. Every iteration is visited, so `exact` changes nothing.
+    """
+
+    __slots__ = ("_at", "_free", "_lane_of", "_lanes", "_queue")
+
+    def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
+        super().__init__(config, cost, index, exact=exact)
+        stages = config.pipeline_parallel_size
+        self._single_steps = True
+        self._lanes = [_Lane(self._phases)] + [_Lane([0] * config.block_size) for _ in range(stages - 1)]
+        self._at = self._lanes[0]  # the lane whose sums are in place
+        self._lane_of: dict[Request, _Lane] = {}  # of each running request that is not partial
+        self._queue: list[_Lane] = []  # batches under way, oldest first
+        self._free = [0] * stages  # tick at which each stage has worked off what was sent to it
+
+    def plan(self, now: int) -> int | None:
+        self.version += 1
+        if self._cancelled:
+            self._cancel_all(now)
+        if self._due or self._pauses is not None:
+            if not self._queue and self._pauses is None:
+                self._pauses = self._due.pop(0)
+                self.end = self._pauses.until(now)
+            elif self._queue:
+                self.end = self._queue[0].end
+            self.busy = True
+            return self.end
+        for lane in self._lanes:
+            if not lane.under_way:
+                self._look_at(lane)
+                if self._has_work():
+                    self._schedule(lane, now)
+        self.busy = all(lane.under_way for lane in self._lanes)
+        if not self._queue:
+            if self._waiting:
+                super()._nothing_fits()
+            return None
+        self.end = self._queue[0].end
+        return self.end
+
+    def commit(self) -> list[Request]:
+        if self._pauses is not None:
+            return super().commit()
+        lane = self._queue.pop(0)
+        self._look_at(lane)
+        lane.under_way = False
+        self.steps = 0
+        # So that a full pipeline is busy all the time, and not as many times as it has stages.
+        self.start = lane.end - (lane.end - lane.start) // len(self._lanes)
+        self.end = lane.end
+        return super().commit()
+
+    def _has_work(self) -> bool:
+        if self._decoding:
+            return True
+        budget = self.config.max_num_batched_tokens
+        if self._partial is not None:
+            return True
+        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return False
+        waiting = self._waiting
+        head = waiting[0]
+        return self._room(head if isinstance(head, Request) else head[3], budget) is not None
+
+    def _schedule(self, lane: _Lane, now: int) -> None:
+        self.start, self.steps, self._taken = now, 0, 0
+        self.events += 1
+        self._plan_iteration(now)
+        if self._decoding or self._finishing or self._partial is not None:
+            lane.under_way = True
+            lane.start, lane.end = now, self.end
+            self._queue.append(lane)
+            for request in self._finishing:
+                self._lane_of[request] = lane
+
+    def _nothing_fits(self) -> None:
+        """The batches that are under way hold the blocks."""
+
+    def _through(self, now: int, ticks: int) -> int:
+        share, rest = divmod(ticks, len(self._free))
+        at = now
+        for stage, free in enumerate(self._free):
+            at = max(at, free) + share + (rest if stage == 0 else 0)
+            self._free[stage] = at
+        return at
+
+    def _look_at(self, lane: _Lane) -> None:
+        """Put a lane's sums in place."""
+        before = self._at
+        if lane is before:
+            return
+        before.iteration, before.decoding, before.context = self._iteration, self._decoding, self._context
+        before.stalled, before.heap, before.finishing = self._stalled, self._heap, self._finishing
+        self._iteration, self._decoding, self._context = lane.iteration, lane.decoding, lane.context
+        self._stalled, self._heap, self._finishing = lane.stalled, lane.heap, lane.finishing
+        self._phases = lane.phases
+        self._at = lane
+
+    def _members(self) -> list[Request]:
+        at = self._at
+        return [it for it in self._running if it is self._partial or self._lane_of.get(it) is at]
+
+    def _computed(self, request: Request) -> int:
+        lane = self._lane_of[request]
+        return request.offset + (self._iteration if lane is self._at else lane.iteration)
+
+    def _release(self, request: Request, tokens: int) -> None:
+        self._lane_of.pop(request, None)
+        super()._release(request, tokens)
+
+    def _let_go(self, request: Request, scheduled: int = 0) -> None:
+        lane = self._lane_of.get(request)
+        if lane is not None:
+            self._look_at(lane)
+            if request in self._finishing:  # cancelled while its last chunk is under way
+                self._finishing.remove(request)
+                if self.pool.caching:
+                    self._write(request, request.computed)
+                self._release(request, request.computed)
+                return
+            if lane.under_way:  # a place for its next token is taken already, unless it waits for the batch after
+                scheduled = 1
+                if request in self._stalled:
+                    self._stalled.remove(request)
+                    self._context -= 1
+        super()._let_go(request, scheduled)

@@ -1,0 +1,91 @@
+"""The engines of a plan, as the simulator runs them.
+
+Invariant: memory, times, seats and places are those that the planner priced and chose; nothing is assumed twice.
+"""
+
+from __future__ import annotations
+
+from libra.cluster import NodeClass
+from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.plan.cluster_request import ClusterRequest
+from libra.plan.placement import Group
+from libra.plan.plan import Plan
+from libra.plan.slots import SlotRequest
+from libra.sim.cluster import EngineSpec
+from libra.sim.engine_config import EngineConfig
+from libra.sim.grid_cost import GridCost
+from libra.sim.iteration_cost import IterationCost
+from libra.sim.turn_cost import TurnCost
+
+
+def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:
+    """Every engine, shortest bucket first; one of a cluster is named after its GPUs, as `a800-0/4-7`: of node 0, 4 to
+    7. Raises ValueError where a configuration cannot run."""
+    if isinstance(plan.request, SlotRequest):
+        return _of_slots(plan, plan.request)
+    return _of_cluster(plan, plan.request)
+
+
+def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
+    shapes = {shape.name: shape for shape in request.shapes}
+    cost = TurnCost(request.profile.engine)
+    engines: list[EngineSpec] = []
+    for index, bucket in enumerate(plan.allocation.buckets):
+        shape = shapes[bucket.shape]
+        config = EngineConfig(
+            max_model_len=min(shape.max_model_len, shape.kv_tokens),
+            kv_blocks=shape.kv_tokens // BLOCK_TOKENS,
+            block_size=BLOCK_TOKENS,
+            max_num_seqs=shape.max_num_seqs,
+        )
+        engines += [
+            EngineSpec(f"{shape.name}-{index}.{number}", config, cost, index) for number in range(bucket.engines)
+        ]
+    return tuple(engines)
+
+
+def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
+    made: dict[int, tuple[EngineConfig, IterationCost]] = {}
+    engines = []
+    for group in plan.placement:
+        if group.bucket is None:
+            continue
+        if group.bucket not in made:
+            made[group.bucket] = _engine(request, group, plan.seats[group.bucket])
+        config, cost = made[group.bucket]
+        engines.append(EngineSpec(_name(group), config, cost, group.bucket))
+    return tuple(engines)
+
+
+def _engine(request: ClusterRequest, group: Group, seats: int) -> tuple[EngineConfig, IterationCost]:
+    recipe, nodes = request.recipe, request.cluster.node_class(group.pool)
+    kv = _kv_tokens(request, nodes, group.devices)
+    config = EngineConfig(
+        max_model_len=min(kv, recipe.max_length),
+        kv_blocks=kv // BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=seats,
+        max_num_batched_tokens=recipe.max_batched_tokens,
+    )
+    profile = request.profiles[request.cluster.nodes.index(nodes)]
+    return config, GridCost(profile.grid(group.devices), config)
+
+
+def _kv_tokens(request: ClusterRequest, nodes: NodeClass, tp: int) -> int:
+    recipe = request.recipe
+    return kv_tokens(
+        request.model,
+        nodes.gpu.memory,
+        recipe.gpu_memory_utilization,
+        tp,
+        weight_bytes=recipe.rollout_weight_bytes,
+        kv_bytes=recipe.kv_bytes,
+        batched_tokens=recipe.max_batched_tokens,
+    )
+
+
+def _name(group: Group) -> str:
+    (node,) = group.nodes  # tensor parallelism never leaves a node
+    first, last = group.gpus[0], group.gpus[-1]
+    return f"{group.pool}-{node}/{first}" + ("" if first == last else f"-{last}")

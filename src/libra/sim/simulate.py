@@ -1,0 +1,91 @@
+"""One simulation from a function call.
+
+Invariant: the same arguments give the same result, whether somebody looks at it meanwhile or not. A policy that is
+given by name is new; one that is given as an object goes on from what it has learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
+from libra.sim.batching import Engine
+from libra.sim.clock import seconds, ticks
+from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.result import SimulationResult, result_of
+from libra.sim.watcher import Watcher
+from libra.sim.weight_update import WeightUpdate
+from libra.sim.workload import Workload
+
+DECISIONS = 4096  # of engines, between two looks at the whole
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """How far a simulation has come."""
+
+    seconds: float  # of simulated time
+    arrived: int  # requests
+    ended: int  # of those
+
+
+def simulate(
+    engines: Sequence[EngineSpec],
+    workload: Workload,
+    route: Policy | str | None = None,
+    *,
+    limits: tuple[int, ...] | None = None,
+    turn_tokens: int = 1,
+    updates: Sequence[WeightUpdate] = (),
+    time_limit: float | None = None,
+    seed: int = 0,
+    exact: bool = False,
+    progress: Callable[[Moment], None] | None = None,
+) -> SimulationResult:
+    """What becomes of the workload on these engines; `route`, a policy or its name, is needed where there are several.
+
+    `limits` are the largest final contexts of the engines' buckets, shortest first (not given: all are one bucket),
+    `turn_tokens` the room that a turn needs beyond its context, `time_limit` seconds of simulated time, and `seed` that
+    of a named policy. `exact` visits every iteration: the same result, slower. `progress` is told every few thousand
+    decisions. Raises ValueError where engines, policy and limits do not fit together.
+    """
+    watcher = Watcher()
+    lookout = _Lookout(watcher, progress)
+    cluster = Cluster(
+        engines,
+        workload,
+        policy_named(route, seed=seed) if isinstance(route, str) else route,
+        limits=limits,
+        turn_tokens=turn_tokens,
+        updates=updates,
+        time_limit=None if time_limit is None else ticks(time_limit),
+        exact=exact,
+        watch=watcher if progress is None else lookout,
+    )
+    lookout.cluster = cluster
+    cluster.run()
+    return result_of(cluster, watcher)
+
+
+class _Lookout:
+    """Watches with the watcher, and tells how far the simulation is."""
+
+    __slots__ = ("_decisions", "_progress", "_watcher", "cluster")
+
+    def __init__(self, watcher: Watcher, progress: Callable[[Moment], None] | None) -> None:
+        self.cluster: Cluster | None = None
+        self._watcher = watcher
+        self._progress = progress
+        self._decisions = 0
+
+    def __call__(self, engine: Engine, now: int) -> None:
+        self._watcher(engine, now)
+        self._decisions += 1
+        if self._decisions == DECISIONS:
+            self._decisions = 0
+            assert self.cluster is not None and self._progress is not None
+            arrived = len(self.cluster.requests)
+            present = sum(engine.running + engine.waiting for engine in self.cluster.engines)
+            self._progress(Moment(seconds(now), arrived, arrived - present))

@@ -1,0 +1,135 @@
+"""Who looks at the engines of a running cluster, and remembers how full they were.
+
+Invariant: memory is bounded however long the simulation is, and what is remembered is sums over time, so that fewer
+rows are coarser but not wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from libra.sim.batching import Engine
+from libra.sim.engine_series import EngineSeries
+
+MOST_ROWS = 50_000  # of all engines together, about 20 MB
+
+
+class Watcher:
+    """The `watch` of one cluster. A row is of as many of an engine's decisions as it takes to stay within `most_rows`
+    rows in all (or four an engine, where that is more), the same number for all engines."""
+
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        if most_rows < 1:
+            raise ValueError(f"most_rows is {most_rows}; remember 1 or more")
+        self._most_rows = most_rows
+        self._rows = 0
+        self._pauses = 0
+        self._decisions = 1  # in a row
+        self._engines: dict[int, _Seen] = {}
+
+    def __call__(self, engine: Engine, now: int) -> None:
+        seen = self._engines.get(engine.index)
+        if seen is None:
+            seen = self._engines[engine.index] = _Seen(now)
+        elif now > seen.tick:
+            if seen.filled == self._decisions or not seen.rows:
+                seen.rows.append([seen.tick, 0, 0, 0, 0])
+                seen.filled = 0
+                self._rows += 1
+            seen.last(engine.held_ticks - seen.held_ticks, now)
+            if self._rows > max(self._most_rows, 4 * len(self._engines)):
+                self._coarsen()
+        # An engine that is busy without having decided what to compute is paused.
+        if engine.busy and engine.events == seen.events:
+            if self._pauses < self._most_rows:
+                seen.pauses.append((now, engine.end))
+                self._pauses += 1
+            else:
+                seen.more_pauses += 1
+        seen.look(engine, now)
+
+    def series(self, engine: int, end: int) -> EngineSeries:
+        """What was seen of the engine of this index, as of tick `end`, which is no earlier than the last look."""
+        seen = self._engines.get(engine)
+        if seen is None:
+            nothing = np.zeros(0)
+            return EngineSeries(np.zeros(1, np.int64), nothing, nothing, nothing, np.zeros(0, np.int64))
+        if end < seen.tick:
+            raise ValueError(f"engine {engine} was seen at tick {seen.tick}: ask for its series as of then or later")
+        rows = [*seen.rows, seen.since(end)] if end > seen.tick else seen.rows
+        edges = np.array([*(row[0] for row in rows), end], np.int64)
+        spans = [later - sooner for sooner, later in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+        running, waiting, held = (
+            np.array([row[part] / (scale * span) for row, span in zip(rows, spans, strict=True)], np.float64)
+            for part, scale in ((1, 1), (2, 1), (3, 2))
+        )
+        peaks = np.array([row[4] for row in rows], np.int64)
+        return EngineSeries(edges, running, waiting, held, peaks, tuple(seen.pauses), seen.more_pauses)
+
+    def _coarsen(self) -> None:
+        """Two rows become one, from now on as well."""
+        for seen in self._engines.values():
+            rows = seen.rows
+            if len(rows) % 2 == 0:
+                seen.filled += self._decisions
+            seen.rows = [_sum(*rows[first : first + 2]) for first in range(0, len(rows), 2)]
+        self._rows = sum(len(seen.rows) for seen in self._engines.values())
+        self._decisions *= 2
+
+
+class _Seen:
+    """One engine: rows of [start, running, waiting, held, largest held], where the three in the middle are times ticks
+    (held: twice that), and what it was when last looked at."""
+
+    __slots__ = (
+        "events",
+        "filled",
+        "held",
+        "held_ticks",
+        "more_pauses",
+        "pauses",
+        "rows",
+        "running",
+        "tick",
+        "waiting",
+    )
+
+    def __init__(self, now: int) -> None:
+        self.rows: list[list[int]] = []
+        self.filled = 0  # decisions in the last row
+        self.pauses: list[tuple[int, int]] = []
+        self.more_pauses = 0
+        self.tick = now
+        self.running = self.waiting = self.held = 0
+        self.held_ticks = self.events = 0
+
+    def look(self, engine: Engine, now: int) -> None:
+        self.tick = now
+        self.running = engine.running
+        self.waiting = engine.waiting
+        self.held = engine.pool.held
+        self.held_ticks = engine.held_ticks
+        self.events = engine.events
+
+    def last(self, held_ticks: int, now: int) -> None:
+        """What was seen lasted until `now`, and blocks grew so that they were held for so long, times 2."""
+        span = now - self.tick
+        # Nothing is counted while an engine is paused, or has no request.
+        held_ticks = held_ticks or 2 * self.held * span
+        row = self.rows[-1]
+        row[1] += self.running * span
+        row[2] += self.waiting * span
+        row[3] += held_ticks
+        row[4] = max(row[4], self.held, held_ticks // span - self.held)
+        self.filled += 1
+
+    def since(self, end: int) -> list[int]:
+        span = end - self.tick
+        return [self.tick, self.running * span, self.waiting * span, 2 * self.held * span, self.held]
+
+
+def _sum(first: list[int], second: list[int] | None = None) -> list[int]:
+    if second is None:
+        return first
+    sums = (one + other for one, other in zip(first[1:4], second[1:4], strict=True))
+    return [first[0], *sums, max(first[4], second[4])]
