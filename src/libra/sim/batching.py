@@ -192,7 +192,6 @@ class Engine:
         self.version += 1
         if self._cancelled:
             self._cancel_all(now)
-        self._pieces.clear()
         self.steps = 0
         self.start = now
         if self._due:
@@ -289,7 +288,8 @@ class Engine:
             steps = self._affordable(steps)
         context = self._context
         planned, at = 0, now
-        pieces = self._pieces
+        pieces: list[tuple[int, int, int, int]] = []
+        self._pieces = pieces
         while True:
             base, slope, limit = self._cost.line(decoding, context)
             first = base + slope * context

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from libra.route import policy
 from libra.route.policy import Policy
@@ -22,6 +22,8 @@ from libra.sim.pipeline import PipelinedEngine
 from libra.sim.request import Request
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload import Workload
+
+_NEVER = 1 << 80  # ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,15 @@ class Cluster:
             tuple(Instance(spec, engine) for spec, engine in zip(specs, self.engines, strict=True)), limits, turn_tokens
         )
         self._by_name = {spec.name: engine for spec, engine in zip(specs, self.engines, strict=True)}
-        self._updates = sorted(updates, key=lambda update: update.at)
         self._limit = time_limit
         self._watch = watch
         self._ends: list[tuple[int, int, int]] = []  # (tick, engine, version of its plan)
         self._following: list[tuple[int, int, Request]] = []  # (arrival, number, request)
-        self._cancels: list[tuple[int, int, Request]] = []
+        # (tick, number, what) of cancellations, and of weight updates, which come after those of the same instant
+        self._orders: list[tuple[int, int, Request | WeightUpdate]] = [
+            (update.at, _NEVER + number, update) for number, update in enumerate(updates)
+        ]
+        heapify(self._orders)
         self._idle: set[int] = set()  # engines that have to decide at this instant
 
     def run(self) -> None:
@@ -126,25 +131,24 @@ class Cluster:
     def _run(self) -> None:
         known = iter(self._workload.start())
         upcoming = next(known, None)
-        ends, following, cancels, updates, idle = self._ends, self._following, self._cancels, self._updates, self._idle
-        engines, watch, limit = self.engines, self._watch, self._limit
-        at = 0  # of the next update
+        upcoming_at = _NEVER if upcoming is None else upcoming.arrival
+        ends, following, orders, idle = self._ends, self._following, self._orders, self._idle
+        engines, watch = self.engines, self._watch
+        limit = _NEVER if self._limit is None else self._limit
         while True:
-            tick = ends[0][0] if ends else None
-            if upcoming is not None and (tick is None or upcoming.arrival < tick):
-                tick = upcoming.arrival
-            if following and (tick is None or following[0][0] < tick):
-                tick = following[0][0]
-            if cancels and (tick is None or cancels[0][0] < tick):
-                tick = cancels[0][0]
-            if tick is None:
+            now = upcoming_at
+            if ends and ends[0][0] < now:
+                now = ends[0][0]
+            if following and following[0][0] < now:
+                now = following[0][0]
+            if now == _NEVER:
                 break
-            if at < len(updates) and updates[at].at < tick:
-                tick = updates[at].at
-            if limit is not None and tick > limit:
+            if orders and orders[0][0] < now:
+                now = orders[0][0]
+            if now > limit:
                 self._stop(upcoming, known)
                 break
-            now = self.now = tick
+            self.now = now
             while True:
                 while ends and ends[0][0] == now:
                     _, index, version = heappop(ends)
@@ -155,22 +159,16 @@ class Cluster:
                             # Whoever cancelled it while its last iteration was under way has gone on already.
                             if request.cancel_at is None or request.cancel_at >= now:
                                 self._ended(request)
-                while cancels and cancels[0][0] == now:
-                    request = heappop(cancels)[2]
-                    if request.status in ("waiting", "running"):
-                        assert request.engine is not None
-                        self._changed(engines[request.engine], engines[request.engine].cancel(request, now))
-                        self._ended(request)
-                while at < len(updates) and updates[at].at <= now:
-                    self._update(updates[at])
-                    at += 1
+                while orders and orders[0][0] == now:
+                    self._obey(heappop(orders)[2])
                 while True:
-                    if upcoming is not None and upcoming.arrival == now:
+                    if upcoming is not None and upcoming_at == now:
                         if following and following[0][0] == now and following[0][1] < upcoming.number:
                             request = heappop(following)[2]
                         else:
                             request = upcoming
                             upcoming = next(known, None)
+                            upcoming_at = _NEVER if upcoming is None else upcoming.arrival
                     elif following and following[0][0] == now:
                         request = heappop(following)[2]
                     else:
@@ -186,6 +184,18 @@ class Cluster:
                 if watch is not None:
                     watch(engine, now)
             idle.clear()
+
+    def _obey(self, order: Request | WeightUpdate) -> None:
+        """A cancellation, or new weights."""
+        if isinstance(order, WeightUpdate):
+            for engine in self.engines:
+                if order.engines is None or engine.index in order.engines:
+                    self._changed(engine, engine.pause(Pause(order.until, order.refresh), self.now))
+        elif order.status in ("waiting", "running"):
+            assert order.engine is not None
+            engine = self.engines[order.engine]
+            self._changed(engine, engine.cancel(order, self.now))
+            self._ended(order)
 
     def _arrive(self, request: Request) -> None:
         now = self.now
@@ -207,7 +217,7 @@ class Cluster:
         if request.status == "refused":
             self._ended(request)
         elif cancel_at is not None:
-            heappush(self._cancels, (cancel_at, request.number, request))
+            heappush(self._orders, (cancel_at, request.number, request))
 
     def _placed(self, request: Request, route: Policy) -> Engine | None:
         owner = request.owner
@@ -243,11 +253,6 @@ class Cluster:
         following = self._workload.finished(request, self.now)
         if following is not None:
             heappush(self._following, (following.arrival, following.number, following))
-
-    def _update(self, update: WeightUpdate) -> None:
-        for engine in self.engines:
-            if update.engines is None or engine.index in update.engines:
-                self._changed(engine, engine.pause(Pause(update.until, update.refresh), self.now))
 
     def _stop(self, upcoming: Request | None, known: Iterator[Request]) -> None:
         """The time limit: what has not ended is reported as such."""
