@@ -7,7 +7,7 @@ parts of a mixed iteration come together, and what the CPU adds.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -59,11 +59,12 @@ class GridCost:
     - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
       the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
       cost, at the rate by which the grid's largest chunk grows with what is before it.
+
     Raises ValueError where the grid does not reach: to `max_num_seqs`, to `max_num_batched_tokens`, or to
     `max_model_len`.
     """
 
-    __slots__ = ("_attention", "_captures", "_grid", "_linear", "_lines", "_overhead", "_unpadded")
+    __slots__ = ("_attention", "_captures", "_grid", "_linear", "_lines", "_overhead", "_request", "_unpadded")
 
     def __init__(self, grid: EngineGrid, config: EngineConfig, overhead: Overhead = NO_OVERHEAD) -> None:
         largest = _padded(config.max_num_seqs, config.capture_sizes)
@@ -79,69 +80,68 @@ class GridCost:
         self._grid = grid
         self._overhead = overhead
         self._captures = config.capture_sizes
-        self._lines: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        self._lines: dict[int, tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         padded = [_padded(tokens, config.capture_sizes) for tokens in range(most + 1)]
         linear = _linear_layers(grid, padded[-1])
         self._unpadded: list[float] = linear.tolist()
-        self._linear: list[float] = linear[[0, *padded[1:]]].tolist()
-        self._attention = lru_cache(_MEMORY)(self._attention_seconds)
+        self._linear = [round(self._unpadded[tokens] * TICKS) for tokens in (0, *padded[1:])]  # ticks
+        self._attention: Callable[[Chunk], int] = lru_cache(_MEMORY)(self._attention_ticks)
+        self._request = round(overhead.request * TICKS)
 
     def line(self, decoding: int, context: int) -> tuple[int, int, int]:
         lines = self._lines.get(decoding)
         if lines is None:
             lines = self._lines[decoding] = self._make_lines(decoding)
-        limits, bases, slopes = lines
-        piece = bisect_right(limits, context)
-        return bases[piece], slopes[piece], limits[piece] if piece < len(limits) else UNLIMITED
+        limits, pieces = lines
+        return pieces[bisect_right(limits, context)]
 
     def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
         tokens = decoding
-        seconds = 0.0
+        ticks: int = 0
         for chunk in chunks:
             tokens += chunk[0]
-            seconds += self._attention(chunk)
-        seconds += self._linear[tokens] - self._linear[decoding]
+            ticks += self._attention(chunk)
+        ticks += self._linear[tokens] - self._linear[decoding]
         overhead = self._overhead
-        if overhead.overlapped:
-            if decoding:
-                batch = _padded(decoding, self._captures)
-                seconds += self._grid.decode_seconds(batch, context / batch)
-            return max(1, round(overhead.beside(seconds, decoding + len(chunks)) * TICKS))
-        seconds += overhead.request * len(chunks)
-        if not decoding:
-            return max(1, round((seconds + overhead.iteration) * TICKS))
-        base, slope, _ = self.line(decoding, context)
-        return max(1, round(seconds * TICKS) + base + slope * context)
+        if decoding and not overhead.overlapped:
+            base, slope, _ = self.line(decoding, context)
+            return max(1, ticks + self._request * len(chunks) + base + slope * context)
+        seconds = ticks / TICKS
+        if decoding:
+            batch = _padded(decoding, self._captures)
+            seconds += self._grid.decode_seconds(batch, context / batch)
+        return max(1, round(overhead.beside(seconds, decoding + len(chunks)) * TICKS))
 
-    def _make_lines(self, decoding: int) -> tuple[list[int], list[int], list[int]]:
-        """(limits, bases, slopes) of an iteration of `decoding` requests, over their context together."""
+    def _make_lines(self, decoding: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Limits of context between the pieces, and the pieces, as `line` gives them."""
         batch = _padded(decoding, self._captures)
         contexts = self._grid.contexts
         knots = [(length * batch, self._grid.decode_seconds(batch, length)) for length in contexts]
         if self._overhead.overlapped:
             knots = _at_least(knots, self._overhead.seconds(decoding))
-        limits, bases, slopes = [], [], []
+        limits, pieces = [], []
         for (left, before), (right, after) in pairwise(knots):
             start = round(self._overhead.beside(before, decoding) * TICKS)
             end = round(self._overhead.beside(after, decoding) * TICKS)
             slope = round((end - start) / (right - left))
             limits.append(right)
-            slopes.append(slope)
-            bases.append(start - slope * left)
-        limits.pop()  # as in the grid, times go on beyond the last point as before it
-        for base, slope, context in zip(bases, slopes, [decoding, *limits], strict=True):
+            pieces.append((start - slope * left, slope, right))
+        # As in the grid, times go on beyond the last point as before it.
+        limits.pop()
+        pieces[-1] = (*pieces[-1][:2], UNLIMITED)
+        for (base, slope, _), context in zip(pieces, [decoding, *limits], strict=True):
             if base + slope * context < 1:
                 raise ValueError(
                     f"an iteration of {decoding} requests with {context} tokens would take {base + slope * context}"
                     " ticks: measure the grid again there"
                 )
-        return limits, bases, slopes
+        return limits, pieces
 
-    def _attention_seconds(self, chunk: Chunk) -> float:
+    def _attention_ticks(self, chunk: Chunk) -> int:
         """What a chunk costs beyond its linear layers."""
         new, before = chunk
-        return self._grid.prefill_seconds(new, before) - self._unpadded[new]
+        return round((self._grid.prefill_seconds(new, before) - self._unpadded[new]) * TICKS)
 
 
 def _linear_layers(grid: EngineGrid, most: int) -> NDArray[np.float64]:

@@ -10,24 +10,20 @@ from dataclasses import dataclass, field
 
 from libra.sim.batching import Engine
 from libra.sim.engine_config import EngineConfig
+from libra.sim.generation import Generation
 from libra.sim.iteration_cost import IterationCost
 from libra.sim.request import Request
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Requests that are always scheduled together, and the sums over them while another lane is looked at."""
+    """Requests that are always scheduled together."""
 
-    phases: list[int]
+    generation: Generation
+    finishing: list[Request] = field(default_factory=list)
     under_way: bool = False
     start: int = 0
     end: int = 0
-    iteration: int = 0
-    decoding: int = 0
-    context: int = 0
-    stalled: set[Request] = field(default_factory=set)
-    heap: list[tuple[int, int, Request]] = field(default_factory=list)
-    finishing: list[Request] = field(default_factory=list)
 
 
 class PipelinedEngine(Engine):
@@ -43,9 +39,10 @@ class PipelinedEngine(Engine):
     def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
         super().__init__(config, cost, index, exact=exact)
         stages = config.pipeline_parallel_size
-        self._single_steps = True
-        self._lanes = [_Lane(self._phases)] + [_Lane([0] * config.block_size) for _ in range(stages - 1)]
-        self._at = self._lanes[0]  # the lane whose sums are in place
+        self._most_steps = 0
+        self._lanes = [_Lane(Generation(config.block_size)) for _ in range(stages)]
+        self._at = self._lanes[0]  # the lane that is looked at
+        self._generation, self._finishing = self._at.generation, self._at.finishing
         self._lane_of: dict[Request, _Lane] = {}  # of each running request that is not partial
         self._queue: list[_Lane] = []  # batches under way, oldest first
         self._free = [0] * stages  # tick at which each stage has worked off what was sent to it
@@ -54,10 +51,10 @@ class PipelinedEngine(Engine):
         self.version += 1
         if self._cancelled:
             self._cancel_all(now)
-        if self._due or self._pauses is not None:
-            if not self._queue and self._pauses is None:
-                self._pauses = self._due.pop(0)
-                self.end = self._pauses.until(now)
+        if self._due or self._pause is not None:
+            if not self._queue and self._pause is None:
+                self._pause = self._due.pop(0)
+                self.end = self._pause.until(now)
             elif self._queue:
                 self.end = self._queue[0].end
             self.busy = True
@@ -76,7 +73,7 @@ class PipelinedEngine(Engine):
         return self.end
 
     def commit(self) -> list[Request]:
-        if self._pauses is not None:
+        if self._pause is not None:
             return super().commit()
         lane = self._queue.pop(0)
         self._look_at(lane)
@@ -88,22 +85,17 @@ class PipelinedEngine(Engine):
         return super().commit()
 
     def _has_work(self) -> bool:
-        if self._decoding:
-            return True
-        budget = self.config.max_num_batched_tokens
-        if self._partial is not None:
+        if self._generation.count or self._partial is not None:
             return True
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return False
-        waiting = self._waiting
-        head = waiting[0]
-        return self._room(head if isinstance(head, Request) else head[3], budget) is not None
+        return self._room(self._waiting.head, self.config.max_num_batched_tokens) is not None
 
     def _schedule(self, lane: _Lane, now: int) -> None:
         self.start, self.steps, self._taken = now, 0, 0
         self.events += 1
-        self._plan_iteration(now)
-        if self._decoding or self._finishing or self._partial is not None:
+        self._iterate(now)
+        if self._generation.count or self._finishing or self._partial is not None:
             lane.under_way = True
             lane.start, lane.end = now, self.end
             self._queue.append(lane)
@@ -122,15 +114,8 @@ class PipelinedEngine(Engine):
         return at
 
     def _look_at(self, lane: _Lane) -> None:
-        """Put a lane's sums in place."""
-        before = self._at
-        if lane is before:
-            return
-        before.iteration, before.decoding, before.context = self._iteration, self._decoding, self._context
-        before.stalled, before.heap, before.finishing = self._stalled, self._heap, self._finishing
-        self._iteration, self._decoding, self._context = lane.iteration, lane.decoding, lane.context
-        self._stalled, self._heap, self._finishing = lane.stalled, lane.heap, lane.finishing
-        self._phases = lane.phases
+        self._at.finishing = self._finishing
+        self._generation, self._finishing = lane.generation, lane.finishing
         self._at = lane
 
     def _members(self) -> list[Request]:
@@ -138,8 +123,7 @@ class PipelinedEngine(Engine):
         return [it for it in self._running if it is self._partial or self._lane_of.get(it) is at]
 
     def _computed(self, request: Request) -> int:
-        lane = self._lane_of[request]
-        return request.offset + (self._iteration if lane is self._at else lane.iteration)
+        return self._lane_of[request].generation.computed(request)
 
     def _release(self, request: Request, tokens: int) -> None:
         self._lane_of.pop(request, None)
@@ -155,9 +139,6 @@ class PipelinedEngine(Engine):
                     self._write(request, request.computed)
                 self._release(request, request.computed)
                 return
-            if lane.under_way:  # a place for its next token is taken already, unless it waits for the batch after
-                scheduled = 1
-                if request in self._stalled:
-                    self._stalled.remove(request)
-                    self._context -= 1
+            if lane.under_way:
+                scheduled = 1  # its next token has a place already
         super()._let_go(request, scheduled)

@@ -1,0 +1,81 @@
+"""Requests that wait to be admitted, in vLLM's two orders.
+
+Invariant: the head is the request that is admitted next; nothing overtakes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from libra.sim.request import Request
+
+
+class FcfsQueue:
+    """First come, first served; a preempted request goes on where it was: at the head."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def head(self) -> Request:
+        return self._requests[0]
+
+    def push(self, request: Request) -> bool:
+        """True: it is the head now."""
+        self._requests.append(request)
+        return len(self._requests) == 1
+
+    def push_back(self, request: Request) -> None:
+        """A preempted one."""
+        self._requests.appendleft(request)
+
+    def pop(self) -> Request:
+        return self._requests.popleft()
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+
+
+class PriorityQueue:
+    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are like all others."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[3] for entry in sorted(self._entries))
+
+    @property
+    def head(self) -> Request:
+        return self._entries[0][3]
+
+    def push(self, request: Request) -> bool:
+        """True: it is the head now."""
+        heappush(self._entries, (request.priority, request.arrival, request.number, request))
+        return self._entries[0][3] is request
+
+    def push_back(self, request: Request) -> None:
+        """A preempted one."""
+        self.push(request)
+
+    def pop(self) -> Request:
+        return heappop(self._entries)[3]
+
+    def remove(self, request: Request) -> None:
+        self._entries.remove((request.priority, request.arrival, request.number, request))
+        heapify(self._entries)
