@@ -26,10 +26,15 @@ from libra.config import RunConfig
 from libra.environments.protocol import Environment
 from libra.recipe import Recipe
 from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
+from libra.route.catalogue import POLICIES
+from libra.sim.definitions import COMPLETED, DEFINITIONS
+from libra.sim.engines_file import EnginesFile
+from libra.sim.outcome_file import FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNING = ROOT / "docs" / "running.md"
 PLANNING = ROOT / "docs" / "planning.md"
+SIMULATION = ROOT / "docs" / "simulation.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,7 +62,7 @@ COMMANDS = dict(_commands())
 
 
 def test_the_docs_show_commands() -> None:
-    assert {words[0] for words in COMMANDS.values()} >= {"run", "plan", "trace"}
+    assert {words[0] for words in COMMANDS.values()} >= {"run", "plan", "simulate", "trace"}
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
@@ -166,9 +171,14 @@ def test_the_example_in_the_planning_page_works(
 
 
 @pytest.mark.parametrize(
-    ("name", "printed"), [("plan_in_a_loop.py", "-bound, "), ("replan_in_a_loop.py", "change: nothing runs yet")]
+    ("name", "printed"),
+    [
+        ("plan_in_a_loop.py", "-bound, "),
+        ("replan_in_a_loop.py", "change: nothing runs yet"),
+        ("simulate_in_a_script.py", "round-robin: "),
+    ],
 )
-def test_the_example_of_a_loop_works_and_is_short(name: str, printed: str) -> None:
+def test_the_example_of_a_script_works_and_is_short(name: str, printed: str) -> None:
     path = ROOT / "examples" / name
     finished = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
     assert printed in finished.stdout.splitlines()[0]
@@ -193,6 +203,37 @@ def test_the_cluster_in_the_planning_page_is_one(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(block, encoding="utf-8")
     assert load_cluster(path).devices == 48
+
+
+def test_the_keys_of_a_file_of_engines_are_documented() -> None:
+    section = SIMULATION.read_text(encoding="utf-8").partition("\n## Engines from a file\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| (`[^`]*`|required) \|", section, re.MULTILINE)
+    documented = {key: yaml.safe_load(default.strip("`")) for key, default in rows}
+    assert len(documented) == len(rows), "a key stands there twice"
+    assert documented == dict(_config_keys(EnginesFile))
+    route = next(line for line in section.splitlines() if line.startswith("| `route` "))
+    assert set(POLICIES) <= set(re.findall(r"`([^`]+)`", route))
+
+
+def test_metrics_are_documented_by_their_definitions() -> None:
+    section = SIMULATION.read_text(encoding="utf-8").partition("\n### Metrics\n")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.*) \|$", section, re.MULTILINE)
+    assert rows == [(it.key, it.unit, it.text) for it in DEFINITIONS.values()]
+    assert COMPLETED in section
+
+
+def test_every_field_of_a_simulated_request_is_documented() -> None:
+    section = SIMULATION.read_text(encoding="utf-8").partition("\n### Requests\n")[2].partition("\n## ")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE)) == FIELDS
+
+
+def test_the_example_in_the_simulation_page_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (example,) = _blocks(SIMULATION, "python")
+    exec(compile(example, "simulation.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out.startswith("Spread(count=11, ")
 
 
 def test_the_running_example_imports_what_exists() -> None:

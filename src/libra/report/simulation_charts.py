@@ -14,7 +14,7 @@ from libra.report.axes import Axis, measured_axis, running_axis, time_unit
 from libra.report.charts import MAX_POINTS, Series, legend, line_chart
 from libra.report.figures import Figure
 from libra.report.markup import join
-from libra.report.paper import Marker
+from libra.report.paper import FULL, HALF, Marker
 from libra.report.simulation_verdict import SimulationView
 from libra.report.simulation_words import fine_duration
 from libra.report.words import count
@@ -31,6 +31,7 @@ from libra.sim.metrics import (
 )
 
 Durations = NDArray[np.int64] | NDArray[np.float64]
+Rows = NDArray[np.float64]  # [engine, bin]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _MOST_LINES = len(COLOURS)  # engines with a line each; more are told by their mean and extremes
@@ -38,7 +39,7 @@ _MOST_MARKERS = 12
 _NEUTRAL = "#8a949e"
 _LONG = 2.5  # times P99: a longer maximum would flatten the curve
 
-_SHARES = Axis("share of requests that take no longer (%)", 0.0, 100.0, (0.0, 25.0, 50.0, 75.0, 100.0))
+_SHARES = Axis("share that takes no longer (%)", 0.0, 100.0, (0.0, 25.0, 50.0, 75.0, 100.0))
 
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
@@ -54,7 +55,12 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
     ]
     if view.metrics.trajectories:
         shown.append(("Trajectories", [("first arrival to last finish", trajectory_ticks(requests))]))
-    return tuple(_distribution(title, curves) for title, curves in shown if len(curves[0][1]))
+    drawn = [(title, curves) for title, curves in shown if len(curves[0][1])]
+    # Two in a line; of an odd number the last one has a line to itself.
+    wide = len(drawn) if len(drawn) % 2 else 0
+    return tuple(
+        _distribution(title, curves, wide=place == wide) for place, (title, curves) in enumerate(drawn, start=1)
+    )
 
 
 def time_figures(view: SimulationView) -> tuple[Figure, ...]:
@@ -68,23 +74,52 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
     scale, unit = time_unit(seconds(result.makespan))
     x_axis = running_axis(f"time since the first arrival ({unit})", 0.0, seconds(result.makespan) / scale)
     since = (edges - result.start) / (TICKS * scale)
-    figures = [_flow_figure(view, edges, since, x_axis)]
+    middles = (since[:-1] + since[1:]) / 2
+    names = [engine.name for engine in result.engines]
+    markers = _pauses(view, scale)
+
+    def over_time(title: str, label: str, values: Rows, note: str = "") -> Figure:
+        return _engines_figure(title, label, names, middles, values, x_axis, markers, note)
+
+    figures = [
+        _flow_figure(view, edges, since, x_axis),
+        over_time(
+            "Waiting requests", "requests not yet in a batch", _waiting(view, edges), "Preempted ones are not counted."
+        ),
+    ]
     if result.series:
-        of_engines = np.array([series.over(edges) for series in result.series])  # [engine, 3, bin]
+        running, _, held = np.array([series.over(edges) for series in result.series]).swapaxes(0, 1)
         blocks = np.array([[engine.config.kv_blocks] for engine in result.engines])
-        middles = (since[:-1] + since[1:]) / 2
-        names = [engine.name for engine in result.engines]
-        markers = _pauses(view, scale)
-        for title, label, values in (
-            ("Running requests", "requests in the batch", of_engines[:, 0]),
-            ("Waiting requests", "requests in the queue", of_engines[:, 1]),
-            ("KV held", "KV blocks held (%)", 100 * of_engines[:, 2] / blocks),
-        ):
-            figures.append(_engines_figure(title, label, names, middles, values, x_axis, markers))
+        figures.append(over_time("Running requests", "requests in the batch", running))
+        figures.append(over_time("KV held", "KV blocks held (%)", 100 * held / blocks))
     return tuple(figures)
 
 
-def _distribution(title: str, curves: Sequence[tuple[str, Durations]]) -> Figure:
+def _waiting(view: SimulationView, edges: NDArray[np.int64]) -> Rows:
+    """Requests from their arrival to their first iteration (or to their end without one), [engine, bin]: means."""
+    requests, result = view.result.requests, view.result
+    ended = np.where(requests.finish < 0, result.end, requests.finish)
+    until = np.where(requests.scheduled < 0, ended, requests.scheduled)
+    by_engine = np.argsort(requests.engine, kind="stable")
+    firsts = np.searchsorted(requests.engine[by_engine], np.arange(len(result.engines) + 1))
+    means = np.zeros((len(result.engines), len(edges) - 1))
+    for engine in range(len(result.engines)):
+        its = by_engine[firsts[engine] : firsts[engine + 1]]
+        waited = _since(requests.arrival[its], edges) - _since(until[its], edges)
+        means[engine] = np.diff(waited) / np.diff(edges)
+    return np.maximum(means, 0.0)  # sums of many ticks as floats may miss zero by a trifle
+
+
+def _since(moments: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.float64]:
+    """At each edge the sum of the times that have passed since the moments before it."""
+    passed = np.sort(moments - edges[0]).astype(np.float64)
+    sums = np.concatenate(([0.0], np.cumsum(passed)))
+    counts = np.searchsorted(passed, edges - edges[0], "right")
+    times: NDArray[np.float64] = counts * (edges - edges[0]).astype(np.float64) - sums[counts]
+    return times
+
+
+def _distribution(title: str, curves: Sequence[tuple[str, Durations]], *, wide: bool) -> Figure:
     found: Spread | None = spread(curves[0][1])
     assert found is not None
     limit = found.max if found.max <= _LONG * found.p99 else found.p99 * _LONG
@@ -100,9 +135,9 @@ def _distribution(title: str, curves: Sequence[tuple[str, Durations]]) -> Figure
     ]
     beyond = "" if limit == found.max else f" Up to {fine_duration(found.max)}, beyond the chart."
     note = f"Mean {fine_duration(found.mean)}, P50 {fine_duration(found.p50)}, P99 {fine_duration(found.p99)}.{beyond}"
-    drawn = line_chart([one for one in series if one.points], x_axis, _SHARES, markers)
+    drawn = line_chart([one for one in series if one.points], x_axis, _SHARES, markers, FULL if wide else HALF)
     shown = legend((one.name, one.colour) for one in series)
-    return Figure(title, note, join(shown, drawn) if len(series) > 1 else drawn)
+    return Figure(title, note, join(shown, drawn) if len(series) > 1 else drawn, wide)
 
 
 def _cumulative(values: Durations) -> list[tuple[float, float]]:
@@ -148,11 +183,11 @@ def _engines_figure(
     label: str,
     names: Sequence[str],
     middles: NDArray[np.float64],
-    values: NDArray[np.float64],
+    values: Rows,
     x_axis: Axis,
     markers: Sequence[Marker],
+    more: str,
 ) -> Figure:
-    """`values` is [engine, bin]."""
     lines: list[tuple[str, NDArray[np.float64]]]
     if len(names) <= _MOST_LINES:
         lines = list(zip(names, values, strict=True))
@@ -167,6 +202,7 @@ def _engines_figure(
         note = (
             f"Over {count(len(names))} engines, of each its means over {count(len(middles))} stretches of equal length."
         )
+    note += f" {more}" if more else ""
     if markers:
         note += " Dashed: engines stopped for new weights."
     series = [
@@ -180,17 +216,15 @@ def _engines_figure(
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:
-    """The moments at which engines stopped for new weights; none where they are too many to be told apart."""
-    starts = sorted({start for series in view.result.series for start, _ in series.pauses})
-    if len(starts) > _MOST_MARKERS:
+    """The moments at which engines stopped for new weights, those of one stretch as one; none where they are too many
+    to be told apart."""
+    result = view.result
+    stretch = result.makespan / MAX_POINTS
+    moments: list[int] = []
+    for start in sorted({start for series in result.series for start, _ in series.pauses if start >= result.start}):
+        if not moments or start - moments[-1] > stretch:
+            moments.append(start)
+    if len(moments) > _MOST_MARKERS:
         return []
-    return [
-        Marker(
-            seconds(start - view.result.start) / scale,
-            "",
-            f"new weights after {fine_duration(seconds(start - view.result.start))}",
-            _NEUTRAL,
-        )
-        for start in starts
-        if start >= view.result.start
-    ]
+    since = [seconds(moment - result.start) for moment in moments]
+    return [Marker(it / scale, "", f"new weights after {fine_duration(it)}", _NEUTRAL) for it in since]

@@ -6,7 +6,6 @@ the same result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
@@ -61,7 +60,11 @@ def _sections(view: SimulationView, title: str) -> Iterator[Markup]:
     if view.phases:
         yield cards(latency_figures(view))
         yield section("Latencies of finished requests", _latencies(view))
-        yield section("Where the time of a request goes", _phases(view), "Means over the finished requests.")
+        yield section(
+            "Where the time of a request goes",
+            _phases(view),
+            "Means over the finished requests. What a preemption costs is in the phase that it came in.",
+        )
     else:
         yield tag("p", text("No request finished, so no latency is known."), class_="missing")
     yield tag("h2", text("How full the engines are"))
@@ -134,8 +137,8 @@ def _settings(view: SimulationView) -> Iterator[tuple[str, str]]:
         configs.setdefault(engine.config, []).append(engine.name)
     for config, names in configs.items():
         whose = "engines" if len(configs) == 1 else names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-        yield f"{whose}: engines", count(len(names))
-        yield from ((f"{whose}: {key}", json.dumps(value)) for key, value in asdict(config).items())
+        yield whose, count(len(names))
+        yield from flatten(asdict(config), whose)
 
 
 def _definitions() -> Markup:

@@ -40,7 +40,6 @@ _NUMBERS = (
 )
 ENGINE_NUMBERS = (
     "requests",
-    "finished",
     "generated_tokens",
     "busy_share",
     "kv_share",

@@ -1,7 +1,7 @@
 """A simulation as a Chrome trace: what each request did on its engine, and how full the engine was.
 
 Invariant: on every row slices follow each other without overlap, rows are as few as requests are there at once, and the
-file holds at most `max_events` events besides the names of engines and rows; where requests are too many, every k-th is
+file holds at most `max_events` events besides the names of engines and rows; where requests are too many, one in k is
 drawn, and the trace says so.
 
 Open the file in https://ui.perfetto.dev or chrome://tracing. A group for each engine: its counters, a row of pauses for
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from libra.report.timeline import MAX_EVENTS
 from libra.sim.clock import TICKS
@@ -27,10 +29,10 @@ from libra.sim.request_columns import ENDS
 from libra.sim.result import SimulationResult
 
 _COUNTERS = 0.4  # of the events at most
-_OF_A_REQUEST = 4  # slices at most
 _NANOSECOND = TICKS // 10**9
 _NOWHERE = 0  # group of requests that were sent to no engine; those of engines follow
 _PAUSES = 1  # row of a group; those of requests follow
+_PHASES = ("queued", "prefill", "KV transfer", "decode")
 _COLOURS = {
     "queued": "grey",
     "prefill": "rail_response",
@@ -62,6 +64,8 @@ def timeline_events(result: SimulationResult, max_events: int = MAX_EVENTS) -> I
         yield {**_name("process_sort_index", index + 1, 0, ""), "args": {"sort_index": index + 1}}
         if series is not None and series.pauses:
             yield _name("thread_name", index + 1, _PAUSES, "weight updates")
+    if (result.requests.engine < 0).any():
+        yield _name("process_name", _NOWHERE, 0, "no engine")
     rows = sum(len(series) + 1 for series in result.series)
     merge = -(-2 * rows // max(1, int(_COUNTERS * max_events)))
     for index, (_, series) in enumerate(_watched(result)):
@@ -94,75 +98,117 @@ def _counters(series: EngineSeries, group: int, blocks: int) -> Iterator[Event]:
 
 
 def _requests(result: SimulationResult, room: int) -> Iterator[Event]:
-    requests = result.requests
-    came = np.flatnonzero(requests.arrival <= result.end)
-    every = max(1, -(-_OF_A_REQUEST * len(came) // room)) if room else len(came) + 1
-    if every > 1:
-        drawn = f"every {every}th" if room >= _OF_A_REQUEST else "none"
+    came = np.flatnonzero(result.requests.arrival <= result.end)
+    every = -(-len(_PHASES) * len(came) // room) if room else 0
+    if len(came) and every != 1:
+        drawn = f"1 in {every:,}" if every else "none"
         note = f"{drawn} of {len(came):,} requests is drawn: all are more than the file may hold"
-        yield {"ph": "i", "s": "g", "pid": _NOWHERE, "tid": 0, "name": note, "ts": _microseconds(result.start)}
-    free: defaultdict[int, list[int]] = defaultdict(list)  # rows of a group that nobody is on
-    taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # (until, row)
-    used: defaultdict[int, int] = defaultdict(int)
-    for index in came[::every].tolist():
-        group = int(requests.engine[index]) + 1
-        status = ENDS[int(requests.status[index])]
-        slices = list(_phases(result, index))
-        about = _about(result, index, status)
+        at = _microseconds(result.start)
+        yield {"ph": "i", "s": "g", "pid": _NOWHERE, "tid": 0, "name": note, "ts": at, "args": {}}
+    rows: defaultdict[int, _Rows] = defaultdict(_Rows)
+    for request in _drawn(result, came[::every] if every else came[:0]):
+        slices = request.slices
         if not slices:
-            at = _microseconds(int(requests.arrival[index]))
-            name = f"{status}: {about['request']}"
-            yield {"ph": "i", "s": "p", "pid": group, "tid": 0, "name": name, "ts": at, "args": about}
+            name = f"{request.about['status']}: request {request.about['request']}"
+            at = _microseconds(request.arrival)
+            yield {
+                "ph": "i",
+                "s": "p",
+                "pid": request.group,
+                "tid": 0,
+                "name": name,
+                "ts": at,
+                "args": request.about,
+            }
             continue
-        start, end = slices[0][1], slices[-1][2]
-        while taken[group] and taken[group][0][0] <= start:
-            heappush(free[group], heappop(taken[group])[1])
-        if not free[group]:
-            used[group] += 1
-            row = _PAUSES + used[group]
-            yield _name("thread_name", group, row, f"requests {used[group]}")
-        else:
-            row = heappop(free[group])
-        heappush(taken[group], (end, row))
+        row = rows[request.group].take(slices[0][1], slices[-1][2])
+        if row > rows[request.group].named:
+            rows[request.group].named = row
+            yield _name("thread_name", request.group, _PAUSES + row, f"requests {row}")
         for name, since, until in slices:
-            yield _slice(group, row, name, since, until, about)
+            yield _slice(request.group, _PAUSES + row, name, since, until, request.about)
 
 
-def _phases(result: SimulationResult, index: int) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of what a request went through, as far as it came; nothing if it was never queued."""
+class _Rows:
+    """The rows of a group: whoever comes takes the first one that is free."""
+
+    def __init__(self) -> None:
+        self.named = 0  # rows that have a name already
+        self._rows = 0
+        self._free: list[int] = []
+        self._taken: list[tuple[int, int]] = []  # (until, row)
+
+    def take(self, start: int, end: int) -> int:
+        """A row from `start`, which never falls, to `end`."""
+        while self._taken and self._taken[0][0] <= start:
+            heappush(self._free, heappop(self._taken)[1])
+        if self._free:
+            row = heappop(self._free)
+        else:
+            self._rows += 1
+            row = self._rows
+        heappush(self._taken, (end, row))
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    group: int
+    arrival: int
+    slices: tuple[tuple[str, int, int], ...]  # (name, start, end), each from the end of the one before
+    about: dict[str, Any]
+
+
+def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Drawn]:
     requests = result.requests
-    finish = int(requests.finish[index])
-    end = result.end if finish < 0 else finish
-    since = int(requests.arrival[index])
-    if requests.engine[index] < 0 or requests.ended("refused")[index]:
-        return
-    for name, column in (
-        ("queued", requests.scheduled),
-        ("prefill", requests.prefill_end),
-        ("KV transfer", requests.first_token),
-        ("decode", None),
+    columns = (
+        requests.engine,
+        requests.arrival,
+        requests.scheduled,
+        requests.prefill_end,
+        requests.first_token,
+        requests.finish,
+        requests.status,
+        requests.number,
+        requests.prompt,
+        requests.output,
+        requests.cached,
+        requests.preemptions,
+        requests.reason,
+        requests.trajectory,
+        requests.turn,
+    )
+    for engine, arrival, *times, code, number, prompt, output, cached, preemptions, reason, trajectory, turn in zip(
+        *(column[indices].tolist() for column in columns), strict=True
     ):
-        until = end if column is None or column[index] < 0 else min(int(column[index]), end)
+        status = ENDS[code]
+        about: dict[str, Any] = {
+            "request": number,
+            "status": status,
+            "prompt_tokens": prompt,
+            "output_tokens": output,
+            "cached_tokens": cached,
+            "preemptions": preemptions,
+        }
+        if trajectory >= 0:
+            about |= {"trajectory": requests.trajectories[trajectory], "turn": turn}
+        if reason >= 0:
+            about["reason"] = requests.reasons[reason]
+        queued = engine >= 0 and status != "refused"
+        yield _Drawn(engine + 1, arrival, tuple(_slices(arrival, times, result.end)) if queued else (), about)
+
+
+def _slices(since: int, times: Sequence[int], end: int) -> Iterator[tuple[str, int, int]]:
+    """What a request went through, as far as it came by tick `end`. Phases that took no time are left out."""
+    for name, tick in zip(_PHASES, times, strict=True):
+        until = end if tick < 0 else min(tick, end)
+        # A request that was cancelled went no further than that.
+        until = min(until, times[-1]) if times[-1] >= 0 else until
         if until > since:
             yield name, since, until
-        since = until
-        if column is not None and column[index] < 0:
+        if tick < 0:
             return
-
-
-def _about(result: SimulationResult, index: int, status: str) -> dict[str, Any]:
-    requests = result.requests
-    reason, trajectory = int(requests.reason[index]), int(requests.trajectory[index])
-    told: dict[str, Any] = {"request": int(requests.number[index]), "status": status}
-    if trajectory >= 0:
-        told |= {"trajectory": requests.trajectories[trajectory], "turn": int(requests.turn[index])}
-    told |= {
-        "prompt_tokens": int(requests.prompt[index]),
-        "output_tokens": int(requests.output[index]),
-        "cached_tokens": int(requests.cached[index]),
-        "preemptions": int(requests.preemptions[index]),
-    }
-    return told if reason < 0 else {**told, "reason": requests.reasons[reason]}
+        since = until
 
 
 def _name(kind: str, group: int, row: int, name: str) -> Event:

@@ -92,7 +92,7 @@ def notices(view: SimulationView) -> tuple[str, ...]:
         said.append(
             f"Stopped by the time limit at {fine_duration(seconds(result.end))}:"
             f" {plural(metrics.unfinished, 'request is', 'requests are')} not finished. Latencies are of those that"
-            " finished by then, which are the shorter ones."
+            " finished by then, which tend to be the shorter ones."
         )
     said += [
         f"{plural(ending.count, 'request was', 'requests were')} refused: {ending.reason}."
@@ -111,8 +111,11 @@ def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
     ]
     busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
     peak = f"peak {worded(metrics.kv_peak_share, 'share')}, " if metrics.kv_peak_share is not None else ""
+    partial = view.result.partial
     made = [
-        Tile("Makespan", fine_duration(metrics.makespan), "first arrival to last end"),
+        Tile(
+            "Makespan", fine_duration(metrics.makespan), f"first arrival to {'time limit' if partial else 'last end'}"
+        ),
         Tile(
             "Finished",
             f"{count(metrics.finished)} of {count(metrics.requests)}",
@@ -216,12 +219,12 @@ def _full(waiting: Waiting | None) -> str:
 
 def _memory(view: SimulationView) -> list[str]:
     metrics = view.metrics
-    if metrics.preemptions:
-        each = plain(metrics.preemptions / metrics.finished)
-        return [f"KV is short: {plural(metrics.preemptions, 'preemption')}, {each} for each finished request."]
-    if metrics.kv_peak_share is not None and metrics.kv_peak_share >= FULL:
-        return [f"KV is {percent(metrics.kv_peak_share, 0)} full at its peak, with no preemption."]
-    return []
+    full = metrics.kv_peak_share is not None and metrics.kv_peak_share >= FULL
+    if not metrics.preemptions:
+        return ["KV was full at times, but no request was preempted."] if full else []
+    each = plain(metrics.preemptions / metrics.finished)
+    why = " KV was full at times." if full else ""
+    return [f"{plural(metrics.preemptions, 'preemption')}, {each} for each finished request.{why}"]
 
 
 def _ends(view: SimulationView) -> list[str]:

@@ -18,7 +18,7 @@ from libra.sim.iteration_cost import UNLIMITED, Chunk, IterationCost
 from libra.sim.memory import BlockPool, Owner
 from libra.sim.queue import FcfsQueue, PriorityQueue
 from libra.sim.request import Request
-from libra.sim.stretch import Piece, cut, stretch, ticks_of
+from libra.sim.stretch import Piece, cut, end_of, stretch, ticks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,10 @@ class Engine:
         return self._cut(now)
 
     @property
+    def paused(self) -> bool:
+        return self._pause is not None
+
+    @property
     def running(self) -> int:
         """Requests in the batch."""
         return len(self._running)
@@ -196,15 +200,16 @@ class Engine:
         """Make happen what was planned; returns the requests that finished with it, in order."""
         self.busy = False
         now, pool, generation = self.end, self.pool, self._generation
+        ticks = now - self.start
+        held = 2 * (pool.blocks - pool.blank - pool.findable)
         if self._pause is not None:
+            self.held_ticks += held * ticks
             if self._pause.refresh:
                 self._refresh()
             self._pause = None
             return []
-        ticks = now - self.start
         self.busy_ticks += ticks
         steps = self.steps
-        held = 2 * (pool.blocks - pool.blank - pool.findable)
         if steps:
             if self.trace is not None:
                 self._trace_steps()
@@ -231,6 +236,24 @@ class Engine:
                     self._finish(request, request.target, now)
                     done.append(request)
         return done
+
+    def stop(self, now: int) -> None:
+        """Time is up: iterations that have ended by `now` count, and of the one under way its time until now."""
+        if self.busy and self._pause is None:
+            if self.steps > 1:
+                ended = cut(self._pieces, self.steps, now + 1)[0] - 1
+                if ended:
+                    self.steps, self.end = ended, end_of(self._pieces, ended)
+                    self.commit()
+                    self.start = self.end
+            self.busy_ticks += now - self.start
+            self.held_ticks += 2 * self.pool.held * (now - self.start)
+        for request in self._running:
+            self._count_generated(request)
+
+    def _count_generated(self, request: Request) -> None:
+        if request is not self._partial and request not in self._finishing:
+            request.generated = self._generation.generated(request)
 
     def _generate(self, now: int, taken: int) -> None:
         """Iterations that do nothing but generate, until one of the requests is done or blocks run out."""
@@ -475,7 +498,9 @@ class Engine:
     def _refresh(self) -> None:
         """All running requests go back to the queue, in their order, and every computed token is forgotten."""
         for request in reversed(list(self._running)):
-            self._preempt(request, 0)
+            self._let_go(request)
+            request.status = "waiting"
+            self._waiting.push_back(request)
         self.pool.clear()
 
     # Beginning and end of a request's generation, and its blocks

@@ -101,8 +101,8 @@ class Cluster:
         self.requests: list[Request] = []  # all that came, in the order in which they did
         self.now = 0
         self.partial = False  # the time limit came before the end
-        self._workload = workload
-        self._route = route
+        self.workload = workload
+        self.route = route
         self._fleet = Fleet(
             tuple(Instance(spec, engine) for spec, engine in zip(specs, self.engines, strict=True)), limits, turn_tokens
         )
@@ -129,7 +129,7 @@ class Cluster:
                 gc.enable()
 
     def _run(self) -> None:
-        known = iter(self._workload.start())
+        known = iter(self.workload.start())
         upcoming = next(known, None)
         upcoming_at = _NEVER if upcoming is None else upcoming.arrival
         ends, following, orders, idle = self._ends, self._following, self._orders, self._idle
@@ -205,7 +205,7 @@ class Cluster:
             request.status, request.finish = "cancelled", now
             self._ended(request)
             return
-        engine = self.engines[0] if self._route is None else self._placed(request, self._route)
+        engine = self.engines[0] if self.route is None else self._placed(request, self.route)
         if engine is None:
             request.status, request.finish = "refused", now
             request.reason = (
@@ -241,7 +241,7 @@ class Cluster:
 
     def _ended(self, request: Request) -> None:
         """Finished, given up or refused: tell the policy, and see what follows."""
-        owner, route = request.owner, self._route
+        owner, route = request.owner, self.route
         if route is None:
             pass
         elif not isinstance(owner, TrajectoryCaller):
@@ -250,7 +250,7 @@ class Cluster:
             route.forget(owner.trajectory.id)
         elif owner.last:
             route.finished(owner.trajectory)
-        following = self._workload.finished(request, self.now)
+        following = self.workload.finished(request, self.now)
         if following is not None:
             heappush(self._following, (following.arrival, following.number, following))
 
@@ -260,6 +260,7 @@ class Cluster:
         self.now = self._limit
         self.partial = True
         for engine in self.engines:
+            engine.stop(self.now)
             for request in engine.unfinished:
                 request.status, request.reason = "unfinished", "the time limit came first"
         if upcoming is not None:

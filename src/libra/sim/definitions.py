@@ -76,7 +76,8 @@ _DEFINITIONS = (
         "busy_share",
         "busy",
         "share",
-        "Time in iterations over makespan; of several engines the mean. Pauses for new weights are no work.",
+        "Time in iterations over makespan; of several engines, or pipeline stages, the mean. Pauses for new weights are"
+        " no work.",
     ),
     Definition(
         "kv_share",
@@ -96,7 +97,8 @@ _DEFINITIONS = (
         "preemptions",
         "preemptions",
         "count",
-        "Times that a running request went back to the queue, to compute its context again.",
+        "Times that a running request went back to the queue for want of KV blocks, to compute its context again. New"
+        " weights that ask for that are not counted.",
     ),
     Definition("iterations", "iterations", "count", "Steps of the engines: each one batch through the model."),
     Definition("events", "events", "count", "Decisions that were simulated to know all iterations."),

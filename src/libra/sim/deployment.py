@@ -33,6 +33,8 @@ class Deployment:
     def __post_init__(self) -> None:
         if not self.engines:
             raise ValueError("engines is empty: give one or more")
+        if len({engine.name for engine in self.engines}) < len(self.engines):
+            raise ValueError("two engines have the same name; name each once")
         if self.limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *self.limits))):
             raise ValueError(f"limits is {list(self.limits)}; list numbers of tokens that rise, shortest bucket first")
         buckets = 1 if self.limits is None else len(self.limits)

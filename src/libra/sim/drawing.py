@@ -14,9 +14,7 @@ import numpy as np
 from libra.trajectory import Trajectory
 
 
-def draw(
-    log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True
-) -> tuple[Trajectory, ...]:
+def draw(log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True) -> tuple[Trajectory, ...]:
     """`count` trajectories in random order: without replacement as far as the log goes, what is missing with it.
 
     One that is drawn again gets an id of its own. It is another sample of its prompt, or with `same_prompts` off, of a

@@ -28,7 +28,7 @@ class EngineSeries:
     waiting: Means
     held: Means
     held_peak: Ticks  # blocks, largest at any moment of the row
-    pauses: tuple[tuple[int, int], ...] = ()  # ticks of (start, end), for new weights
+    pauses: tuple[tuple[int, int], ...] = ()  # ticks of (start, end), for new weights; adjoining ones are one
     more_pauses: int = 0  # that there was no room for
 
     def __post_init__(self) -> None:

@@ -53,6 +53,7 @@ class EngineSection(Section):
     gpu: str  # a known name
     profile: str = "auto"  # where times are from: auto, tables, roofline, or a calibration file beside this one
     tensor_parallel_size: _Count = 1
+    pipeline_parallel_size: _Count = 1
     quantization: Literal["fp8"] | None = None  # of the weights
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_blocks: _Count | None = None  # instead of what that leaves
@@ -129,10 +130,13 @@ def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str
     try:
         config = _config(section, model, gpu)
         grid = _grid(section, config, model, gpu, beside, note)
-        overhead = section.overhead
-        cost = GridCost(grid, config, Overhead(overhead.iteration, overhead.request, overhead.overlapped))
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
+    overhead = section.overhead
+    try:
+        cost = GridCost(grid, config, Overhead(overhead.iteration, overhead.request, overhead.overlapped))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}; lower what goes beyond") from None
     numbers = range(section.count)
     names = [section.name] if section.count == 1 else [f"{section.name}-{number}" for number in numbers]
     return [EngineSpec(name, config, cost, section.bucket) for name in names]
@@ -142,6 +146,11 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
     longest = model.max_context if section.max_model_len is None else section.max_model_len
     if longest > model.max_context:
         raise ValueError(f"max_model_len is {longest}; {model.name} is made for {model.max_context} tokens: lower it")
+    if section.pipeline_parallel_size > model.layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {section.pipeline_parallel_size}; {model.name} has {model.layers} layers:"
+            " lower it"
+        )
     blocks = section.kv_blocks
     if blocks is None:
         tokens = kv_tokens(
@@ -152,12 +161,14 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
             weight_bytes=_weight_bytes(section),
             kv_bytes=2,
             batched_tokens=section.max_num_batched_tokens,
+            pp=section.pipeline_parallel_size,
         )
         blocks = tokens // section.block_size - 1  # vLLM keeps one for itself
         if blocks * section.block_size < longest:
+            gpus = section.tensor_parallel_size * section.pipeline_parallel_size
             raise ValueError(
                 f"gpu_memory_utilization is {section.gpu_memory_utilization}: {model.name} leaves KV memory for"
-                f" {max(0, blocks) * section.block_size:,} tokens on {section.tensor_parallel_size} x {gpu.name}, less"
+                f" {max(0, blocks) * section.block_size:,} tokens on {gpus} x {gpu.name}, less"
                 f" than one request of max_model_len {longest:,}: raise it or tensor_parallel_size, or lower"
                 " max_model_len"
             )
@@ -173,6 +184,7 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         watermark=section.watermark,
         reserve_full_prompt=section.reserve_full_prompt,
         capture_sizes=section.capture_sizes,
+        pipeline_parallel_size=section.pipeline_parallel_size,
     )
 
 
@@ -204,7 +216,7 @@ def _grid(
     except ValueError:
         known = ", ".join(str(grid.tp) for grid in profile.engines)
         raise ValueError(
-            f"tensor_parallel_size is {tp}; engine times ({profile.source}) are known for {known}: set it to one of them"
+            f"tensor_parallel_size is {tp}; engine times ({profile.source}) are known for {known}: take one"
         ) from None
 
 

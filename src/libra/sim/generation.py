@@ -54,7 +54,7 @@ class Generation:
 
     def generated(self, request: Request) -> int:
         """Tokens before the next iteration."""
-        return request.output_tokens - (request.last + 1 - self.iteration)
+        return request.output_tokens - (request.last + 1 - self.iteration) + (request in self._stalled)
 
     def needs_block(self, request: Request) -> bool:
         """In the next iteration."""

@@ -15,6 +15,7 @@ from libra.plan.slots import SlotRequest
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
+from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.drawing import draw
 from libra.sim.planned_engines import planned_engines
@@ -122,8 +123,8 @@ def planned_run(
     deployment = Deployment(
         engines,
         limits=tuple(bucket.up_to for bucket in plan.allocation.buckets),
-        turn_tokens=_turn_tokens(drawn, longest) if wanted.turn_tokens is None else wanted.turn_tokens,
-        updates=_updates(plan, engines_by_bucket(engines), steps),
+        turn_tokens=_turn_tokens(drawn, longest),
+        updates=_updates(plan, engines, steps),
     )
     workload = Replay(
         drawn,
@@ -162,21 +163,50 @@ class _Wanted:
     staleness: int
     unknown_tool_seconds: float
     refresh: bool
-    turn_tokens: int | None  # None: not said
 
 
 def _wanted(plan: Plan) -> _Wanted:
     request = plan.request
     if isinstance(request, SlotRequest):
         workload = request.workload
-        return _Wanted(workload.trajectories, workload.max_staleness, 0.0, False, workload.max_turn_tokens)
+        return _Wanted(workload.trajectories, workload.max_staleness, 0.0, False)
     recipe = request.recipe
-    return _Wanted(
-        recipe.batch, recipe.staleness, recipe.tool_seconds_if_unknown, recipe.kv_on_update == "refresh", None
-    )
+    return _Wanted(recipe.batch, recipe.staleness, recipe.tool_seconds_if_unknown, recipe.kv_on_update == "refresh")
 
 
 def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
     request = plan.request
     problem = request.problem() if isinstance(request, SlotRequest) else request.menu().problem
     return bucket_prices(problem, plan.allocation)
+
+
+def _updates(plan: Plan, engines: Sequence[EngineSpec], steps: int) -> tuple[WeightUpdate, ...]:
+    """Engines of one bucket stop for as long as the planner says; at the first update there is nothing to refresh."""
+    stalls = [ticks(price.option.stall) for price in _prices(plan)]
+    members = [
+        frozenset(index for index, engine in enumerate(engines) if engine.bucket == bucket)
+        for bucket in range(len(stalls))
+    ]
+    refresh = _wanted(plan).refresh
+    return tuple(
+        WeightUpdate(ticks(step * plan.predicted.step), stall, refresh and step > 0, engines=its)
+        for step in range(steps)
+        for stall, its in zip(stalls, members, strict=True)
+        if stall
+    )
+
+
+def _require_room(trajectories: Sequence[Trajectory], longest: int) -> None:
+    for trajectory in trajectories:
+        if trajectory.peak_context > longest:
+            raise ValueError(
+                f"trajectory {trajectory.id!r} has a context of {trajectory.peak_context} tokens, more than the"
+                f" {longest} that the plan's largest engine holds: truncate it, or plan again with this log"
+            )
+
+
+def _turn_tokens(trajectories: Sequence[Trajectory], longest: int) -> int:
+    """The longest turn, as far as every context still leaves room for one on the largest engine."""
+    generated = max((turn.generated_tokens for it in trajectories for turn in it.turns), default=1)
+    left = longest - max((context for it in trajectories for context in it.contexts()), default=0)
+    return max(1, min(generated, left))

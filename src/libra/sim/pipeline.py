@@ -105,6 +105,11 @@ class PipelinedEngine(Engine):
     def _nothing_fits(self) -> None:
         """The batches that are under way hold the blocks."""
 
+    def _count_generated(self, request: Request) -> None:
+        lane = self._lane_of.get(request)
+        if lane is not None and request not in lane.finishing and request not in self._finishing:
+            request.generated = lane.generation.generated(request)
+
     def _through(self, now: int, ticks: int) -> int:
         share, rest = divmod(ticks, len(self._free))
         at = now

@@ -33,7 +33,7 @@ class RequestColumns:
     finish: Column  # also of what was cancelled or refused
     prompt: Column
     output: Column  # asked for; less where the model length cuts it
-    generated: Column  # -1: it was generating when the time limit came, and nobody had counted
+    generated: Column  # as far as it came
     cached: Column  # of the prompt, found in the prefix cache when it was first admitted
     preemptions: Column
     engine: Column  # index
@@ -81,7 +81,7 @@ def request_columns(requests: Sequence[Request]) -> RequestColumns:
             finish=where_any("finish"),
             prompt=all_of("prompt_tokens"),
             output=all_of("output_tokens"),
-            generated=column(map(_generated, requests)),
+            generated=all_of("generated"),
             cached=all_of("cached_tokens"),
             preemptions=all_of("preemptions"),
             engine=where_any("engine"),
@@ -108,9 +108,3 @@ def request_columns(requests: Sequence[Request]) -> RequestColumns:
         if isinstance(values, np.ndarray):
             values.flags.writeable = False
     return columns
-
-
-def _generated(request: Request) -> int:
-    # A request in the batch is counted when it leaves it, which this one never did.
-    generating = request.status == "unfinished" and request.seat >= 0 and request.first_token is not None
-    return -1 if generating else request.generated

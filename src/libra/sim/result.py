@@ -59,26 +59,22 @@ def result_of(cluster: Cluster, watcher: Watcher | None = None) -> SimulationRes
     """The result of a cluster that has run. `watcher` is the one that it was given as `watch`: it adds the peaks and
     the series over time. Raises ValueError for a cluster that has not run to its end."""
     return SimulationResult(
-        workload=cluster._workload.describe(),
+        workload=cluster.workload.describe(),
         requests=request_columns(cluster.requests),
-        engines=tuple(
-            _engine(spec, engine, cluster.now) for spec, engine in zip(cluster.specs, cluster.engines, strict=True)
-        ),
+        engines=tuple(_engine(spec, engine) for spec, engine in zip(cluster.specs, cluster.engines, strict=True)),
         series=() if watcher is None else tuple(watcher.series(it.index, cluster.now) for it in cluster.engines),
         partial=cluster.partial,
         end=cluster.now,
     )
 
 
-def _engine(spec: EngineSpec, engine: Engine, now: int) -> EngineResult:
-    # Under way when the time limit came; a pause is no work, and one iteration is told from a pause by nothing here.
-    under_way = now - engine.start if engine.busy and engine.steps else 0
+def _engine(spec: EngineSpec, engine: Engine) -> EngineResult:
     return EngineResult(
         name=spec.name,
         bucket=spec.bucket,
         config=spec.config,
-        busy_ticks=engine.busy_ticks + under_way,
-        held_ticks=engine.held_ticks + 2 * engine.pool.held * under_way,
+        busy_ticks=engine.busy_ticks,
+        held_ticks=engine.held_ticks,
         iterations=engine.iterations,
         events=engine.events,
         preemptions=engine.preemptions,

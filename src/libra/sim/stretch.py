@@ -41,6 +41,12 @@ def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:
     return before + count, start + ticks_of(count, first, growth)
 
 
+def end_of(pieces: list[Piece], steps: int) -> int:
+    """The tick at which the first `steps` >= 1 iterations have ended."""
+    before, start, first, growth = next(piece for piece in reversed(pieces) if piece[0] < steps)
+    return start + ticks_of(steps - before, first, growth)
+
+
 def ticks_of(steps: int, first: int, growth: int) -> int:
     """Of iterations of which the first takes `first` ticks and each other `growth` more than the one before."""
     return steps * first + growth * (steps * (steps - 1) // 2)

@@ -36,16 +36,12 @@ class Watcher:
                 seen.rows.append([seen.tick, 0, 0, 0, 0])
                 seen.filled = 0
                 self._rows += 1
-            seen.last(engine.held_ticks - seen.held_ticks, now)
+            seen.last(engine, now)
             if self._rows > max(self._most_rows, 4 * len(self._engines)):
                 self._coarsen()
-        # An engine that is busy without having decided what to compute is paused.
+        # An engine that is busy without having decided what to compute is paused, or works off what was under way.
         if engine.busy and engine.events == seen.events:
-            if self._pauses < self._most_rows:
-                seen.pauses.append((now, engine.end))
-                self._pauses += 1
-            else:
-                seen.more_pauses += 1
+            self._pause(seen, now, engine.end)
         seen.look(engine, now)
 
     def series(self, engine: int, end: int) -> EngineSeries:
@@ -65,6 +61,15 @@ class Watcher:
         )
         peaks = np.array([row[4] for row in rows], np.int64)
         return EngineSeries(edges, running, waiting, held, peaks, tuple(seen.pauses), seen.more_pauses)
+
+    def _pause(self, seen: _Seen, start: int, end: int) -> None:
+        if seen.pauses and seen.pauses[-1][1] == start and not seen.more_pauses:
+            seen.pauses[-1] = (seen.pauses[-1][0], end)
+        elif self._pauses < self._most_rows:
+            seen.pauses.append((start, end))
+            self._pauses += 1
+        else:
+            seen.more_pauses += 1
 
     def _coarsen(self) -> None:
         """Two rows become one, from now on as well."""
@@ -90,6 +95,7 @@ class _Seen:
         "pauses",
         "rows",
         "running",
+        "steps",
         "tick",
         "waiting",
     )
@@ -101,7 +107,7 @@ class _Seen:
         self.more_pauses = 0
         self.tick = now
         self.running = self.waiting = self.held = 0
-        self.held_ticks = self.events = 0
+        self.held_ticks = self.events = self.steps = 0
 
     def look(self, engine: Engine, now: int) -> None:
         self.tick = now
@@ -110,12 +116,13 @@ class _Seen:
         self.held = engine.pool.held
         self.held_ticks = engine.held_ticks
         self.events = engine.events
+        self.steps = engine.steps
 
-    def last(self, held_ticks: int, now: int) -> None:
-        """What was seen lasted until `now`, and blocks grew so that they were held for so long, times 2."""
+    def last(self, engine: Engine, now: int) -> None:
+        """What was seen lasted until `now`; where several iterations were decided at once, their blocks came one by
+        one, and the engine knows for how long they were held."""
         span = now - self.tick
-        # Nothing is counted while an engine is paused, or has no request.
-        held_ticks = held_ticks or 2 * self.held * span
+        held_ticks = engine.held_ticks - self.held_ticks if self.steps else 2 * self.held * span
         row = self.rows[-1]
         row[1] += self.running * span
         row[2] += self.waiting * span

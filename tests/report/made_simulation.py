@@ -1,0 +1,65 @@
+"""Simulations for reports: what their numbers mean is tested with them, here it is how they are shown."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from libra.route.baselines import LeastLoaded
+from libra.sim.arrivals import Poisson
+from libra.sim.clock import TICKS
+from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.distribution import LogNormal
+from libra.sim.engine_config import EngineConfig
+from libra.sim.generated_requests import generated_requests
+from libra.sim.iteration_cost import AffineCost
+from libra.sim.replay import Replay
+from libra.sim.request import Request
+from libra.sim.result import SimulationResult, result_of
+from libra.sim.watcher import Watcher
+from libra.sim.weight_update import WeightUpdate
+from libra.sim.workload import Requests, Workload
+from libra.trajectory import Trajectory, Turn
+
+COST = AffineCost(8 * 10**9, 20 * 10**6, 40_000, 25 * 10**6)  # 8 ms an iteration, and what its tokens take
+
+
+def run(
+    workload: Workload, engines: int = 1, *, watched: bool = True, blocks: int = 600, **settings: Any
+) -> SimulationResult:
+    config = EngineConfig(max_model_len=4096, kv_blocks=blocks, max_num_seqs=16)
+    watcher = Watcher() if watched else None
+    specs = [EngineSpec(f"engine <{index}>", config, COST, index % 2) for index in range(engines)]
+    cluster = Cluster(specs, workload, LeastLoaded(), limits=(2048, 4096), watch=watcher, **settings)
+    cluster.run()
+    return result_of(cluster, watcher)
+
+
+def open_loop(count: int = 60, rate: float = 10.0) -> Requests:
+    return generated_requests(count, Poisson(rate), LogNormal(300, 0.8, 3000), LogNormal(60, 0.8, 900), 3)
+
+
+@cache
+def busy() -> SimulationResult:
+    """Three engines, an update of the weights, all requests finish."""
+    return run(open_loop(150, 40.0), 3, updates=[WeightUpdate(2 * TICKS, TICKS // 2)])
+
+
+@cache
+def cut_short() -> SimulationResult:
+    """Every end: of 63 requests one is refused, one cancelled, and many are not finished at the limit."""
+
+    def requests() -> list[Request]:
+        made = list(open_loop().start())
+        made[5].cancel_at = made[5].arrival + TICKS // 10
+        made[7].prompt_tokens = 5000
+        return made
+
+    return run(Requests(lambda: iter(requests()), {"name": "with <script>"}), time_limit=3 * TICKS)
+
+
+@cache
+def trajectories() -> SimulationResult:
+    turns = (Turn(20, "bash", "ok", 100, 1.5), Turn(40, None, None, 0))
+    made = [Trajectory(f"t{number}", f"p{number}", "task", 200, turns, None, 0, True) for number in range(12)]
+    return run(Replay(made), 2)

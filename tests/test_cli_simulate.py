@@ -1,0 +1,455 @@
+"""`libra simulate` as a user meets it: what it prints, its exit status, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from libra.cli import app
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ENGINES, REQUESTS, AZURE, LOG = (
+    EXAMPLES / name for name in ("engines.yaml", "requests.jsonl", "requests.csv", "trajectories.jsonl")
+)
+BASE: dict[str, Any] = yaml.safe_load(ENGINES.read_text(encoding="utf-8"))
+GROUP: dict[str, Any] = BASE["engines"][0]
+
+
+def libra(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def simulate(*arguments: object, engines: Path = ENGINES, requests: Path = REQUESTS) -> Result:
+    return libra("simulate", engines, "--requests", requests, *arguments)
+
+
+def document(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    for message in words:
+        assert message in result.stderr
+    assert result.stderr.startswith("libra: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def group(**changes: object) -> dict[str, Any]:
+    """The example's file with keys of its engines replaced; None takes one away."""
+    changed = {key: value for key, value in {**GROUP, **changes}.items() if value is not None}
+    return {**BASE, "engines": [changed]}
+
+
+def write(path: Path, data: object) -> Path:
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A plan for a cluster, asynchronous and synchronous, and one for slots."""
+    directory = tmp_path_factory.mktemp("plans")
+    found = {}
+    for mode in ("async", "sync"):
+        request = write(
+            directory / f"{mode}.yaml", {"batch": 64, "samples_per_prompt": 8, "max_length": 8192, "mode": mode}
+        )
+        found[mode] = directory / f"{mode}.json"
+        cluster = EXAMPLES / "cluster_48_a800.yaml"
+        made = libra(
+            *("plan", cluster, "-m", "Qwen/Qwen3-0.6B", "-t", LOG, "-r", request, "-p", "roofline"),
+            *("-o", found[mode]),
+        )
+        assert made.exit_code == 0, made.stderr
+    found["slots"] = directory / "slots.json"
+    profile = EXAMPLES / "profile_2_cores.json"
+    made = libra("plan", EXAMPLES / "calculator.yaml", "-t", LOG, "-p", profile, "-o", found["slots"])
+    assert made.exit_code == 0, made.stderr
+    return found
+
+
+# A file of engines
+
+
+def test_engines_of_a_file_run_requests() -> None:
+    result = simulate()
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    for words in ("11 of 12 requests finished", "a100-0", "a100-1", "TTFT", "its caller gave it up"):
+        assert words in result.stdout
+
+
+def test_as_json_there_is_nothing_else_on_standard_output(tmp_path: Path) -> None:
+    result = simulate("--json", "-o", tmp_path / "result.json")
+    found = document(result)
+    assert result.stdout == (tmp_path / "result.json").read_text()
+    assert found["metrics"]["requests"] == 12
+    assert found["workload"]["source"] == {"file": "requests.jsonl"}
+    assert found["run"]["route"] == "least-loaded"
+    assert sum(engine["requests"] for engine in found["engines"]) == 12
+    assert str(EXAMPLES) not in result.stdout
+
+
+def test_what_is_written_besides_changes_nothing(tmp_path: Path) -> None:
+    names = ("requests.jsonl", "timeline.json", "page.html")
+    out, timeline, page = (tmp_path / name for name in names)
+    written = simulate("--json", "--requests-out", out, "--timeline", timeline, "--report", page)
+    assert written.stdout == simulate("--json").stdout
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(12))
+    assert {event["ph"] for event in json.loads(timeline.read_text())} >= {"X", "C", "M"}
+    html = page.read_text()
+    assert html.startswith("<!DOCTYPE html>")
+    assert "Simulation of engines.yaml" in html
+
+
+def test_the_same_inputs_give_the_same_bytes_in_every_process(plans: dict[str, Path], tmp_path: Path) -> None:
+    def process(hash_seed: str) -> list[bytes]:
+        files = [tmp_path / f"{hash_seed}.{suffix}" for suffix in ("jsonl", "json", "html")]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "libra.cli", "simulate", plans["async"], "-t", LOG, "--route", "two-choices"),
+                *("--json", "--requests-out", files[0], "--timeline", files[1], "--report", files[2]),
+            ],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            timeout=120,
+        )
+        return [done.stdout, *(file.read_bytes() for file in files)]
+
+    assert process("1") == process("2")
+
+
+def test_exact_gives_the_same_times(tmp_path: Path) -> None:
+    quick, exact = tmp_path / "quick.jsonl", tmp_path / "exact.jsonl"
+    assert simulate("--requests-out", quick).exit_code == 0
+    assert simulate("--requests-out", exact, "--exact").exit_code == 0
+    assert quick.read_bytes() == exact.read_bytes()
+
+
+def test_requests_of_azure_come_faster_and_later_when_asked() -> None:
+    whole = document(simulate("--json", requests=AZURE))["metrics"]
+    late = document(simulate("--json", "--start", 2, requests=AZURE))["metrics"]
+    fast = document(simulate("--json", "--rate-scale", 1000, requests=AZURE))["metrics"]
+    assert 0 < late["requests"] < whole["requests"] == fast["requests"]
+    assert fast["queueing"]["mean"] > whole["queueing"]["mean"]
+
+
+def test_engines_of_a_file_run_trajectories(tmp_path: Path) -> None:
+    records = [json.loads(line) for line in LOG.read_text().splitlines()]
+    records[0]["finished"] = False
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = libra("simulate", ENGINES, "-t", log, "--concurrency", 4, "--json")
+    found = document(result)
+    assert found["metrics"]["trajectories"] == 60
+    assert found["workload"]["concurrency"] == 4
+    assert result.stderr == "note: 1 of 60 trajectories in the log unfinished: run as far as the log goes\n"
+
+
+def test_a_time_limit_stops_it_there_and_says_so() -> None:
+    result = simulate("--time-limit", 5)
+    assert result.exit_code == 0
+    assert "Stopped by the time limit at 5.00 s" in result.stdout
+    found = document(simulate("--time-limit", 5, "--json"))
+    assert found["partial"]
+    assert found["end"] == 5.0 == found["run"]["time_limit"]
+    assert found["metrics"]["unfinished"] > 0
+
+
+def test_the_option_goes_before_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "engines.yaml", {**BASE, "time_limit": 5.0})
+    assert document(simulate("--json", engines=path))["end"] == 5.0
+    assert document(simulate("--json", "--time-limit", 7, engines=path))["end"] == 7.0
+    assert document(simulate("--json", "--route", "round-robin", engines=path))["run"]["route"] == "round-robin"
+
+
+def test_weight_updates_of_a_file_pause_its_engines(tmp_path: Path) -> None:
+    updates = {"every": 2.0, "times": 3, "pause": 1.5, "refresh": True}
+    path = write(tmp_path / "engines.yaml", {**BASE, "weight_updates": updates})
+    timeline = tmp_path / "timeline.json"
+    paused = document(simulate("--json", "--timeline", timeline, engines=path))["metrics"]
+    assert paused["makespan"] > document(simulate("--json"))["metrics"]["makespan"] + 1
+    assert sum(event["name"] == "new weights" for event in json.loads(timeline.read_text())) == 6
+
+
+# A plan
+
+
+def test_the_rollout_of_a_plan_is_held_against_its_prediction(plans: dict[str, Path]) -> None:
+    result = libra("simulate", plans["async"], "-t", LOG)
+    assert result.exit_code == 0, result.stderr
+    assert "Rollout of 1 step: the plan says " in result.stdout
+    assert "note: 1 step: 64 trajectories drawn from 60 finished ones, each once, the rest with" in result.stdout
+    found = document(libra("simulate", plans["async"], "-t", LOG, "--json"))
+    said = found["plan"]
+    assert said["simulated_makespan"] == found["metrics"]["makespan"]
+    assert said["predicted_rollout"] == found["workload"]["source"]["forecast"]["seconds"]
+    assert said["difference"] == pytest.approx(said["simulated_makespan"] / said["predicted_rollout"] - 1)
+    assert found["metrics"]["trajectories_completed"] == 64
+
+
+def test_a_plan_for_slots_is_simulated_with_what_was_measured(plans: dict[str, Path]) -> None:
+    found = document(libra("simulate", plans["slots"], "-t", LOG, "--json"))
+    assert found["metrics"]["trajectories_completed"] == 144
+    assert {config["block_size"] for config in found["configs"]} == {32}
+
+
+def test_other_draws_have_other_seeds(plans: dict[str, Path]) -> None:
+    first, again, other = (
+        libra("simulate", plans["sync"], "-t", LOG, "--json", "--seed", seed).stdout for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_a_router_without_evidence_is_pointed_out(plans: dict[str, Path]) -> None:
+    if len(json.loads(plans["slots"].read_text())["allocation"]["buckets"]) < 2:
+        pytest.fail("the example's plan no longer has two buckets")
+    cold = libra("simulate", plans["slots"], "-t", LOG)
+    warm = libra("simulate", plans["slots"], "-t", LOG, "--learn-from", LOG)
+    assert "cmlfq-published begins without evidence" in cold.stdout
+    assert warm.exit_code == 0
+    assert "without evidence" not in warm.stdout
+
+
+# What is wrong, and words of the one line: key, and remedy.
+BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
+    ("no mapping", [], ("engines.yaml: expected a mapping of keys, as in examples/engines.yaml",)),
+    ("no engines", {**BASE, "engines": []}, ("engines: ", "at least 1 item")),
+    ("a typo", {**BASE, "rout": "round-robin"}, ("rout: unknown key 'rout'; did you mean route?",)),
+    ("a typo within", group(gpus="A100"), ("engines.0.gpus: unknown key 'gpus'; did you mean gpu?",)),
+    ("no model", group(model=None), ("engines.0.model: this key is required; add it",)),
+    ("an unknown model", group(model="Qwen/Qwen3-14"), ("engines.0.model: ", "did you mean Qwen/Qwen3-14B")),
+    ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
+    ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
+    ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
+    ("a block of nothing", group(block_size=0), ("engines.0.block_size: Input should be greater", "(got 0)")),
+    ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
+    (
+        "KV for less than a request",
+        group(kv_blocks=100),
+        ("engines.0.kv_blocks is 100: 1600 tokens, less than one request of max_model_len 16384", "give more memory"),
+    ),
+    (
+        "memory for less than a request",
+        group(gpu_memory_utilization=0.4),
+        ("engines.0.gpu_memory_utilization is 0.4:", "less than one request of max_model_len 16,384", "raise it"),
+    ),
+    (
+        "a model beyond its GPU",
+        group(model="meta-llama/Llama-3.1-70B"),
+        ("leaves KV memory for 0 tokens on 1 x A100", "raise it or tensor_parallel_size"),
+    ),
+    (
+        "a budget below the seats",
+        group(max_num_batched_tokens=64),
+        ("engines.0.max_num_batched_tokens is 64, less than max_num_seqs 128", "raise it, or lower max_num_seqs"),
+    ),
+    (
+        "a graph beyond the budget",
+        group(capture_sizes=[1, 8192]),
+        ("engines.0.capture_sizes goes to 8192, more than max_num_batched_tokens 4096", "leave the size out"),
+    ),
+    ("graphs that fall", group(capture_sizes=[8, 4]), ("engines.0.capture_sizes is (8, 4); list rising numbers",)),
+    (
+        "prompts whole, beyond the budget",
+        group(enable_chunked_prefill=False),
+        ("engines.0.max_num_batched_tokens is 4096", "set enable_chunked_prefill"),
+    ),
+    ("a watermark of all", group(watermark=1.0), ("engines.0.watermark is 1.0; it is a share of the blocks",)),
+    (
+        "longer than the model",
+        group(max_model_len=50_000),
+        ("engines.0.max_model_len is 50000; Qwen/Qwen3-14B is made for 40960 tokens: lower it",),
+    ),
+    (
+        "heads that do not divide",
+        group(tensor_parallel_size=3),
+        ("engines.0.tensor_parallel_size: Qwen/Qwen3-14B: ",),
+    ),
+    (
+        "a degree without times",
+        group(tensor_parallel_size=40),
+        ("engines.0.tensor_parallel_size is 40; engine times (roofline: ", "are known for 1, 2, 4, 8: take one"),
+    ),
+    (
+        "more stages than layers",
+        group(pipeline_parallel_size=41),
+        ("engines.0.pipeline_parallel_size is 41; Qwen/Qwen3-14B has 40 layers: lower it",),
+    ),
+    (
+        "a budget without times",
+        group(max_num_batched_tokens=100_000),
+        ("engines.0: the engine's times are not known up to", "max_num_batched_tokens 100000", "lower what goes"),
+    ),
+    ("no such profile", group(profile="no.json"), ("engines.0.profile: ", "no.json", "or give another file")),
+    (
+        "a negative overhead",
+        group(overhead={"iteration": -1.0}),
+        ("engines.0.overhead.iteration: Input should be greater", "(got -1.0)"),
+    ),
+    ("two of one name", {**BASE, "engines": [GROUP, GROUP]}, ("two engines have the same name; name each once",)),
+    ("limits that fall", {**BASE, "limits": [8192, 4096]}, ("limits is [8192, 4096]; list numbers of tokens that",)),
+    (
+        "a bucket without a limit",
+        group(bucket=1),
+        ("engine a100-0 is in bucket 1, but limits name 1", "add the bucket's limit"),
+    ),
+    (
+        "prefixes that C-MLFQ must follow",
+        {**BASE, "route": "cmlfq-published", "sticky": False},
+        ("leave sticky true",),
+    ),
+    (
+        "updates all the time",
+        {**BASE, "weight_updates": {"every": 0, "times": 1, "pause": 1}},
+        ("weight_updates.every: Input should be greater than 0",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), [row[1:] for row in BAD_FILES], ids=[row[0] for row in BAD_FILES])
+def test_engines_that_cannot_run_are_refused_before_they_do(
+    tmp_path: Path, data: object, words: tuple[str, ...]
+) -> None:
+    path = write(tmp_path / "engines.yaml", data)
+    out = tmp_path / "out.json"
+    assert_refused(simulate("-o", out, engines=path), str(path), *words)
+    assert not out.exists()
+
+
+BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
+    ("no work", (ENGINES,), ("--requests FILE or --trajectories FILE, one of them",)),
+    ("two kinds of work", (ENGINES, "--requests", REQUESTS, "-t", LOG), ("--requests FILE or --trajectories FILE",)),
+    ("neither plan nor engines", (LOG, "-t", LOG), ("trajectories.jsonl: give a plan.json", "a YAML file such as")),
+    ("no such file", ("no.yaml", "--requests", REQUESTS), ("no.yaml: No such file or directory: give an existing",)),
+    ("no such plan", ("no.json", "-t", LOG), ("no.json: No such file or directory",)),
+    (
+        "no plan",
+        (EXAMPLES / "profile_2_cores.json", "-t", LOG),
+        ("profile_2_cores.json: format is missing",),
+    ),
+    ("no such requests", (ENGINES, "--requests", "no.jsonl"), ("no.jsonl: No such file or directory",)),
+    ("requests of another kind", (ENGINES, "--requests", ENGINES), ("give a .jsonl file of requests, or a .csv",)),
+    (
+        "trajectories for requests",
+        (ENGINES, "--requests", LOG),
+        ("trajectories.jsonl:1: ",),
+    ),
+    (
+        "an option of trajectories",
+        (ENGINES, "--requests", REQUESTS, "--concurrency", 2),
+        ("--concurrency is for trajectories (--trajectories); leave it out",),
+    ),
+    (
+        "an option of requests",
+        (ENGINES, "-t", LOG, "--rate-scale", 2),
+        ("--rate-scale is for a plan, or requests (--requests); leave it out",),
+    ),
+    ("an option of plans", (ENGINES, "-t", LOG, "--steps", 2), ("--steps is for a plan", "leave it out")),
+    ("an unknown policy", (ENGINES, "-t", LOG, "--route", "best"), ("--route: policy is 'best'; choose one of",)),
+    ("a rate of nothing", (ENGINES, "--requests", REQUESTS, "--rate-scale", 0), ("rate_scale is 0.0; set it to",)),
+    (
+        "a start after the end",
+        (ENGINES, "--requests", REQUESTS, "--start", 1e6),
+        ("no request arrives at or after start_seconds 1000000.0: start earlier",),
+    ),
+    ("a start before", (ENGINES, "--requests", REQUESTS, "--start", -1), ("--start is -1.0; give 0 seconds or more",)),
+    ("no time", (ENGINES, "-t", LOG, "--time-limit", 0), ("--time-limit is 0.0; give more than 0 seconds",)),
+    ("a negative seed", (ENGINES, "-t", LOG, "--seed", -1), ("--seed is -1; give 0 or more",)),
+    ("none in flight", (ENGINES, "-t", LOG, "--concurrency", 0), ("concurrency is 0; let 1 trajectory or more",)),
+    ("no samples", (ENGINES, "-t", LOG, "--samples-per-prompt", 0), ("samples_per_prompt is 0; run each",)),
+    (
+        "tools that answer before",
+        (ENGINES, "-t", LOG, "--unknown-tool-seconds", -1),
+        ("--unknown-tool-seconds is -1.0; give 0 seconds or more",),
+    ),
+    (
+        "nowhere to write",
+        (ENGINES, "-t", LOG, "--report", "no/page.html"),
+        ("no/page.html: there is no directory no; make it",),
+    ),
+    ("no log to learn from", (ENGINES, "-t", LOG, "--learn-from", "no.jsonl"), ("no.jsonl: No such file",)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [row[1:] for row in BAD_CALLS], ids=[row[0] for row in BAD_CALLS])
+def test_a_call_that_means_nothing_is_refused(arguments: tuple[object, ...], words: tuple[str, ...]) -> None:
+    assert_refused(libra("simulate", *arguments), *words)
+
+
+BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
+    ("no log", "async", (), ("a plan is simulated on trajectories: give --trajectories",)),
+    ("requests", "async", ("--requests", REQUESTS), ("give --trajectories, and no --requests",)),
+    ("a rate", "async", ("-t", LOG, "--rate-scale", 2), ("--rate-scale is for requests (--requests); leave it out",)),
+    ("no steps", "async", ("-t", LOG, "--steps", 0), ("steps is 0; simulate 1 step or more",)),
+    ("synchronous steps", "sync", ("-t", LOG, "--steps", 2), ("steps is 2", "do not overlap: simulate one")),
+    (
+        "part of a sample",
+        "async",
+        ("-t", LOG, "--samples-per-prompt", 7),
+        ("samples_per_prompt is 7, which does not divide 64 trajectories: give a divisor",),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words"), [row[1:] for row in BAD_PLANS], ids=[row[0] for row in BAD_PLANS]
+)
+def test_a_plan_that_cannot_be_simulated_is_refused(
+    plans: dict[str, Path], plan: str, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(libra("simulate", plans[plan], *options), *words)
+
+
+def test_a_plan_refuses_a_log_that_its_engines_do_not_hold(plans: dict[str, Path], tmp_path: Path) -> None:
+    first = json.loads(LOG.read_text().splitlines()[0])
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({**first, "prompt_tokens": 9000}) + "\n")
+    assert_refused(
+        libra("simulate", plans["async"], "-t", log), "log.jsonl:1: a context of ", "give --truncate-context"
+    )
+    assert document(libra("simulate", plans["async"], "-t", log, "--truncate-context", "--json"))["plan"]
+
+
+def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("")
+    assert_refused(libra("simulate", plans["async"], "-t", log), "give a log with at least one finished trajectory")
+
+
+def test_simulating_needs_nothing_that_running_needs() -> None:
+    code = (
+        "import sys\n"
+        "from libra.cli import app\n"
+        f"app(['simulate', {str(ENGINES)!r}, '--requests', {str(REQUESTS)!r}], standalone_mode=False)\n"
+        "heavy = {'torch', 'vllm', 'msgspec', 'psutil', 'transformers'} & set(sys.modules)\n"
+        "heavy |= {name for name in sys.modules if name.startswith('libra.exec')}\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_planning_never_imports_the_simulator() -> None:
+    code = (
+        "import sys, pkgutil, importlib, libra.plan, libra.cost\n"
+        "for package in (libra.plan, libra.cost):\n"
+        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        "sys.exit(any(name.startswith('libra.sim') for name in sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
