@@ -75,14 +75,14 @@ def test_a_long_prompt_has_a_chunk_in_every_stage() -> None:
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages_multiply_what_a_full_engine_does(stages: int) -> None:
-    """With overheads that the stages share, as many batches of fewer requests."""
+    """Less what batches of unequal size leave idle in the stages."""
     ends = []
     for pipeline in (1, stages):
         config = EngineConfig(max_model_len=1024, kv_blocks=20_000, max_num_seqs=128, pipeline_parallel_size=pipeline)
         cluster, _ = served(config, [Request(number, 0, 512, 128) for number in range(400)])
         ends.append(cluster.now)
         assert cluster.engines[0].busy_ticks == pytest.approx(cluster.now, rel=0.05)
-    assert ends[0] / stages < ends[1] < 1.15 * ends[0] / stages
+    assert ends[0] / stages < ends[1] < 1.5 * ends[0] / stages
 
 
 @settings(max_examples=60, deadline=None)
