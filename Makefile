@@ -7,7 +7,7 @@ STAMP := $(VENV)/.libra-installed
 UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test fuzz lint bench bench-quick
+.PHONY: help setup run test fuzz lint bench bench-quick fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,3 +51,6 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.profiles
 	$(VENV)/bin/python -m benchmarks.tracking
 	$(VENV)/bin/python -m benchmarks.replanning
+
+fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md
+	$(VENV)/bin/python -m benchmarks.fidelity --markdown docs/fidelity.md

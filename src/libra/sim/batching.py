@@ -136,6 +136,7 @@ class Engine:
         """Stop a request at the end of the iteration that is under way."""
         if request.status not in ("waiting", "running"):
             return False
+        self.load_tokens -= request.prompt_tokens
         if not self.busy:
             self._cancel(request, now)
             return False
@@ -550,7 +551,8 @@ class Engine:
         request.generated = request.output_tokens
         request.status = "finished"
         request.finish = now
-        self.load_tokens -= request.prompt_tokens
+        if request not in self._cancelled:
+            self.load_tokens -= request.prompt_tokens
         if self.pool.caching and (request.chain is not None or request.written):
             self._write(request, tokens)
         self._release(request, tokens)
@@ -568,7 +570,6 @@ class Engine:
         else:
             self._waiting.remove(request)
             self._blocked = False
-        self.load_tokens -= request.prompt_tokens
         request.status, request.finish, request.path = "cancelled", now, ()
 
     def _refusal(self, request: Request) -> str:

@@ -136,6 +136,8 @@ class Cluster:
         engines, watch = self.engines, self._watch
         limit = _NEVER if self._limit is None else self._limit
         while True:
+            while ends and ends[0][2] != engines[ends[0][1]].version:
+                heappop(ends)  # that plan was cut
             now = upcoming_at
             if ends and ends[0][0] < now:
                 now = ends[0][0]

@@ -116,7 +116,9 @@ class GridCost:
     def _make_lines(self, decoding: int) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
         batch = _padded(decoding, self._captures)
-        contexts = self._grid.contexts
+        contexts: Sequence[int] = self._grid.contexts
+        if self._overhead.overlapped:  # the CPU may be the longer one up to anywhere that the grid reaches
+            contexts = sorted({1, *contexts, 4 * contexts[-1]})
         knots = [(length * batch, self._grid.decode_seconds(batch, length)) for length in contexts]
         if self._overhead.overlapped:
             knots = _at_least(knots, self._overhead.seconds(decoding))

@@ -108,7 +108,7 @@ class Replay:
         if not isinstance(caller, TrajectoryCaller):
             raise ValueError(f"request {request.number} was made by no trajectory: tell the workload that it came from")
         if request.status != "finished":
-            self.unfinished[caller.trajectory.id] = request.reason or request.status
+            self.unfinished[caller.trajectory.id] = request.reason or "cancelled"
         elif not caller.last:
             return self._follow(request, caller, now)
         else:

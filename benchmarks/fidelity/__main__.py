@@ -1,0 +1,139 @@
+"""The simulator against vLLM: its schedules step by step, and its times against engines that run.
+
+Invariant: workloads, seeds and repeats are fixed before anything is measured; what is printed, written and put on the
+page is one set of findings.
+
+    python -m benchmarks.fidelity [--quick] [--schedule-cases N] [--models small,tiny] [--repeats N]
+                                  [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
+
+Leave the machine alone meanwhile. Exits with 1 if a schedule differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.fidelity.comparison import Comparison, compare
+from benchmarks.fidelity.comparison import rows as rows_of_times
+from benchmarks.fidelity.measured import Measured, read_measured
+from benchmarks.fidelity.models import ModelName
+from benchmarks.rows import report
+from libra.exec.launch_local import WORKER_ENVIRONMENT
+
+SEED = 0  # of the first random schedule
+_SAID_EVERY = 100  # schedules
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What is run where the command line does not say."""
+
+    schedule_cases: int
+    models: str
+    repeats: int
+
+
+FULL = Effort(schedule_cases=600, models="small,tiny", repeats=3)
+QUICK = Effort(schedule_cases=60, models="tiny", repeats=2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parse(given)
+    environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
+    from benchmarks.fidelity import page, schedule
+
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
+
+    compared = []
+    for done, case in enumerate(schedule.compare(range(SEED, SEED + options.schedule_cases))):
+        if done % _SAID_EVERY == 0:
+            say(f"schedules: {done} of {options.schedule_cases}")
+        compared.append(case)
+    schedules = schedule.summary(compared)
+    comparisons: list[Comparison] = []
+    for model in options.models:
+        measured = _measured(model, options, environment)
+        say(f"{model} model: {len(measured.runs)} workloads to predict")
+        comparisons.append(compare(measured))
+    generated = page.generated_part(command_line(given), schedules, comparisons)
+    print(f"\n{generated}")
+    if options.markdown is not None:
+        text = options.markdown.read_text(encoding="utf-8")
+        options.markdown.write_text(page.with_generated(text, generated), encoding="utf-8")
+    report([*schedule.rows(schedules), *(row for one in comparisons for row in rows_of_times(one))], options.json)
+    differences = [schedules.difference, *(one.difference for one in comparisons)]
+    return int(any(difference is not None for difference in differences))
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="the tiny model and few cases: a first look, not a verdict"
+    )
+    parser.add_argument("--schedule-cases", type=int, metavar="N", help=f"random schedules ({FULL.schedule_cases})")
+    parser.add_argument("--models", help=f"of {', '.join(get_args(ModelName))}, with commas ({FULL.models})")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"of each workload, 2 or more ({FULL.repeats})")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is measured, a file for each model")
+    files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
+    options = parser.parse_args(given)
+    effort = QUICK if options.quick else FULL
+    for name in ("schedule_cases", "models", "repeats"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(effort, name))
+    options.models = options.models.split(",")
+    unknown = sorted(set(options.models) - set(get_args(ModelName)))
+    if unknown:
+        parser.error(f"--models: there is no {', '.join(unknown)}; choose of {', '.join(get_args(ModelName))}")
+    if options.schedule_cases < 1:
+        parser.error(f"--schedule-cases is {options.schedule_cases}; give 1 or more")
+    if options.repeats < 2:
+        parser.error(f"--repeats is {options.repeats}; an engine is compared with itself over 2 or more")
+    if options.markdown is not None and not options.markdown.is_file():
+        parser.error(f"--markdown: {options.markdown} is no file; it must exist and hold the markers")
+    return options
+
+
+def _measured(model: str, options: argparse.Namespace, environment: dict[str, str]) -> Measured:
+    """From the folder of an earlier run, or by a process that is set up for one thread."""
+    name = f"{model}.json.gz"
+    if options.measured is not None:
+        return read_measured(options.measured / name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.save or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "benchmarks.fidelity.measure", model, str(folder / name)]
+        command += ["--repeats", str(options.repeats), *(["--quick"] if options.quick else [])]
+        environment = {**environment, **WORKER_ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True)
+        return read_measured(folder / name)
+
+
+def command_line(given: Sequence[str]) -> str:
+    """Without what only says where to put or find things."""
+    kept, skip = [], False
+    for word in given:
+        if not skip and word.partition("=")[0] not in ("--save", "--measured", "--json"):
+            kept.append(word)
+        skip = word in ("--save", "--measured", "--json")
+    return shlex.join(["python", "-m", "benchmarks.fidelity", *kept])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

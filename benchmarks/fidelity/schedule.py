@@ -1,0 +1,155 @@
+"""The simulated schedule against vLLM's: random workloads on which every step has to be the same.
+
+Invariant: both sides are given the same engine and the same requests, on a clock of one tick a step, and a case is
+equal only if all its steps are: who computes how many tokens in which order, who is preempted, what the prefix cache
+had, how many blocks are free, and who finishes in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+
+from benchmarks.fidelity.random_workloads import random_case
+from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
+from benchmarks.rows import Row
+from libra.sim.batching import Iteration
+from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.engine_config import EngineConfig
+from libra.sim.iteration_cost import AffineCost
+from libra.sim.request import Request
+from libra.sim.workload import Requests
+
+CASE = "schedule, simulated and vLLM's"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One random case. The counts are of vLLM's schedule."""
+
+    seed: int
+    steps: int
+    tokens: int  # scheduled
+    preemptions: int
+    hits: int  # admissions that found tokens in the prefix cache
+    cancelled: int  # requests that were given up before they finished
+    priorities: bool  # scheduled by priority, not first come first served
+    difference: str | None  # the first one, for a reader
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All cases together."""
+
+    cases: int
+    equal: int
+    steps: int
+    tokens: int
+    preemptions: int
+    hits: int
+    cancelled: int
+    priority_cases: int
+    difference: str | None  # of the first case that has one
+
+
+def compare(seeds: Iterable[int]) -> Iterator[Compared]:
+    """The cases of these seeds, each when it is asked for: a few tens of milliseconds."""
+    for seed in seeds:
+        config, requests = random_case(seed)
+        wanted = vllm_schedule(config, requests)
+        finished = {number for step in wanted for number in step.finished}
+        found = difference(simulated_schedule(*random_case(seed)), wanted)
+        yield Compared(
+            seed=seed,
+            steps=len(wanted),
+            tokens=sum(tokens for step in wanted for _, tokens in step.scheduled),
+            preemptions=sum(len(step.preempted) for step in wanted),
+            hits=sum(1 for step in wanted for _, tokens in step.cached if tokens),
+            cancelled=len(requests) - len(finished),
+            priorities=config.policy == "priority",
+            difference=None if found is None else f"seed {seed} ({_told(config)}), {found}",
+        )
+
+
+def summary(compared: Iterable[Compared]) -> Summary:
+    cases = list(compared)
+    different = [case.difference for case in cases if case.difference is not None]
+    return Summary(
+        cases=len(cases),
+        equal=len(cases) - len(different),
+        steps=sum(case.steps for case in cases),
+        tokens=sum(case.tokens for case in cases),
+        preemptions=sum(case.preemptions for case in cases),
+        hits=sum(case.hits for case in cases),
+        cancelled=sum(case.cancelled for case in cases),
+        priority_cases=sum(case.priorities for case in cases),
+        difference=different[0] if different else None,
+    )
+
+
+def rows(found: Summary) -> list[Row]:
+    return [
+        Row(CASE, "random workloads", found.cases, "", "500 or more", found.cases >= 500),
+        Row(CASE, "of which every step is equal", found.equal, "", "all", found.equal == found.cases),
+        Row(CASE, "steps", found.steps, ""),
+        Row(CASE, "tokens scheduled", found.tokens, ""),
+        Row(CASE, "preemptions", found.preemptions, ""),
+        Row(CASE, "prefix cache hits", found.hits, ""),
+        Row(CASE, "cancelled requests", found.cancelled, ""),
+        Row(CASE, "workloads with priorities", found.priority_cases, ""),
+    ]
+
+
+def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[Step, ...]:
+    """What the simulated engine decides, a tick a step, jumping where it can. Writes the requests."""
+    iterations: list[Iteration] = []
+    workload = _Ended(requests)
+    Cluster([EngineSpec("engine", config, AffineCost(1))], workload, trace=iterations.append).run()
+    return tuple(
+        Step(
+            time=iteration.start,
+            scheduled=iteration.scheduled,
+            preempted=iteration.preempted,
+            cached=iteration.cached,
+            # A step that schedules nothing ends when it begins, as does the one before it: nobody finishes there.
+            finished=tuple(workload.finished_at.get(iteration.end, ())) if iteration.scheduled else (),
+            free_blocks=iteration.free_blocks,
+        )
+        for iteration in iterations
+    )
+
+
+def difference(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
+    """The first step that is not the same, told field by field. None: all are."""
+    for number, (simulated, wanted) in enumerate(zip_longest(ours, theirs)):
+        if simulated == wanted:
+            continue
+        if simulated is None or wanted is None:
+            longer, step = ("vLLM's", wanted) if simulated is None else ("the simulated", simulated)
+            return f"step {number}: only {longer} schedule goes on: {step}"
+        told = [
+            f"  {field.name}: simulated {mine}, vLLM {its}"
+            for field in fields(Step)
+            if (mine := getattr(simulated, field.name)) != (its := getattr(wanted, field.name))
+        ]
+        return "\n".join([f"step {number} at tick {wanted.time}:", *told])
+    return None
+
+
+class _Ended(Requests):
+    """The requests, and in which order they finished."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
+        super().__init__(lambda: ordered, {})
+        self.finished_at: dict[int, list[int]] = {}  # by tick
+
+    def finished(self, request: Request, now: int) -> None:
+        if request.status == "finished":
+            self.finished_at.setdefault(now, []).append(request.number)
+
+
+def _told(config: EngineConfig) -> str:
+    settings = (f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+    return ", ".join(settings)

@@ -1,0 +1,216 @@
+"""Times of iterations from a grid: the grid's own where it has them, and what is made of them in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra.cost.grid import EngineGrid
+from libra.sim.clock import TICKS
+from libra.sim.engine_config import EngineConfig
+from libra.sim.grid_cost import GridCost, Overhead
+from libra.sim.iteration_cost import UNLIMITED
+
+GRID = EngineGrid(
+    tp=1,
+    batches=(1, 8, 64),
+    contexts=(256, 1024, 4096),
+    decode=((0.0100, 0.0102, 0.0110), (0.0110, 0.0125, 0.0200), (0.0150, 0.0270, 0.0800)),
+    chunks=(64, 512, 2048),
+    prefixes=(0, 1024, 4096),
+    prefill=((0.0120, 0.0125, 0.0140), (0.0500, 0.0540, 0.0660), (0.2000, 0.2160, 0.2640)),
+)
+CONFIG = EngineConfig(max_model_len=8192, kv_blocks=65_536, max_num_seqs=64, max_num_batched_tokens=4096)
+PER_TOKEN = (0.0110 - 0.0102) / (4096 - 1024)  # seconds, of one sequence near the last point
+MOST = 1.0001  # what rounding slopes to ticks may add, and more
+
+
+def cost_of(overhead: Overhead = Overhead(), **changes: Any) -> GridCost:  # noqa: B008
+    return GridCost(GRID, replace(CONFIG, **changes), overhead)
+
+
+COST = cost_of()
+PADDED = cost_of(capture_sizes=(1, 2, 4, 8, 16, 32, 64))
+
+
+def decode_ticks(cost: GridCost, decoding: int, context: int) -> int:
+    base, slope, limit = cost.line(decoding, context)
+    assert context < limit
+    return base + slope * context
+
+
+def rounded(seconds: float, context: int = 0) -> Any:
+    """A slope is a whole number of ticks per token, so it is off by half a tick for each."""
+    return pytest.approx(seconds * TICKS, abs=2 + context)
+
+
+@pytest.mark.parametrize("batch", GRID.batches)
+@pytest.mark.parametrize("context", GRID.contexts)
+def test_decoding_takes_what_the_grid_says_at_its_points(batch: int, context: int) -> None:
+    seconds = GRID.decode[GRID.batches.index(batch)][GRID.contexts.index(context)]
+    assert decode_ticks(COST, batch, batch * context) == rounded(seconds, batch * context)
+    assert decode_ticks(COST, batch, batch * context - 1) == rounded(seconds, 300 * TICKS // 10**9)
+
+
+@pytest.mark.parametrize("chunk", GRID.chunks)
+@pytest.mark.parametrize("prefix", GRID.prefixes)
+def test_one_chunk_takes_what_the_grid_says_at_its_points(chunk: int, prefix: int) -> None:
+    seconds = GRID.prefill[GRID.chunks.index(chunk)][GRID.prefixes.index(prefix)]
+    assert COST.mixed(0, 0, [(chunk, prefix)]) == rounded(seconds)
+
+
+@given(st.integers(1, 64), st.integers(1, 8192))
+def test_between_the_points_times_are_linear_in_batch_and_context(batch: int, context: int) -> None:
+    wanted = rounded(GRID.decode_seconds(batch, context), batch * max(context, GRID.contexts[0]))
+    assert decode_ticks(COST, batch, batch * context) == wanted
+
+
+@given(st.integers(1, 4096), st.integers(0, 8192))
+def test_one_chunk_alone_is_the_grid_s_prefill(new: int, before: int) -> None:
+    assert COST.mixed(0, 0, [(new, before)]) == rounded(GRID.prefill_seconds(new, before))
+
+
+@given(st.integers(1, 64), st.integers(1, 8000))
+def test_a_line_goes_to_its_limit_and_the_next_begins_there(batch: int, context: int) -> None:
+    tokens = batch * context
+    base, slope, limit = COST.line(batch, tokens)
+    assert tokens < limit
+    assert COST.line(batch, min(limit - 1, 10**9)) == (base, slope, limit)
+    if limit != UNLIMITED:
+        following = COST.line(batch, limit)
+        assert following[2] > limit
+        assert following[0] + following[1] * limit == pytest.approx(base + slope * limit, abs=2 + limit)
+
+
+@given(st.integers(1, 63), st.integers(64, 8000 * 64), st.integers(0, 10_000))
+def test_more_is_never_sooner(batch: int, tokens: int, more: int) -> None:
+    least = decode_ticks(COST, batch, tokens)
+    assert least <= decode_ticks(COST, batch, tokens + more) + 1
+    assert least <= decode_ticks(COST, batch + 1, tokens + more + -(-tokens // batch)) * MOST  # as long as the others
+    chunk = (1 + tokens % 2000, tokens % 4000)
+    alone = COST.mixed(batch, tokens, [chunk])
+    assert alone <= COST.mixed(batch, tokens, [(chunk[0] + more % 2000, chunk[1])]) * MOST
+    assert alone <= COST.mixed(batch, tokens, [(chunk[0], chunk[1] + more % 4000)]) * MOST
+    assert alone <= COST.mixed(batch, tokens, [chunk, (1 + more % 50, 0)]) * MOST
+
+
+@given(st.integers(1, 64), st.integers(64, 200_000))
+def test_a_batch_is_padded_to_the_next_graph(batch: int, tokens: int) -> None:
+    size = next(size for size in (1, 2, 4, 8, 16, 32, 64) if size >= batch)
+    assert PADDED.line(batch, tokens) == PADDED.line(size, tokens) == COST.line(size, tokens)
+
+
+def test_beyond_the_largest_graph_a_batch_runs_as_it_is() -> None:
+    few = cost_of(capture_sizes=(1, 2, 4, 8))
+    assert few.line(5, 10_000) == COST.line(8, 10_000)
+    assert few.line(9, 10_000) == COST.line(9, 10_000)
+    assert few.mixed(9, 10_000, [(500, 0)]) == COST.mixed(9, 10_000, [(500, 0)])
+
+
+# Iterations of several parts
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 64),
+    st.integers(1, 6000),
+    st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 6000)), min_size=1, max_size=4),
+)
+def test_parts_together_take_as_long_as_the_longest_and_no_longer_than_one_after_the_other(
+    decoding: int, context: int, chunks: list[tuple[int, int]]
+) -> None:
+    tokens = decoding * context
+    alone = [COST.mixed(0, 0, [chunk]) for chunk in chunks]
+    if decoding:
+        alone.append(decode_ticks(COST, decoding, tokens))
+    together = COST.mixed(decoding, tokens, chunks)
+    assert max(alone) <= together * MOST + 2
+    assert together <= sum(alone) * MOST + 2
+
+
+def test_the_order_of_chunks_does_not_matter() -> None:
+    chunks = [(700, 0), (64, 4000), (10, 10)]
+    times = {COST.mixed(20, 9000, [chunks[place] for place in order]) for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0))}
+    assert max(times) - min(times) <= 1  # sums of floats, before they are rounded
+
+
+# The CPU
+
+
+def test_overhead_is_added_for_the_iteration_and_each_request() -> None:
+    with_cpu = cost_of(Overhead(iteration=0.003, request=0.0002))
+    assert decode_ticks(with_cpu, 8, 8 * 1024) == rounded(0.0125 + 0.003 + 8 * 0.0002, 8 * 1024)
+    assert with_cpu.mixed(0, 0, [(512, 1024)]) == rounded(0.0540 + 0.003 + 0.0002)
+    assert with_cpu.mixed(8, 8 * 1024, [(512, 1024), (64, 0)]) - COST.mixed(8, 8 * 1024, [(512, 1024), (64, 0)]) == (
+        rounded(0.003 + 10 * 0.0002, 8 * 1024)
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpu", "wanted"),
+    [
+        (0.005, 0.0125),  # hidden behind the GPU
+        (0.0125, 0.0125),
+        (0.016, 0.016),  # the GPU waits for the CPU
+    ],
+)
+def test_of_overlapped_overhead_only_the_longer_counts(cpu: float, wanted: float) -> None:
+    cost = cost_of(Overhead(iteration=cpu, overlapped=True))
+    assert decode_ticks(cost, 8, 8 * 1024) == rounded(wanted, 8 * 1024)
+    assert cost.mixed(0, 0, [(64, 0)]) == rounded(max(cpu, 0.0120))
+
+
+@given(st.integers(1, 64), st.integers(1, 8192))
+def test_where_the_gpu_becomes_the_longer_one_a_line_ends(batch: int, context: int) -> None:
+    cpu = Overhead(iteration=0.012, request=0.0001, overlapped=True)
+    wanted = max(GRID.decode_seconds(batch, context), cpu.seconds(batch))
+    # The knee is at a whole token, which moves the line after it a little.
+    assert decode_ticks(cost_of(cpu), batch, batch * context) == pytest.approx(wanted * TICKS, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cpu",
+    [
+        0.00996,  # the longer one only before the first point
+        0.0110 - 1.4 * PER_TOKEN,  # until a token and a half before the last point: a knee is at a whole token
+        0.0110 + 900 * PER_TOKEN,  # until after the last point
+    ],
+)
+@pytest.mark.parametrize("context", [1, 128, 256, 1000, 4095, 4096, 5000, 8192])
+def test_the_longer_one_counts_outside_the_points_too(cpu: float, context: int) -> None:
+    cost = cost_of(Overhead(iteration=cpu, overlapped=True))
+    wanted = max(cpu, GRID.decode_seconds(1, context))
+    assert decode_ticks(cost, 1, context) == pytest.approx(wanted * TICKS, rel=1e-4)
+
+
+# What is not known
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"max_num_seqs": 257}, "max_num_seqs 257"),
+        ({"max_num_batched_tokens": 8193}, "max_num_batched_tokens 8193"),
+        ({"max_model_len": 16_385}, "max_model_len 16385"),
+        ({"max_num_seqs": 200, "capture_sizes": (512,)}, "max_num_seqs 200"),
+    ],
+)
+def test_an_engine_that_the_grid_does_not_reach_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"times are not known up to .*{named}.*the grid goes from 1 x 0 to"):
+        cost_of(**changes)
+
+
+def test_the_grid_reaches_four_times_its_last_points() -> None:
+    cost = cost_of(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=16_384)
+    assert decode_ticks(cost, 256, 256 * 16_384) == rounded(GRID.decode_seconds(256, 16_384), 256 * 16_384)
+    assert cost.mixed(0, 0, [(8192, 8192)]) == rounded(GRID.prefill_seconds(8192, 8192))
+
+
+@pytest.mark.parametrize("field", ["iteration", "request"])
+def test_no_overhead_is_negative(field: str) -> None:
+    with pytest.raises(ValueError, match="neither may be negative"):
+        Overhead(**{field: -0.001})  # type: ignore[arg-type]
