@@ -4,17 +4,27 @@ Invariant: every price is linear in the trajectories given to an engine, so shar
 of seats (as many sequences decode together) or short of KV memory; it needs time for whichever asks for more, under
 every affine lower bound of its iterations, so all of them are priced. `C / K` below reads: C token-iterations of
 context, at most K of them in one iteration.
+
+Where a step waits for its whole batch, all of it starts at once on empty engines, and seats that are taken one after
+the other are not what bounds it. Then an engine that generates in I iterations takes `step * I + per_sequence * G +
+per_context_token * C`, and I is what its longest trajectory generates. So a batch takes what all its trajectories ask
+of the engines (`batch_work`, which engines share), and its longest trajectory alone (`batch_alone`, which they cannot).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from libra.cost.corrections import BatchFactors
 from libra.cost.device import EngineCost
-from libra.cost.grid import IterationLine
+from libra.cost.grid import EngineGrid, IterationLine
 from libra.lengths import TrajectoryClass
+
+_NEAR = 0.05  # relative: lines from below that come as near need no help from secants
+_EIGHTH = 8  # between the ends of a secant
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,109 @@ def residence(timing: EngineTiming, cls: TrajectoryClass, seats: int, kv_tokens:
     decode = longer * cls.generated * timing.iteration_seconds(together, together * context)
     apart = prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return decode + apart + cls.tool_seconds + beyond * cls.tool_seconds_std
+
+
+def batch_work(
+    timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, waiting: float, evicted: float, factors: BatchFactors
+) -> tuple[float, ...]:
+    """Engine seconds per trajectory of a batch that starts at once, for each line; besides, there is `batch_alone`.
+
+    The longest trajectory waits for tools in a share `waiting` of its time, and is not slowed by others meanwhile. A
+    share `evicted` of the turns after the first finds its context gone from the cache, and prefills it again.
+    """
+    decode = factors.decode * (1 - waiting) + factors.decode_beside_tools * waiting
+    again = evicted * max(0.0, cls.turns - 1) * refill_seconds(timing, cls)
+    apart = factors.prefill * prefill_seconds(timing, cls) + factors.eviction * again + timing.per_turn * cls.turns
+    return tuple(
+        decode * (line.per_sequence * cls.generated + line.per_context_token * cls.context_sum)
+        + factors.memory * line.step * cls.context_sum / kv_tokens
+        + apart
+        for line in timing.lines
+    )
+
+
+def batch_alone(timing: EngineTiming, cls: TrajectoryClass, draws: float, factors: BatchFactors) -> float:
+    """Seconds that the longest of `draws` trajectories of the class takes if it is the only one.
+
+    Tokens are taken to be normal and limited by the class's peak; seconds of tools have longer tails: log-normal.
+    Who generates most is seldom who waits longest: beyond their means the two add up like independent deviations.
+    """
+    beyond = expected_largest(draws)
+    longest = min(float(cls.peak_context), cls.generated + beyond * cls.generated_std)
+    mean = factors.generation * _alone(timing, cls, cls.generated) + factors.tools * cls.tool_seconds
+    generates_more = factors.generation * (_alone(timing, cls, longest) - _alone(timing, cls, cls.generated))
+    waits_longer = factors.tools * max(0.0, _longest_tools(cls, beyond) - cls.tool_seconds)
+    return mean + math.hypot(generates_more, waits_longer)
+
+
+def longest_alone(alone: Sequence[float], draws: Sequence[float]) -> float:
+    """Expected seconds of the longest trajectory of several classes, whose longest take `alone` seconds each.
+
+    `draws` trajectories of each class are expected; as many as a Poisson distribution says come. So a class that is
+    rarely met counts by how often it is.
+    """
+    expected, none_longer = 0.0, 1.0
+    for seconds, count in sorted(zip(alone, draws, strict=True), reverse=True):
+        expected += none_longer * -math.expm1(-count) * seconds
+        none_longer *= math.exp(-count)
+    return expected
+
+
+def _longest_tools(cls: TrajectoryClass, beyond: float) -> float:
+    """Seconds of tools that are `beyond` standard deviations longer than the class's, in the logarithm."""
+    if not cls.tool_seconds:
+        return 0.0
+    variance = math.log1p((cls.tool_seconds_std / cls.tool_seconds) ** 2)
+    return cls.tool_seconds * math.exp(beyond * math.sqrt(variance) - variance / 2)
+
+
+def secant_timings(
+    timing: EngineTiming, grid: EngineGrid, most: int, contexts: tuple[float, float]
+) -> tuple[EngineTiming, ...]:
+    """Timings that each come near the grid for some numbers of sequences up to `most` >= 1: any of them may be used.
+
+    A mixture of experts reads the more experts the more tokens there are, so its iterations are concave in the
+    sequences, and lines from below are far from them. Each timing adds the line through `most`, an eighth of it, ...
+    and an eighth of that, at the mean context (the first of `contexts`; the other is the longest). The cheapest timing
+    is the nearest one. Where lines from below are near, there is only the timing itself.
+    """
+    context, longest = contexts
+    found = []
+    high = most
+    while high > 1:
+        low = max(1, high // _EIGHTH)
+        if any(_far_below(timing, grid, b, context) for b in (low, high)):
+            line = _secant(grid, low, high, context, max(longest, context + 1))
+            found.append(replace(timing, lines=(*timing.lines, line)))
+        high = low
+    return tuple(found) or (timing,)
+
+
+def _far_below(timing: EngineTiming, grid: EngineGrid, sequences: int, context: float) -> bool:
+    below = timing.iteration_seconds(sequences, sequences * context)
+    return below < (1 - _NEAR) * grid.decode_seconds(sequences, context)
+
+
+def _secant(grid: EngineGrid, low: int, high: int, context: float, longest: float) -> IterationLine:
+    middle = (low + high) / 2
+    rise = grid.decode_seconds(middle, longest) - grid.decode_seconds(middle, context)
+    slope = max(0.0, rise / (middle * (longest - context)))
+    at_low, at_high = (max(0.0, grid.decode_seconds(b, context) - slope * b * context) for b in (low, high))
+    rate = max(0.0, (at_high - at_low) / (high - low))
+    return IterationLine(max(0.0, at_low - rate * low), rate, slope)
+
+
+def _alone(timing: EngineTiming, cls: TrajectoryClass, generated: float) -> float:
+    """Engine seconds of a trajectory with no other beside it, tools left out."""
+    context = cls.context_sum / cls.generated if cls.generated else 0.0
+    decode = generated * timing.iteration_seconds(1.0, context)
+    return decode + prefill_seconds(timing, cls) + timing.per_turn * cls.turns
+
+
+def waiting_share(timing: EngineTiming, cls: TrajectoryClass) -> float:
+    """Share of its time, alone on an engine, that a trajectory of the class waits for tools."""
+    busy = _alone(timing, cls, cls.generated)
+    return cls.tool_seconds / (cls.tool_seconds + busy) if cls.tool_seconds else 0.0
 
 
 def expected_largest(draws: float) -> float:

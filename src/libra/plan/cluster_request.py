@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.cluster import Cluster
+from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.transfer import colocated_switch_seconds
 from libra.lengths import TrajectoryClass
 from libra.model import ModelSpec
 from libra.parallel import ParallelLayout
 from libra.plan.classes import check_classes, present, reach
-from libra.plan.engines import RejectedEngine, engine_options
+from libra.plan.engines import RejectedEngine, engine_options, most_buckets
 from libra.plan.layouts import Rejected, training_layouts
 from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 from libra.recipe import Recipe
@@ -65,8 +66,9 @@ class ClusterRequest:
                     f" {self.model.name} on {nodes.gpu.name}"
                 )
 
-    def menu(self) -> Menu:
-        """Everything that could be chosen, priced, and what cannot, with its reason."""
+    def menu(self, factors: BatchFactors = BATCH) -> Menu:
+        """Everything that could be chosen, priced, and what cannot, with its reason. `factors` correct the price of
+        rollout where a step waits for its whole batch."""
         recipe, model, classes = self.recipe, self.model, self.classes
         engines: list[EngineOption] = []
         training: list[TrainingOption] = []
@@ -74,7 +76,7 @@ class ClusterRequest:
         rejected_layouts: list[Rejected] = []
         rejected_engines: list[RejectedEngine] = []
         for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
-            options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length)
+            options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length, factors)
             engines += options
             rejected_engines += rejected
             held = [layout for name, layout in self.held if name == nodes.name]
@@ -94,14 +96,15 @@ class ClusterRequest:
             engines=tuple(engines),
             training=tuple(training),
             peaks=tuple(cls.peak_context for cls in classes),
-            met=present(classes, recipe.batch),
+            # A step that waits for its whole batch is priced for the expected longest trajectory, rare ones weighed.
+            met=present(classes, recipe.batch) if recipe.staleness else (True,) * len(classes),
             longest_context=recipe.max_length,
             reach_tried=routers[:1],
             reach_untried=routers,
             staleness=recipe.staleness,
             colocated=colocated,
             switch=self._switch_seconds() if colocated else 0.0,
-            most_buckets=recipe.max_buckets,
+            most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
         return Menu(problem, layouts, tuple(rejected_layouts), tuple(rejected_engines))

@@ -6,21 +6,38 @@ profile says for the classes it serves, to the tolerance that `libra.cost.grid.i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.cluster import NodeClass
 from libra.cost.collectives import fabric
+from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
 from libra.cost.rates import Calibration
-from libra.cost.rollout import EngineTiming, affordable_seats, refill_seconds, residence, work
+from libra.cost.rollout import (
+    EngineTiming,
+    affordable_seats,
+    batch_alone,
+    batch_work,
+    longest_alone,
+    refill_seconds,
+    residence,
+    secant_timings,
+    waiting_share,
+    work,
+)
 from libra.cost.roofline import roofline
 from libra.cost.transfer import weight_sync
 from libra.lengths import TrajectoryClass
 from libra.model import ModelSpec
 from libra.plan.problem import EngineOption
 from libra.recipe import Recipe
+
+# Share of its class's nodes that is taken to generate, where a price must guess how many engines share a batch.
+_GENERATING = 0.5
+_TOLD_APART = 0.04  # relative: longest trajectories whose seconds are as near share an option
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +52,12 @@ def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
     """Tensor-parallel degrees of an engine: powers of two that divide the node's GPUs and the model's heads."""
     powers = [2**k for k in range(nodes.gpus.bit_length()) if nodes.gpus % 2**k == 0]
     return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
+
+
+def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
+    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
+    which it could change its bucket."""
+    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1
 
 
 def node_roofline(
@@ -58,8 +81,13 @@ def engine_options(
     classes: Sequence[TrajectoryClass],
     profile: EngineProfile,
     longest_context: int,
+    factors: BatchFactors = BATCH,
 ) -> tuple[tuple[EngineOption, ...], tuple[RejectedEngine, ...]]:
-    """Options of every tensor-parallel degree and number of seats, and the degrees that hold no trajectory."""
+    """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
+
+    They differ in the number of seats. A step that waits for its whole batch starts all of it at once: there fewer
+    seats only make trajectories wait, and options differ in the longest class that they are priced for.
+    """
     options: list[EngineOption] = []
     rejected: list[RejectedEngine] = []
     known = {grid.tp for grid in profile.engines}
@@ -88,11 +116,11 @@ def engine_options(
                 )
             )
             continue
-        options += _seat_options(nodes, recipe, classes, profile.grid(tp), shape, kv, holds, model)
+        options += _shape_options(nodes, recipe, classes, profile.grid(tp), shape, kv, holds, model, factors)
     return tuple(options), tuple(rejected)
 
 
-def _seat_options(
+def _shape_options(
     nodes: NodeClass,
     recipe: Recipe,
     classes: Sequence[TrajectoryClass],
@@ -101,6 +129,7 @@ def _seat_options(
     kv: int,
     holds: int,
     model: ModelSpec,
+    factors: BatchFactors,
 ) -> list[EngineOption]:
     served = [cls for cls in classes if cls.peak_context <= holds]
     contexts = [cls.context_sum / cls.generated for cls in served if cls.generated] or [1.0]
@@ -111,8 +140,24 @@ def _seat_options(
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
     weights = model.parameters * recipe.rollout_weight_bytes
     stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
+    every = affordable_seats(int(kv / shortest), grid.batches[-1])
+    if recipe.staleness == 0:
+        seats = every[-1]
+        lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
+        timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
+        generated = sum(cls.share * cls.generated for cls in served)
+        mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
+        engines = _GENERATING * nodes.count * nodes.gpus / grid.tp
+        together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
+        return [
+            option
+            for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
+            for option in _batch_options(
+                near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, engines, factors
+            )
+        ]
     options = []
-    for seats in affordable_seats(int(kv / shortest), grid.batches[-1]):
+    for seats in every:
         lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
         timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
         options.append(_priced(timing, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall))
@@ -152,3 +197,66 @@ def _priced(
         refresh=tuple(refresh),
         residence=tuple(stays),
     )
+
+
+def _batch_options(
+    timing: EngineTiming,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    shape: str,
+    pool: str,
+    devices: int,
+    seats: int,
+    kv: int,
+    holds: int,
+    stall: float,
+    engines: float,
+    factors: BatchFactors,
+) -> list[EngineOption]:
+    """One option for each class that may be the longest of a bucket, as far as these take different times."""
+    expected = [recipe.batch * cls.share for cls in classes]
+    # A plan lets all its buckets end together, so the last trajectory is the longest of as many more draws. How many
+    # buckets it has is not known yet: the geometric mean of the fewest and the most.
+    draws = [math.sqrt(most_buckets(recipe, classes)) * count for count in expected]
+    evicted = _evicted_share(recipe, classes, kv * engines)
+    alone = [batch_alone(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
+    upto = [longest_alone(alone[: last + 1], draws[: last + 1]) for last in range(len(classes))]
+    tops: list[int] = []
+    for last in reversed(range(len(classes))):
+        if not tops or upto[last] < (1 - _TOLD_APART) * upto[tops[-1]]:
+            tops.append(last)
+    works = []
+    for top in tops:
+        waiting = waiting_share(timing, classes[max(range(top + 1), key=lambda j: alone[j])])
+        rows = [
+            [count * row for row in batch_work(timing, cls, kv, waiting, evicted, factors)]
+            for count, cls in zip(expected, classes, strict=True)
+        ]
+        works.append(tuple(zip(*rows, strict=True)))
+    # What is longer than an option's longest class takes no less than this, whichever other option it has.
+    by_one = max(sum(row) for work in works for row in work)
+    return [
+        EngineOption(
+            shape=shape,
+            pool=pool,
+            devices=devices,
+            seats=seats,
+            holds=holds,
+            stall=stall + upto[top],
+            work=work,
+            refresh=(0.0,) * len(classes),
+            residence=tuple(seconds if j <= top else by_one + stall + seconds for j, seconds in enumerate(upto)),
+            alone=upto[top],
+        )
+        for top, work in reversed(list(zip(tops, works, strict=True)))
+    ]
+
+
+def _evicted_share(recipe: Recipe, classes: Sequence[TrajectoryClass], kv: float) -> float:
+    """Share of tool returns that find their context gone, when a whole batch shares `kv` tokens of cache.
+
+    Caches forget what was used least recently. In a batch that is served in turns that is what is needed next, so soon
+    after not all of it fits anything that is needed is gone.
+    """
+    contexts = sum(cls.share * cls.context_sum / cls.generated for cls in classes if cls.generated)
+    return min(1.0, max(0.0, recipe.batch * contexts / kv - 1))

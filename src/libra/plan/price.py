@@ -7,7 +7,7 @@ problem and report the price computed here, so prediction, comparison and explan
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Prediction, Problem, TrainingOption
 
@@ -16,8 +16,8 @@ from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Pre
 class BucketPrice:
     """One bucket under the best option (seats) of its shape."""
 
-    option: EngineOption
-    load: float  # seconds each of its engines needs for one step's work, weight load and refresh included
+    option: EngineOption  # its `stall` is what new weights take, and no more
+    load: float  # seconds each of its engines needs for one step's work, with all of `stall` and refresh
     residence: float  # seconds of its longest trajectory
 
 
@@ -121,8 +121,13 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
             for option in problem.engines
             if option.shape == bucket.shape and option.holds >= bucket.up_to
         ]
-        found.append(min(candidates, key=lambda c: max(c.load, _latency(problem, training, c))))
+        best = min(candidates, key=lambda c: max(c.load, _latency(problem, training, c)))
+        found.append(replace(best, option=_pausing(best.option)))
     return tuple(found)
+
+
+def _pausing(option: EngineOption) -> EngineOption:
+    return replace(option, stall=option.stall - option.alone, alone=0.0) if option.alone else option
 
 
 def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:

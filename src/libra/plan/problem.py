@@ -72,6 +72,8 @@ class Pool:
 class EngineOption:
     """One way to generate, priced for every class. Options of one `shape` differ only in `seats` and their prices.
 
+    Prices may be for some of the classes only: those of others are then no less than what another option asks.
+
     All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
     """
 
@@ -80,10 +82,12 @@ class EngineOption:
     devices: int  # of one engine, all on one node (or on whole nodes)
     seats: int  # sequences that decode together, at most
     holds: int  # tokens: the longest context it can serve
-    stall: float  # seconds of every step in which it takes new weights and does not generate
+    stall: float  # seconds of every step that more engines do not shorten: it takes new weights, and see `alone`
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
     residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, tools included
+    # Those of `stall` that the longest trajectory of a batch takes besides the work, where a step waits for all of it.
+    alone: float = 0.0
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
@@ -91,6 +95,8 @@ class EngineOption:
         _require_costs(
             f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row)
         )
+        if not 0 <= self.alone <= self.stall:
+            raise ValueError(f"engine option {self.name}: alone is {self.alone}; it is a part of stall, {self.stall}")
         if not self.work or any(len(row) != len(self.residence) for row in (*self.work, self.refresh)):
             raise ValueError(f"engine option {self.name}: work, refresh and residence must price the same classes")
 
