@@ -109,7 +109,7 @@ def test_nothing_is_lost_and_no_request_is_in_two_batches(seed: int, stages: int
             under_way[number].append((iteration.start, iteration.end, tokens))
     for number, spans in under_way.items():
         request = next(request for request in requests if request.number == number)
-        if request.preemptions:  # its prompt comes in chunks again, which may be under way together
+        if request.preemptions or (update and refresh):  # chunks of its prompt come again, and may overlap
             continue
         generating = [
             (start, end)
