@@ -31,17 +31,17 @@ from libra.cost.roofline import roofline
 from libra.model_file import load_model
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
 from libra.route.policy import Policy
-from libra.sim.agent import Agent, Tool, agent_trajectories
-from libra.sim.arrivals import AtOnce, Poisson
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.distribution import Constant, LogNormal, LongTail
-from libra.sim.engine_config import EngineConfig
-from libra.sim.generated_requests import generated_requests
-from libra.sim.grid_cost import GridCost
-from libra.sim.recorded_requests import recorded_requests
-from libra.sim.replay import Replay
-from libra.sim.request_file import read_azure_requests
-from libra.sim.workload import Workload
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost
+from libra.sim.workload.agent import Agent, Tool, agent_trajectories
+from libra.sim.workload.arrivals import AtOnce, Poisson
+from libra.sim.workload.distribution import Constant, LogNormal, LongTail
+from libra.sim.workload.generated_requests import generated_requests
+from libra.sim.workload.protocol import Workload
+from libra.sim.workload.recorded_requests import recorded_requests
+from libra.sim.workload.replay import Replay
+from libra.sim.workload.request_file import read_azure_requests
 from libra.trajectory import read_trajectories, truncate
 
 DATA = Path(__file__).parents[1] / "../shared/data"

@@ -27,9 +27,9 @@ from libra.environments.protocol import Environment
 from libra.recipe import Recipe
 from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 from libra.route.catalogue import POLICIES
-from libra.sim.definitions import COMPLETED, DEFINITIONS
 from libra.sim.engines_file import EnginesFile
-from libra.sim.outcome_file import FIELDS
+from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
+from libra.sim.outcome.outcome_file import FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNING = ROOT / "docs" / "running.md"

@@ -15,7 +15,7 @@ from benchmarks.fidelity.step import Step
 from libra.cost.fit import fit_linear
 from libra.cost.grid import EngineGrid
 from libra.sim.clock import seconds, ticks
-from libra.sim.iteration_cost import UNLIMITED, Chunk
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk
 
 # A step's tokens, between which its linear layers are linear. Below 8, kernels differ from one number to the next.
 TOKEN_KNOTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)

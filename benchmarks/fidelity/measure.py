@@ -30,7 +30,7 @@ from benchmarks.fidelity.summary import outcomes
 from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import Engine, Group, Workload, random_time_workload, read_workloads
 from libra.exec.measure import hardware_name
-from libra.sim.engine_config import EngineConfig
+from libra.sim.engine.config import EngineConfig
 
 RANDOM_SEEDS = range(1, 11)  # of the workloads that nobody chose
 _ROUNDS: dict[ModelName, int] = {"small": 5, "tiny": 10}  # of calibration, while all workloads run once

@@ -17,7 +17,7 @@ from benchmarks.fidelity.summary import Outcome, outcomes
 from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.iteration_cost import UNLIMITED, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, IterationCost
 
 _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what they attend to, prefill chunks
 

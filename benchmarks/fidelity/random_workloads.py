@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from libra.sim.chain import Chain
-from libra.sim.engine_config import EngineConfig, SchedulingPolicy
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineConfig, SchedulingPolicy
+from libra.sim.engine.request import Request
 
 _LARGEST_BUDGET = 256  # tokens in one step
 _MOST_REQUESTS = 40

@@ -25,11 +25,11 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
 from libra.exec.launch_local import WORKER_ENVIRONMENT
 from libra.exec.tiny_model import kv_bytes_per_token
-from libra.sim.chain import Chain
 from libra.sim.clock import TICKS, seconds
-from libra.sim.engine_config import EngineConfig
-from libra.sim.request import Request
-from libra.sim.workload import Workload
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.request import Request
+from libra.sim.workload.protocol import Workload
 
 _NANOSECOND = TICKS // 10**9
 

@@ -14,12 +14,12 @@ from itertools import zip_longest
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
 from benchmarks.rows import Row
-from libra.sim.batching import Iteration
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import AffineCost
-from libra.sim.request import Request
-from libra.sim.workload import Requests
+from libra.sim.engine.batching import Iteration
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.request import Request
+from libra.sim.workload.protocol import Requests
 
 CASE = "schedule, simulated and vLLM's"
 

@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 from benchmarks.fidelity.workloads import Bursts, Group, Poisson, Workload
-from libra.sim.chain import Chain
 from libra.sim.clock import ticks
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Place:
 
 
 class Sessions:
-    """A workload's requests, as `libra.sim.workload.Workload`. Their numbers rise with the turn, then the session."""
+    """A `Workload`'s requests. Their numbers rise with the turn, then the session."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 
 from libra.sim.clock import seconds
-from libra.sim.request import Request
+from libra.sim.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)

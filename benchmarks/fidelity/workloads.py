@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, model_validator
 
-from libra.sim.engine_config import EngineConfig
+from libra.sim.engine.config import EngineConfig
 
 WORKLOADS = Path(__file__).with_name("workloads.json")
 BLOCK_TOKENS = 32  # vLLM's CPU attention wants blocks of a multiple of it

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from libra.recipe import Recipe as Recipe
     from libra.recipe import load_recipe as load_recipe
     from libra.sim.cluster import EngineSpec as EngineSpec
-    from libra.sim.engine_config import EngineConfig as EngineConfig
+    from libra.sim.engine.config import EngineConfig as EngineConfig
     from libra.sim.engines_file import load_engines as load_engines
-    from libra.sim.metrics import metrics_of as metrics_of
     from libra.sim.of_plan import simulate_plan as simulate_plan
-    from libra.sim.recorded_requests import recorded_requests as recorded_requests
-    from libra.sim.replay import Replay as Replay
-    from libra.sim.request_file import read_requests as read_requests
-    from libra.sim.result import SimulationResult as SimulationResult
+    from libra.sim.outcome.metrics import metrics_of as metrics_of
+    from libra.sim.outcome.result import SimulationResult as SimulationResult
     from libra.sim.simulate import simulate as simulate
+    from libra.sim.workload.recorded_requests import recorded_requests as recorded_requests
+    from libra.sim.workload.replay import Replay as Replay
+    from libra.sim.workload.request_file import read_requests as read_requests
     from libra.trajectory import Trajectory as Trajectory
     from libra.trajectory import read_trajectories as read_trajectories
 
 _HOME = {
     "Cluster": "libra.cluster",
-    "EngineConfig": "libra.sim.engine_config",
+    "EngineConfig": "libra.sim.engine.config",
     "EngineSpec": "libra.sim.cluster",
     "InfeasiblePlanError": "libra.plan.problem",
     "LengthTracker": "libra.lengths",
@@ -47,8 +47,8 @@ _HOME = {
     "Planner": "libra.plan.planner",
     "Recipe": "libra.recipe",
     "Replanner": "libra.plan.replanner",
-    "Replay": "libra.sim.replay",
-    "SimulationResult": "libra.sim.result",
+    "Replay": "libra.sim.workload.replay",
+    "SimulationResult": "libra.sim.outcome.result",
     "Trajectory": "libra.trajectory",
     "engine_profiles": "libra.profiles",
     "explain_plan": "libra.plan.explained",
@@ -56,10 +56,10 @@ _HOME = {
     "load_engines": "libra.sim.engines_file",
     "load_model": "libra.model_file",
     "load_recipe": "libra.recipe",
-    "metrics_of": "libra.sim.metrics",
-    "read_requests": "libra.sim.request_file",
+    "metrics_of": "libra.sim.outcome.metrics",
+    "read_requests": "libra.sim.workload.request_file",
     "read_trajectories": "libra.trajectory",
-    "recorded_requests": "libra.sim.recorded_requests",
+    "recorded_requests": "libra.sim.workload.recorded_requests",
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
 }

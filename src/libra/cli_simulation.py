@@ -20,7 +20,7 @@ from libra.refusal import bad_input
 if TYPE_CHECKING:
     from libra.sim.deployment import Deployment
     from libra.sim.of_plan import Forecast
-    from libra.sim.result import SimulationResult
+    from libra.sim.outcome.result import SimulationResult
 
 
 def simulate(
@@ -153,7 +153,7 @@ def _cold_router(deployment: Deployment) -> list[str]:
 
 
 def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: Forecast | None) -> str:
-    from libra.sim.result_document import document
+    from libra.sim.outcome.result_document import document
 
     asked = {
         "route": deployment.route,
@@ -192,7 +192,7 @@ def _write(
     from libra.report.simulation_html import simulation_page
     from libra.report.simulation_timeline import write_simulation_timeline
     from libra.report.simulation_verdict import simulation_view
-    from libra.sim.outcome_file import write_outcomes
+    from libra.sim.outcome.outcome_file import write_outcomes
 
     if output is not None:
         output.write_text(text, encoding="utf-8")

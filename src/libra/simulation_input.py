@@ -16,10 +16,10 @@ from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
 from libra.sim.of_plan import Forecast, forecast_of, planned_run
-from libra.sim.recorded_requests import recorded_requests
-from libra.sim.replay import Replay
-from libra.sim.request_file import read_azure_requests, read_requests
-from libra.sim.workload import Workload
+from libra.sim.workload.protocol import Workload
+from libra.sim.workload.recorded_requests import recorded_requests
+from libra.sim.workload.replay import Replay
+from libra.sim.workload.request_file import read_azure_requests, read_requests
 from libra.trajectory import read_workload
 
 _TRUNCATE = "--truncate-context"

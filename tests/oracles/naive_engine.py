@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from libra.sim.chain import Chain
-from libra.sim.engine_config import EngineConfig
-from libra.sim.request import Request, Status
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.request import Request, Status
 
 Tokens = tuple[int, int]  # a request's number, and tokens of it
 BlockKey = tuple[Chain, int]  # the chain that a block's last token is on, and how many blocks precede it

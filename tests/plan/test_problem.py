@@ -24,6 +24,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("work", lambda: replace(LONG, work=((1.0, float("nan")),)), "work has nan"),
     ("refresh", lambda: replace(LONG, refresh=(1.0, float("inf"))), "refresh has inf"),
     ("residence", lambda: replace(LONG, residence=(-1.0, 1.0)), "residence has -1.0"),
+    ("alone", lambda: replace(LONG, stall=1.0, alone=1.5), "alone is 1.5; it is a part of stall, 1.0"),
     ("no row", lambda: replace(LONG, work=()), "must price the same classes"),
     ("short row", lambda: replace(LONG, work=((1.0, 1.0), (1.0,))), "must price the same classes"),
     ("short refresh", lambda: replace(LONG, refresh=(1.0,)), "must price the same classes"),

@@ -17,10 +17,10 @@ from libra.report.simulation_table import definitions_table, simulation_tables
 from libra.report.simulation_verdict import headline, notices, simulation_view
 from libra.report.simulation_words import fine_duration
 from libra.sim.clock import TICKS
-from libra.sim.definitions import DEFINITIONS
-from libra.sim.request import Request
-from libra.sim.result import SimulationResult
-from libra.sim.workload import Requests
+from libra.sim.engine.request import Request
+from libra.sim.outcome.definitions import DEFINITIONS
+from libra.sim.outcome.result import SimulationResult
+from libra.sim.workload.protocol import Requests
 
 RESULTS = {"busy": busy, "cut short": cut_short, "trajectories": trajectories}
 

@@ -14,7 +14,7 @@ from made_simulation import busy, cut_short, open_loop, run, trajectories
 
 from libra.report.simulation_timeline import timeline_events, write_simulation_timeline
 from libra.sim.clock import TICKS
-from libra.sim.result import SimulationResult
+from libra.sim.outcome.result import SimulationResult
 
 Event = dict[str, Any]
 RESULTS = {"busy": busy, "cut short": cut_short, "trajectories": trajectories}

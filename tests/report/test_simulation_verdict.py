@@ -19,8 +19,8 @@ from libra.report.simulation_verdict import (
     simulation_view,
 )
 from libra.report.simulation_words import fine_duration, worded
-from libra.sim.definitions import DEFINITIONS
-from libra.sim.workload import Requests
+from libra.sim.outcome.definitions import DEFINITIONS
+from libra.sim.workload.protocol import Requests
 
 
 def viewed(queueing: float, prefill: float, decode: float, busy_share: float) -> SimulationView:

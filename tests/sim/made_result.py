@@ -7,13 +7,13 @@ from typing import Any
 
 from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import AffineCost
-from libra.sim.replay import Replay
-from libra.sim.request import Request
-from libra.sim.result import SimulationResult, result_of
-from libra.sim.watcher import Watcher
-from libra.sim.workload import Requests, Workload
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.request import Request
+from libra.sim.outcome.result import SimulationResult, result_of
+from libra.sim.outcome.watcher import Watcher
+from libra.sim.workload.protocol import Requests, Workload
+from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn
 
 SECOND = AffineCost(TICKS)

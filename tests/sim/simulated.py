@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from oracles.naive_engine import NaiveResult, Step, naive_run
 
-from libra.sim.batching import Engine, Iteration
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import IterationCost
-from libra.sim.request import Request
-from libra.sim.workload import Requests
+from libra.sim.engine.batching import Engine, Iteration
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.request import Request
+from libra.sim.workload.protocol import Requests
 
 Make = Callable[[], Sequence[Request]]  # new requests, the same each time
 

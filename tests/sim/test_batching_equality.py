@@ -19,11 +19,11 @@ from simulated import Make, Run, naive, simulate
 
 from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.grid import EngineGrid
-from libra.sim.chain import Chain
-from libra.sim.engine_config import EngineConfig
-from libra.sim.grid_cost import GridCost, Overhead
-from libra.sim.iteration_cost import UNLIMITED, AffineCost, Chunk, IterationCost
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost, Overhead
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, IterationCost
+from libra.sim.engine.request import Request
 
 VLLM_CASES = 60
 

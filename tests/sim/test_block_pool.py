@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from libra.sim.chain import Chain
-from libra.sim.memory import BlockPool
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.memory import BlockPool
+from libra.sim.engine.request import Request
 
 EVERYTHING = 10**6  # blocks
 MOST_CHAINS = 6

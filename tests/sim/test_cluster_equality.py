@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.route.catalogue import POLICIES, policy_named
-from libra.sim.batching import Iteration
-from libra.sim.chain import Chain
 from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import UNLIMITED, AffineCost, Chunk, IterationCost
+from libra.sim.engine.batching import Iteration
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, IterationCost
+from libra.sim.engine.request import Request
 from libra.sim.link import Link
-from libra.sim.replay import Replay
-from libra.sim.request import Request
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload import Requests, Workload
+from libra.sim.workload.protocol import Requests, Workload
+from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn
 
 STEP = 100  # ticks: what the lattice is made of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.sim.drawing import draw
+from libra.sim.workload.drawing import draw
 from libra.trajectory import Trajectory, Turn
 
 

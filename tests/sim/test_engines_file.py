@@ -15,7 +15,7 @@ from libra.cost.roofline import roofline
 from libra.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
-from libra.sim.engine_config import EngineConfig
+from libra.sim.engine.config import EngineConfig
 from libra.sim.engines_file import EngineSection, load_engines
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engines.yaml"

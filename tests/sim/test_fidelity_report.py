@@ -22,7 +22,7 @@ from benchmarks.fidelity.workloads import Group, Poisson, Workload, read_workloa
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import ticks
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.iteration_cost import Chunk, IterationCost
+from libra.sim.engine.iteration_cost import Chunk, IterationCost
 
 PRICES = Prices(
     tokens=(0.006, 0.0068, 0.007, 0.0075, 0.009, 0.0135, 0.02, 0.028, 0.034, 0.048, 0.061, 0.091, 0.125),

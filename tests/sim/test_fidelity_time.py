@@ -19,10 +19,10 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import Outcome, outcomes, relative_error, repeat_error, summarize
 from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import Group, Workload, random_time_workload, read_workloads
-from libra.sim.chain import Chain
 from libra.sim.clock import TICKS, seconds, ticks
-from libra.sim.iteration_cost import UNLIMITED
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.iteration_cost import UNLIMITED
+from libra.sim.engine.request import Request
 
 PRICES = Prices(
     tokens=(0.006, 0.0068, 0.007, 0.0075, 0.009, 0.0135, 0.02, 0.028, 0.034, 0.048, 0.061, 0.091, 0.125),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from libra.cost.grid import EngineGrid
 from libra.sim.clock import TICKS
-from libra.sim.engine_config import EngineConfig
-from libra.sim.grid_cost import GridCost, Overhead
-from libra.sim.iteration_cost import UNLIMITED
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost, Overhead
+from libra.sim.engine.iteration_cost import UNLIMITED
 
 GRID = EngineGrid(
     tp=1,

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
-from libra.sim.batching import Iteration
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import AffineCost
+from libra.sim.engine.batching import Iteration
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.pipeline import PipelinedEngine
+from libra.sim.engine.request import Request
 from libra.sim.link import Link
-from libra.sim.pipeline import PipelinedEngine
-from libra.sim.request import Request
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload import Requests
+from libra.sim.workload.protocol import Requests
 
 COST = AffineCost(5000, 20, 3, 25, 1)
 

@@ -16,18 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_result import all_ends, request, simulated, two_trajectories
 
-from libra.sim.batching import Engine
-from libra.sim.caller import TrajectoryCaller
 from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster
-from libra.sim.definitions import DEFINITIONS
-from libra.sim.metrics import Ending, EngineMetrics, Metrics, Spread, endings, engine_metrics, metrics_of, spread
-from libra.sim.outcome_file import FIELDS, outcome_lines, write_outcomes
-from libra.sim.request import Request
-from libra.sim.request_columns import request_columns
-from libra.sim.result import SimulationResult
-from libra.sim.result_document import FORMAT, dump_result
-from libra.sim.watcher import Watcher
+from libra.sim.engine.batching import Engine
+from libra.sim.engine.request import Request
+from libra.sim.outcome.definitions import DEFINITIONS
+from libra.sim.outcome.metrics import (
+    Ending,
+    EngineMetrics,
+    Metrics,
+    Spread,
+    endings,
+    engine_metrics,
+    metrics_of,
+    spread,
+)
+from libra.sim.outcome.outcome_file import FIELDS, outcome_lines, write_outcomes
+from libra.sim.outcome.request_columns import request_columns
+from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.result_document import FORMAT, dump_result
+from libra.sim.outcome.watcher import Watcher
+from libra.sim.workload.caller import TrajectoryCaller
 
 
 def alike(value: float) -> Spread:

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_result import SECOND, request, simulated, small
 
-from libra.sim.batching import Iteration
-from libra.sim.chain import Chain
 from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_series import EngineSeries
-from libra.sim.iteration_cost import AffineCost
-from libra.sim.request import Request
-from libra.sim.watcher import Watcher
+from libra.sim.engine.batching import Iteration
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.request import Request
+from libra.sim.outcome.engine_series import EngineSeries
+from libra.sim.outcome.watcher import Watcher
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload import Requests
+from libra.sim.workload.protocol import Requests
 
 
 def rows(series: EngineSeries) -> list[tuple[float, float, float, float, int]]:

@@ -20,10 +20,10 @@ from libra.recipe import Recipe
 from libra.route.catalogue import policy_named
 from libra.route.cmlfq import PublishedCMLFQ
 from libra.sim.clock import seconds, ticks
+from libra.sim.engine.turn_cost import TurnCost
 from libra.sim.of_plan import forecast_of, planned_run, simulate_plan
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import DECISIONS, Moment
-from libra.sim.turn_cost import TurnCost
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

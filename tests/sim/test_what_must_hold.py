@@ -28,18 +28,18 @@ from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
 from libra.model import ModelSpec
 from libra.route.catalogue import policy_named
-from libra.sim.arrivals import Poisson
 from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.distribution import Constant
-from libra.sim.engine_config import EngineConfig
-from libra.sim.generated_requests import generated_requests
-from libra.sim.grid_cost import GridCost, Overhead
-from libra.sim.iteration_cost import AffineCost, IterationCost
-from libra.sim.metrics import metrics_of
-from libra.sim.request import Request
-from libra.sim.result import result_of
-from libra.sim.workload import Requests
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost, Overhead
+from libra.sim.engine.iteration_cost import AffineCost, IterationCost
+from libra.sim.engine.request import Request
+from libra.sim.outcome.metrics import metrics_of
+from libra.sim.outcome.result import result_of
+from libra.sim.workload.arrivals import Poisson
+from libra.sim.workload.distribution import Constant
+from libra.sim.workload.generated_requests import generated_requests
+from libra.sim.workload.protocol import Requests
 
 STEP = 100  # ticks
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.agent import Agent, Tool, agent_trajectories, describe_trajectories
-from libra.sim.arrivals import CHUNK, Arrivals, AtOnce, AtTimes, Bursts, Poisson, Steady
 from libra.sim.clock import TICKS
-from libra.sim.distribution import Constant, DriftingLogNormal, Lengths, LogNormal, LongTail, Uniform
-from libra.sim.generated_requests import generated_requests
-from libra.sim.replay import Replay
-from libra.sim.request import Request
+from libra.sim.engine.request import Request
+from libra.sim.workload.agent import Agent, Tool, agent_trajectories, describe_trajectories
+from libra.sim.workload.arrivals import CHUNK, Arrivals, AtOnce, AtTimes, Bursts, Poisson, Steady
+from libra.sim.workload.distribution import Constant, DriftingLogNormal, Lengths, LogNormal, LongTail, Uniform
+from libra.sim.workload.generated_requests import generated_requests
+from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory
 
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.route import policy
-from libra.sim.arrivals import AtTimes, Poisson, Steady
-from libra.sim.caller import TrajectoryCaller, caller_of
-from libra.sim.calls import Call, calls
-from libra.sim.chain import Chain
 from libra.sim.clock import TICKS
-from libra.sim.replay import Kept, Replay
-from libra.sim.request import Request
-from libra.sim.workload import Workload
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
+from libra.sim.workload.arrivals import AtTimes, Poisson, Steady
+from libra.sim.workload.caller import TrajectoryCaller, caller_of
+from libra.sim.workload.calls import Call, calls
+from libra.sim.workload.protocol import Workload
+from libra.sim.workload.replay import Kept, Replay
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "trajectories"

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.sim.clock import TICKS
-from libra.sim.recorded_requests import recorded_requests
-from libra.sim.request import Request
-from libra.sim.request_file import RecordedRequest, RequestFormatError, read_azure_requests, read_requests
-from libra.sim.workload import Requests
+from libra.sim.engine.request import Request
+from libra.sim.workload.protocol import Requests
+from libra.sim.workload.recorded_requests import recorded_requests
+from libra.sim.workload.request_file import RecordedRequest, RequestFormatError, read_azure_requests, read_requests
 
 ROOT = Path(__file__).parents[2]
 AZURE = ROOT.parent / "shared" / "data" / "serving" / "azure_2023_conv.csv"

@@ -19,7 +19,7 @@ from libra.report.simulation_verdict import SimulationView
 from libra.report.simulation_words import fine_duration
 from libra.report.words import count
 from libra.sim.clock import TICKS, seconds
-from libra.sim.metrics import (
+from libra.sim.outcome.metrics import (
     Spread,
     latency_ticks,
     queueing_ticks,

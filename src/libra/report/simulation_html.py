@@ -25,8 +25,8 @@ from libra.report.simulation_verdict import SimulationView, headline, headline_t
 from libra.report.simulation_words import fine_duration
 from libra.report.tables import flatten, table
 from libra.report.words import count, percent
-from libra.sim.definitions import COMPLETED, DEFINITIONS
-from libra.sim.engine_config import EngineConfig
+from libra.sim.engine.config import EngineConfig
+from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
 
 MOST_ENGINES = 64  # rows of the page's table of engines
 _LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may be millions

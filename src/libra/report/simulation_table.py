@@ -11,8 +11,8 @@ from rich.table import Table
 from libra.report.simulation_verdict import SimulationView
 from libra.report.simulation_words import MISSING, fine_duration, worded
 from libra.report.words import percent
-from libra.sim.definitions import COMPLETED, DEFINITIONS
-from libra.sim.metrics import EngineMetrics, Spread
+from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
+from libra.sim.outcome.metrics import EngineMetrics, Spread
 
 MOST_ENGINES = 40  # rows of the terminal's table of engines
 

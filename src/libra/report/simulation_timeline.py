@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from libra.report.timeline import MAX_EVENTS
 from libra.sim.clock import TICKS
-from libra.sim.engine_series import EngineSeries
-from libra.sim.request_columns import ENDS
-from libra.sim.result import SimulationResult
+from libra.sim.outcome.engine_series import EngineSeries
+from libra.sim.outcome.request_columns import ENDS
+from libra.sim.outcome.result import SimulationResult
 
 _COUNTERS = 0.4  # of the events at most
 _NANOSECOND = TICKS // 10**9

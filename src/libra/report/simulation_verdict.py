@@ -14,8 +14,8 @@ from libra.report.simulation_words import MISSING, fine_duration, worded
 from libra.report.verdict import Tile
 from libra.report.words import count, percent, plain, plural
 from libra.sim.clock import seconds
-from libra.sim.metrics import Ending, EngineMetrics, Metrics, endings, engine_metrics, metrics_of
-from libra.sim.result import SimulationResult
+from libra.sim.outcome.metrics import Ending, EngineMetrics, Metrics, endings, engine_metrics, metrics_of
+from libra.sim.outcome.result import SimulationResult
 
 LONG_QUEUE = 0.25  # of the mean latency: from here on queueing bounds a request
 IDLE = 0.6  # busy share below which engines wait for work more than is usual

@@ -7,7 +7,7 @@ counted; what does not exist is a dash.
 from __future__ import annotations
 
 from libra.report.words import count, duration, percent, plain
-from libra.sim.definitions import Unit
+from libra.sim.outcome.definitions import Unit
 
 MISSING = "-"
 

@@ -14,14 +14,14 @@ from heapq import heapify, heappop, heappush
 
 from libra.route import policy
 from libra.route.policy import Policy
-from libra.sim.batching import Engine, Iteration, Pause
-from libra.sim.caller import TrajectoryCaller
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import IterationCost
-from libra.sim.pipeline import PipelinedEngine
-from libra.sim.request import Request
+from libra.sim.engine.batching import Engine, Iteration, Pause
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.pipeline import PipelinedEngine
+from libra.sim.engine.request import Request
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload import Workload
+from libra.sim.workload.caller import TrajectoryCaller
+from libra.sim.workload.protocol import Workload
 
 _NEVER = 1 << 80  # ticks
 

@@ -21,8 +21,8 @@ from libra.profiles import engine_profiles
 from libra.recipe import Recipe
 from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
-from libra.sim.engine_config import EngineConfig, SchedulingPolicy
-from libra.sim.grid_cost import GridCost, Overhead
+from libra.sim.engine.config import EngineConfig, SchedulingPolicy
+from libra.sim.engine.grid_cost import GridCost, Overhead
 from libra.sim.weight_update import WeightUpdate
 from libra.yaml_file import ConfigError, Section, read_section, refusal, unknown
 

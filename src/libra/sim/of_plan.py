@@ -17,12 +17,12 @@ from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
-from libra.sim.drawing import draw
+from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
-from libra.sim.replay import Replay
-from libra.sim.result import SimulationResult
 from libra.sim.simulate import Moment, simulate
 from libra.sim.weight_update import WeightUpdate
+from libra.sim.workload.drawing import draw
+from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory
 
 

@@ -13,10 +13,10 @@ from libra.plan.placement import Group
 from libra.plan.plan import Plan
 from libra.plan.slots import SlotRequest
 from libra.sim.cluster import EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.grid_cost import GridCost
-from libra.sim.iteration_cost import IterationCost
-from libra.sim.turn_cost import TurnCost
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost
+from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.turn_cost import TurnCost
 
 
 def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
-from libra.sim.batching import Engine
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.result import SimulationResult, result_of
-from libra.sim.watcher import Watcher
+from libra.sim.engine.batching import Engine
+from libra.sim.outcome.result import SimulationResult, result_of
+from libra.sim.outcome.watcher import Watcher
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload import Workload
+from libra.sim.workload.protocol import Workload
 
 DECISIONS = 4096  # of engines, between two looks at the whole
 

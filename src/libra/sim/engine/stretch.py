@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from libra.sim.iteration_cost import IterationCost
+from libra.sim.engine.iteration_cost import IterationCost
 
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 

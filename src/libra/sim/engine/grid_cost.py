@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from libra.cost.grid import EngineGrid
 from libra.sim.clock import TICKS
-from libra.sim.engine_config import EngineConfig
-from libra.sim.iteration_cost import UNLIMITED, Chunk
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk
 
 _MEMORY = 1 << 16  # distinct chunks remembered
 

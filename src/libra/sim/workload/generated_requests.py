@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from libra.sim.arrivals import CHUNK, Arrivals
-from libra.sim.chain import Chain
-from libra.sim.distribution import Lengths, Progress
-from libra.sim.request import Request
-from libra.sim.workload import Requests
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
+from libra.sim.workload.arrivals import CHUNK, Arrivals
+from libra.sim.workload.distribution import Lengths, Progress
+from libra.sim.workload.protocol import Requests
 
 Draw = tuple[list[int], list[int], list[int]]  # arrivals in ticks and prompt tokens [prompt], output tokens [sample]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from libra.sim.clock import TICKS
-from libra.sim.request_columns import ENDS, RequestColumns
-from libra.sim.result import SimulationResult
+from libra.sim.outcome.request_columns import ENDS, RequestColumns
+from libra.sim.outcome.result import SimulationResult
 
 FIELDS = {
     "number": "the request, unique in a workload",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from libra.sim.request import Request
+from libra.sim.engine.request import Request
 
 
 class FcfsQueue:

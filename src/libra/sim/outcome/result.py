@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from libra.sim.batching import Engine
 from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine_config import EngineConfig
-from libra.sim.engine_series import EngineSeries
-from libra.sim.request_columns import RequestColumns, request_columns
-from libra.sim.watcher import Watcher
+from libra.sim.engine.batching import Engine
+from libra.sim.engine.config import EngineConfig
+from libra.sim.outcome.engine_series import EngineSeries
+from libra.sim.outcome.request_columns import RequestColumns, request_columns
+from libra.sim.outcome.watcher import Watcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from libra.route import policy
-from libra.sim.calls import Call
-from libra.sim.chain import Chain
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
+from libra.sim.workload.calls import Call
 from libra.trajectory import Trajectory, Turn
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from libra.sim.batching import Engine
-from libra.sim.engine_series import EngineSeries
+from libra.sim.engine.batching import Engine
+from libra.sim.outcome.engine_series import EngineSeries
 
 MOST_ROWS = 50_000  # of all engines together, about 20 MB
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.sim.clock import TICKS, seconds
-from libra.sim.request import Status
-from libra.sim.request_columns import ENDS, RequestColumns
-from libra.sim.result import SimulationResult
+from libra.sim.engine.request import Status
+from libra.sim.outcome.request_columns import ENDS, RequestColumns
+from libra.sim.outcome.result import SimulationResult
 
 _DIFFERS = re.compile(r"\d[\d,.]*\d|\d")
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from libra.sim.chain import Chain
 from libra.sim.clock import ticks
-from libra.sim.request import Request
-from libra.sim.request_file import RecordedRequest
-from libra.sim.workload import Requests
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
+from libra.sim.workload.protocol import Requests
+from libra.sim.workload.request_file import RecordedRequest
 
 
 def recorded_requests(

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libra.sim.engine_config import EngineConfig
-from libra.sim.generation import Generation
-from libra.sim.iteration_cost import UNLIMITED, Chunk, IterationCost
-from libra.sim.memory import BlockPool, Owner
-from libra.sim.queue import FcfsQueue, PriorityQueue
-from libra.sim.request import Request
-from libra.sim.stretch import Piece, cut, end_of, stretch, ticks_of
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.generation import Generation
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, IterationCost
+from libra.sim.engine.memory import BlockPool, Owner
+from libra.sim.engine.queue import FcfsQueue, PriorityQueue
+from libra.sim.engine.request import Request
+from libra.sim.engine.stretch import Piece, cut, end_of, stretch, ticks_of
 
 
 @dataclass(frozen=True, slots=True)

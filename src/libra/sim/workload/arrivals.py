@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.sim.clock import TICKS, ticks
-from libra.sim.distribution import described
+from libra.sim.workload.distribution import described
 
 CHUNK = 16_384  # drawn at a time
 _LATEST = 2**63 - 1  # ticks, about 106 days: an int64 holds no more

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from libra.sim.chain import Chain
+from libra.sim.engine.chain import Chain
 
 if TYPE_CHECKING:
-    from libra.sim.memory import Path, Run
+    from libra.sim.engine.memory import Path, Run
 
 Status = Literal["waiting", "running", "finished", "cancelled", "refused", "unfinished"]
 

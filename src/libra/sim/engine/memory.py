@@ -7,8 +7,8 @@ is findable of a context is always its beginning, without a gap.
 
 from __future__ import annotations
 
-from libra.sim.chain import Chain
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
 
 Owner = Chain | Request  # whose tokens they are: a chain's, or those of a request that shares with no other
 Path = tuple[tuple[Owner, int], ...]  # who owns a context's blocks, each from which block on; the last one to the end

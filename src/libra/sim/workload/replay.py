@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from libra.sim.arrivals import Arrivals, AtOnce
-from libra.sim.caller import TrajectoryCaller
-from libra.sim.calls import UNKNOWN_TOOL_SECONDS, Call, calls
-from libra.sim.chain import Chain
-from libra.sim.request import Request
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
+from libra.sim.workload.arrivals import Arrivals, AtOnce
+from libra.sim.workload.caller import TrajectoryCaller
+from libra.sim.workload.calls import UNKNOWN_TOOL_SECONDS, Call, calls
 from libra.trajectory import Trajectory
 
 Kept = Literal["prompt", "last prompt"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from libra.cost.device import EngineCost
 from libra.sim.clock import ticks
-from libra.sim.iteration_cost import AffineCost, Chunk
+from libra.sim.engine.iteration_cost import AffineCost, Chunk
 
 
 class TurnCost:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from libra.sim.batching import Engine
-from libra.sim.engine_config import EngineConfig
-from libra.sim.generation import Generation
-from libra.sim.iteration_cost import IterationCost
-from libra.sim.request import Request
+from libra.sim.engine.batching import Engine
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.generation import Generation
+from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.request import Request
 
 
 @dataclass(slots=True)

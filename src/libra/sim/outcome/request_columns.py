@@ -13,8 +13,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.sim.caller import TrajectoryCaller
-from libra.sim.request import Request, Status
+from libra.sim.engine.request import Request, Status
+from libra.sim.workload.caller import TrajectoryCaller
 
 ENDS: tuple[Status, ...] = ("finished", "cancelled", "refused", "unfinished")
 

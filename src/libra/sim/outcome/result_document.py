@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from libra.sim.clock import seconds
-from libra.sim.definitions import COMPLETED, DEFINITIONS
-from libra.sim.engine_config import EngineConfig
-from libra.sim.metrics import endings, engine_metrics, metrics_of
-from libra.sim.result import SimulationResult
+from libra.sim.engine.config import EngineConfig
+from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
+from libra.sim.outcome.metrics import endings, engine_metrics, metrics_of
+from libra.sim.outcome.result import SimulationResult
 
 FORMAT = 1
 

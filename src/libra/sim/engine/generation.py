@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from libra.sim.request import Request
+from libra.sim.engine.request import Request
 
 
 class Generation:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.sim.distribution import Lengths, Progress, Tokens
+from libra.sim.workload.distribution import Lengths, Progress, Tokens
 from libra.trajectory import ToolStatus, Trajectory, Turn, truncate
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from libra.sim.request import Request
+from libra.sim.engine.request import Request
 
 
 class Workload(Protocol):

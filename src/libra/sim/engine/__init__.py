@@ -1,0 +1,1 @@
+"""One engine: its scheduler, its memory, and what its iterations take."""

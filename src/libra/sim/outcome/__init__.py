@@ -1,0 +1,1 @@
+"""What came of a simulation: columns, metrics and their definitions, files."""

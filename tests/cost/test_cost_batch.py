@@ -1,0 +1,182 @@
+"""Price of a batch that starts at once: parts by hand, and against engines run iteration by iteration."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.cost.corrections import UNCORRECTED
+from libra.cost.device import EngineCost
+from libra.cost.grid import EngineGrid, IterationLine
+from libra.cost.rollout import (
+    EngineTiming,
+    batch_alone,
+    batch_work,
+    longest_alone,
+    measured_timing,
+    refill_seconds,
+    secant_timings,
+    waiting_share,
+)
+from libra.lengths import TrajectoryClass
+
+COST = EngineCost(step=0.01, per_sequence=0.001, per_context_token=1e-6, per_prefill_token=1e-4, per_turn=0.1)
+TIMING = measured_timing(COST)
+CLASS = TrajectoryClass(
+    share=1.0,
+    peak_context=1000,
+    mean_context=900.0,
+    generated=100.0,
+    generated_std=20.0,
+    context_sum=50_000.0,
+    prefill=1000.0,
+    turns=2.0,
+    tool_seconds=3.0,
+    tool_seconds_std=0.5,
+    before_first_return=0.6,
+)
+NO_TOOLS = replace(CLASS, tool_seconds=0.0, tool_seconds_std=0.0)
+KV = 10_000
+
+PARTS = [
+    # Decoding 0.001 * 100 + 1e-6 * 50000; what reads weights for want of memory 0.01 * 50000 / 10000; prefill 1e-4 *
+    # 1000 and two turns 0.1 * 2
+    ("all of it", NO_TOOLS, 0.0, UNCORRECTED, 0.15 + 0.05 + 0.3),
+    ("decoding", NO_TOOLS, 0.0, replace(UNCORRECTED, decode=2.0), 0.3 + 0.05 + 0.3),
+    ("memory", NO_TOOLS, 0.0, replace(UNCORRECTED, memory=0.0), 0.15 + 0.3),
+    ("prefill", NO_TOOLS, 0.0, replace(UNCORRECTED, prefill=0.5), 0.15 + 0.05 + 0.25),
+    # One turn after the first, of which half finds 500 tokens gone
+    ("eviction", NO_TOOLS, 0.5, replace(UNCORRECTED, eviction=3.0), 0.5 + 3 * 0.5 * 0.05),
+]
+
+
+@pytest.mark.parametrize(("cls", "evicted", "factors", "wanted"), [row[1:] for row in PARTS], ids=[r[0] for r in PARTS])
+def test_work_of_a_batch(cls, evicted, factors, wanted) -> None:  # type: ignore[no-untyped-def]
+    assert batch_work(TIMING, cls, KV, 0.0, evicted, factors) == pytest.approx((wanted,))
+
+
+def test_what_is_evicted_is_a_refill() -> None:
+    assert refill_seconds(TIMING, CLASS) == pytest.approx(0.05)
+
+
+def test_decoding_counts_less_by_the_share_of_time_that_the_longest_waits() -> None:
+    # Alone, 100 iterations of 0.01 + 0.001 + 1e-6 * 500, 0.1 of prefill and 0.2 of turns: 1.45 s, and 3 s of tools.
+    assert waiting_share(TIMING, CLASS) == pytest.approx(3 / 4.45)
+    assert waiting_share(TIMING, NO_TOOLS) == 0.0
+    (corrected,) = batch_work(TIMING, CLASS, KV, 0.75, 0.0, replace(UNCORRECTED, decode_beside_tools=0.2))
+    assert corrected == pytest.approx(0.15 * (0.25 + 0.75 * 0.2) + 0.05 + 0.3)
+
+
+def test_the_longest_alone_generates_more_or_waits_longer_than_the_mean() -> None:
+    assert batch_alone(TIMING, CLASS, 1.0, UNCORRECTED) == pytest.approx(1.45 + 3.0)
+    beyond = 1.2815516  # of six draws, as in the tests of residence
+    more, longer = 0.0115 * beyond * 20, _log_normal(3.0, 0.5, beyond) - 3.0
+    assert batch_alone(TIMING, CLASS, 6.0, UNCORRECTED) == pytest.approx(4.45 + math.hypot(more, longer))
+    assert batch_alone(TIMING, CLASS, 6.0, replace(UNCORRECTED, generation=0.0)) == pytest.approx(3.0 + longer)
+    assert batch_alone(TIMING, NO_TOOLS, 6.0, replace(UNCORRECTED, tools=5.0)) == pytest.approx(1.45 + more)
+
+
+def _log_normal(mean: float, deviation: float, beyond: float) -> float:
+    variance = math.log(1 + (deviation / mean) ** 2)
+    return mean * math.exp(-variance / 2) * math.exp(math.sqrt(variance)) ** beyond
+
+
+def test_no_trajectory_generates_more_than_its_class_has_room_for() -> None:
+    crowded = replace(NO_TOOLS, peak_context=110)
+    assert batch_alone(TIMING, crowded, 1000.0, UNCORRECTED) == pytest.approx(110 * 0.0115 + 0.3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 5)), min_size=1, max_size=5))
+def test_the_longest_of_several_classes_against_every_way_to_meet_them(classes: list[tuple[float, float]]) -> None:
+    expected = 0.0
+    for met in product((False, True), repeat=len(classes)):
+        chances = [
+            1 - math.exp(-count) if is_met else math.exp(-count)
+            for is_met, (_, count) in zip(met, classes, strict=True)
+        ]
+        longest = max((seconds for is_met, (seconds, _) in zip(met, classes, strict=True) if is_met), default=0.0)
+        expected += math.prod(chances) * longest
+    alone, draws = zip(*classes, strict=True)
+    assert longest_alone(alone, draws) == pytest.approx(expected)
+
+
+def test_a_further_class_never_makes_the_longest_shorter() -> None:
+    generator = random.Random(3)
+    for _ in range(200):
+        alone = [generator.uniform(0, 10) for _ in range(6)]
+        draws = [generator.expovariate(1) for _ in range(6)]
+        found = [longest_alone(alone[:k], draws[:k]) for k in range(7)]
+        assert found == sorted(found)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60)), min_size=1, max_size=12),
+    st.integers(1, 3),
+)
+def test_one_engine_takes_its_batch_exactly_as_long_as_work_and_the_longest(
+    trajectories: list[tuple[int, int]], weights: int
+) -> None:
+    """All start at once, none has a tool, memory is ample: there are as many iterations as the longest has tokens."""
+    timing = EngineTiming((IterationLine(0.01 * weights, 0.001, 1e-6),), 0.0, 0.0, 0.0)
+    running = [[prompt, prompt + generated] for prompt, generated in trajectories]
+    seconds = 0.0
+    while running:
+        seconds += timing.iteration_seconds(len(running), sum(length for length, _ in running))
+        for sequence in running:
+            sequence[0] += 1
+        running = [sequence for sequence in running if sequence[0] < sequence[1]]
+    classes = [
+        replace(
+            NO_TOOLS,
+            peak_context=prompt + generated,
+            generated=float(generated),
+            generated_std=0.0,
+            context_sum=float(generated * prompt + generated * (generated - 1) / 2),
+            prefill=0.0,
+            turns=1.0,
+        )
+        for prompt, generated in trajectories
+    ]
+    factors = replace(UNCORRECTED, memory=0.0)
+    work = sum(batch_work(timing, cls, KV, 0.0, 0.0, factors)[0] for cls in classes)
+    own = max(classes, key=lambda cls: cls.generated)
+    # The longest's own share of the work is in both.
+    alone = batch_alone(timing, own, 1.0, factors) - batch_work(timing, own, KV, 0.0, 0.0, factors)[0]
+    assert work + alone == pytest.approx(seconds)
+
+
+CONCAVE = EngineGrid(
+    tp=1,
+    batches=(1, 8, 64, 512),
+    contexts=(100, 10_000),
+    decode=tuple((math.sqrt(b), math.sqrt(b) + b * 0.099) for b in (1, 8, 64, 512)),
+    chunks=(16, 64),
+    prefixes=(0, 1000),
+    prefill=((1.0, 1.0), (1.0, 1.0)),
+)
+
+
+def test_secants_meet_a_concave_grid_at_their_ends() -> None:
+    below = EngineTiming((IterationLine(0.9, 0.01, 1e-5),), 0.0, 0.0, 0.0)
+    found = secant_timings(below, CONCAVE, 512, (100.0, 10_000.0))
+    assert len(found) == 3
+    for timing, (low, high) in zip(found, ((64, 512), (8, 64), (1, 8)), strict=True):
+        assert timing.lines[:-1] == below.lines
+        for batch in (low, high):
+            assert timing.iteration_seconds(batch, batch * 100) == pytest.approx(CONCAVE.decode_seconds(batch, 100))
+    # The cheapest is near everywhere.
+    for batch in (1, 4, 8, 30, 64, 300, 512):
+        cheapest = min(timing.iteration_seconds(batch, batch * 100) for timing in found)
+        assert cheapest == pytest.approx(CONCAVE.decode_seconds(batch, 100), rel=0.3)
+
+
+def test_where_lines_are_near_there_are_no_secants() -> None:
+    linear = replace(CONCAVE, decode=tuple((0.5 + 0.01 * b, 0.5 + 0.02 * b) for b in CONCAVE.batches))
+    below = EngineTiming((IterationLine(0.5, 0.0099, 1e-6),), 0.0, 0.0, 0.0)
+    assert secant_timings(below, linear, 512, (100.0, 10_000.0)) == (below,)
