@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from libra.output_file import check_writable, write_text
 from libra.refusal import bad_input, no_plan
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def plan(
 
     notes: list[str] = []
     try:
-        _check_writable(output)
+        check_writable(output)
         if model is None:
             found, evidence = _plan_run(where, trajectories, profile, what_if)
         else:
@@ -78,7 +79,7 @@ def plan(
             )
         text = dump_plan(found)
         if output is not None:
-            _write(output, text)
+            write_text(output, text)
     except InfeasiblePlanError as error:
         no_plan(error)
     except (ConfigError, ValueError, OSError) as error:
@@ -152,20 +153,6 @@ def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
     return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)
 
 
-def _check_writable(*paths: Path | None) -> None:
-    """Before the work is done, not after."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no directory {path.parent}; make it, or give another file to write to")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give another file to write to") from None
-
-
 def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`.")],
     what_if: Annotated[
@@ -193,14 +180,14 @@ def explain(
 
     change = ""
     try:
-        _check_writable(html)
+        check_writable(html)
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
             before, found = found.predicted.step, _assumed(found, what_if)
             change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
         explanation = explain_plan(found)
         if html is not None:
-            _write(html, explain_page(explanation, _title(found), _distribution(found)))
+            write_text(html, explain_page(explanation, _title(found), _distribution(found)))
     except InfeasiblePlanError as error:
         no_plan(error)
     except (ConfigError, ValueError, OSError) as error:
@@ -271,7 +258,7 @@ def calibrate(
             raise ConfigError(unknown("GPU", gpu, GPUS))
         if device not in (None, "cuda", "cpu"):
             raise ConfigError(f"--device is {device}; give cuda or cpu")
-        _check_writable(output)
+        check_writable(output)
         from libra.exec.calibrate_device import calibrate_device
 
         found = calibrate_device(device)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from libra.output_file import check_writable
 from libra.refusal import bad_input
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def simulate(
     }
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        _check_writable(output, requests_out, timeline, report)
+        check_writable(output, requests_out, timeline, report)
         _check_numbers(seed, time_limit, given)
         work = asked(what, trajectories, requests, given, seed)
         deployment = _routed(work.deployment, route)
@@ -239,10 +240,3 @@ def _check_numbers(seed: int, time_limit: float | None, given: dict[str, Any]) -
     for name in ("--start", "--unknown-tool-seconds"):
         if name in given and not 0 <= given[name] < math.inf:
             raise ValueError(f"{name} is {given[name]}; give 0 seconds or more, and finite")
-
-
-def _check_writable(*paths: Path | None) -> None:
-    """Before the work is done, not after."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no directory {path.parent}; make it, or give another file to write to")

@@ -11,69 +11,54 @@ from collections.abc import Iterator, Sequence
 from libra.plan.explain import Explanation, PlanView
 from libra.report.explain_charts import bucket_figure, split_figures
 from libra.report.explain_table import LEAST_LOSS, headline, loss, roles, routing_sentence
-from libra.report.figures import Figure
 from libra.report.markup import NOTHING, Markup, join, tag, text
-from libra.report.page_style import STYLE
+from libra.report.page import bar, cards, page, section, tile_row
 from libra.report.tables import table
+from libra.report.verdict import Tile
 from libra.report.words import duration, percent, plural
 
 MOST_REJECTED = 50  # of one kind: there may be thousands
-_BAR = 120.0  # px, of the largest bar in a table
-
 _OWN_STYLE = """
-.bar { display: inline-block; height: 10px; border-radius: 3px; margin-right: 8px; vertical-align: 0; }
 .compare td { width: auto; }
 .compare td:nth-child(2), .compare td:nth-child(3) { white-space: nowrap; font-variant-numeric: tabular-nums; }
-@media (prefers-color-scheme: dark) {
-  :root { color-scheme: dark; --ink: #e4e9ee; --soft: #9aa7b4; --line: #2f3a45; --paper: #1a222a; --ground: #12181e;
-    --alarm: #ff8a80; }
-  .chart .zero { stroke: #5a6673; }
-}
 """
 
 
 def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[int, float]] = ()) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
     shortest first, for the distribution above the buckets."""
-    head = join(
-        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        tag("title", text(f"{title} · Libra")),
-        tag("style", Markup(STYLE + _OWN_STYLE)),
-    )
-    body = tag("main", *_sections(explanation, title, classes))
-    page = tag("html", tag("head", head), tag("body", body), lang="en")
-    return f"<!DOCTYPE html>\n{page}\n"
+    return page(title, _sections(explanation, title, classes), _OWN_STYLE)
 
 
 def _sections(explanation: Explanation, title: str, classes: Sequence[tuple[int, float]]) -> Iterator[Markup]:
     yield tag("h1", text(title))
     yield tag("p", text(headline(explanation)), class_="verdict")
-    yield tag("div", *_tiles(explanation), class_="tiles")
+    yield tile_row(_tiles(explanation))
     yield tag("h2", text("Why this split"))
-    yield _cards(split_figures(explanation))
+    yield cards(split_figures(explanation))
     yield tag("h2", text("Who serves which lengths"))
-    yield _cards((bucket_figure(explanation, classes),))
+    yield cards((bucket_figure(explanation, classes),))
     yield tag("h2", text("What else could be done"))
-    yield _card("The next best plans", _plans(explanation), "Others than this one, not it with devices on top.")
-    yield _card("Had one thing been decided otherwise", _otherwise(explanation), "The best plan in each case.")
+    yield section("The next best plans", _plans(explanation), "Others than this one, not it with devices on top.")
+    yield section("Had one thing been decided otherwise", _otherwise(explanation), "The best plan in each case.")
     yield tag("h2", text("What would shorten the step"))
-    yield _card("One constraint relaxed at a time", _reliefs(explanation), routing_sentence(explanation))
+    yield section("One constraint relaxed at a time", _reliefs(explanation), routing_sentence(explanation))
     if explanation.rejected:
         yield _rejected(explanation)
 
 
-def _tiles(explanation: Explanation) -> Iterator[Markup]:
+def _tiles(explanation: Explanation) -> Iterator[Tile]:
     plan = explanation.plan
-    yield _tile("Step", duration(plan.predicted.step), f"gap to the proven bound {percent(explanation.proof.gap, 2)}")
+    yield Tile("Step", duration(plan.predicted.step), f"gap to the proven bound {percent(explanation.proof.gap, 2)}")
     training = f"{plural(plan.training_devices, 'device')} of {plan.training_pool}"
-    yield _tile("Training", training, f"{plan.layout}, {plural(plan.replicas, 'replica')}")
+    yield Tile("Training", training, f"{plan.layout}, {plural(plan.replicas, 'replica')}")
     engines = sum(count for _, count in plan.engines)
     generating = sum(pool.generating for pool in explanation.pools)
-    yield _tile(
+    yield Tile(
         "Generation", plural(generating, "device"), f"{plural(engines, 'engine')}, {plural(plan.buckets, 'bucket')}"
     )
     idle = ", ".join(f"{pool.idle:,} of {pool.devices:,} {pool.name}" for pool in explanation.pools)
-    yield _tile("Idle", plural(sum(pool.idle for pool in explanation.pools), "device"), idle)
+    yield Tile("Idle", plural(sum(pool.idle for pool in explanation.pools), "device"), idle)
 
 
 def _plans(explanation: Explanation) -> Markup:
@@ -102,7 +87,7 @@ def _widest_loss(explanation: Explanation) -> float:
 
 
 def _plan_row(name: str, plan: PlanView, widest: float) -> tuple[Markup, ...]:
-    loses = join(_bar(plan.loss, widest, "#d55e00"), text(loss(plan)))
+    loses = join(_part(plan.loss, widest, "#d55e00"), text(loss(plan)))
     return text(name), loses, text(duration(plan.predicted.step)), text(roles(plan))
 
 
@@ -111,16 +96,14 @@ def _reliefs(explanation: Explanation) -> Markup:
     rows = []
     for relief in explanation.reliefs:
         saves = (
-            join(_bar(relief.gain, widest, "#00795a"), text(percent(relief.gain))) if relief.binds else text("nothing")
+            join(_part(relief.gain, widest, "#00795a"), text(percent(relief.gain))) if relief.binds else text("nothing")
         )
         rows.append((text(relief.change), saves, text(duration(relief.step) if relief.binds else "-")))
     return table(("Change", "Saves", "Step then"), rows, "compare")
 
 
-def _bar(part: float, widest: float, colour: str) -> Markup:
-    if part < LEAST_LOSS:
-        return NOTHING
-    return tag("i", class_="bar", style=f"width:{_BAR * part / widest:.0f}px;background:{colour}")
+def _part(part: float, widest: float, colour: str) -> Markup:
+    return NOTHING if part < LEAST_LOSS else bar(part, widest, colour)
 
 
 def _rejected(explanation: Explanation) -> Markup:
@@ -137,25 +120,4 @@ def _rejected(explanation: Explanation) -> Markup:
         kinds.append(tag("details", summary, table(("Option", "Why not"), rows), said))
     total = sum(len(rejected.options) for rejected in explanation.rejected)
     summary = tag("summary", text(f"What is no option, and why ({total:,})"))
-    return tag("details", summary, _card("", join(*kinds)))
-
-
-def _cards(figures: Sequence[Figure]) -> Markup:
-    return tag("div", *(_figure(figure) for figure in figures), class_="cards")
-
-
-def _figure(figure: Figure) -> Markup:
-    note = tag("p", text(figure.note), class_="note")
-    return tag(
-        "figure", tag("h3", text(figure.title)), note, tag("div", figure.body, class_="scroll"), class_="card wide"
-    )
-
-
-def _card(title: str, body: Markup, note: str = "") -> Markup:
-    head = tag("h3", text(title)) if title else NOTHING
-    said = tag("p", text(note), class_="note") if note else NOTHING
-    return tag("section", head, said, body, class_="card table")
-
-
-def _tile(label: str, value: str, detail: str) -> Markup:
-    return tag("div", tag("span", text(label)), tag("b", text(value)), tag("span", text(detail)), class_="tile")
+    return tag("details", summary, section("", join(*kinds)))

@@ -37,7 +37,7 @@ def page(title: str, sections: Iterable[Markup], style: str = "") -> str:
     return f"<!DOCTYPE html>\n{document}\n"
 
 
-def tiles(shown: Iterable[Tile]) -> Markup:
+def tile_row(shown: Iterable[Tile]) -> Markup:
     return tag("div", *(_tile(tile) for tile in shown), class_="tiles")
 
 
@@ -46,8 +46,9 @@ def cards(figures: Iterable[Figure]) -> Markup:
 
 
 def section(title: str, body: Markup, note: str = "") -> Markup:
+    head = tag("h3", text(title)) if title else NOTHING
     said = tag("p", text(note), class_="note") if note else NOTHING
-    return tag("section", tag("h3", text(title)), said, body, class_="card table")
+    return tag("section", head, said, body, class_="card table")
 
 
 def bar(part: float, largest: float, colour: str) -> Markup:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from libra.report.figures import Figure
 from libra.report.markup import Markup, join, tag, text
-from libra.report.page import bar, cards, page, section, tiles
+from libra.report.page import bar, cards, page, section, tile_row
 from libra.report.simulation_charts import latency_figures, time_figures
 from libra.report.simulation_table import (
     ENGINE_NUMBERS,
@@ -55,7 +55,7 @@ def _sections(view: SimulationView, title: str) -> Iterator[Markup]:
         yield tag("ul", *(tag("li", text(notice)) for notice in said), class_="notices")
     if not view.metrics.requests:
         return
-    yield tiles(headline_tiles(view))
+    yield tile_row(headline_tiles(view))
     yield tag("h2", text("How long requests take"))
     if view.phases:
         yield cards(latency_figures(view))
