@@ -1,0 +1,199 @@
+"""How near the planner's price of a synchronous rollout is to the simulated one.
+
+Invariant: families of trajectories and seeds that the table of corrections was fitted to are not those of the verdict.
+
+    python -m benchmarks.rollout_price [--quick] [--json FILE] [--fit]
+
+A case is a random cluster (GPUs, nodes, tensor-parallel degrees), model, recipe and distribution of trajectories. The
+planner is told of 4,096 trajectories and plans synchronous training; then batches drawn anew are rolled out by the
+simulator on the plan's engines, all at once, with every trajectory sent to its bucket. Predicted seconds are an
+expectation, so they are compared with the mean of as many batches as it takes to know that. `--fit` makes the table
+anew, from other families, and writes it to `src/libra/cost/corrections.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
+from benchmarks.rollout_price_fit import Sample, fit, rollout_seconds
+from benchmarks.rollout_price_simulation import Rollout, roll_out
+from benchmarks.rows import Row, report
+from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
+from libra.plan.placement import place
+from libra.plan.plan import Plan, answer
+from libra.plan.planner import Planner
+from libra.plan.problem import InfeasiblePlanError, Problem
+from libra.plan.solve import solve
+
+TABLE = Path(__file__).parents[1] / "src/libra/cost/corrections.py"
+MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
+
+_CASES = 100
+_FIT_SEEDS = 20  # of each family
+# Batches of a case are simulated until the standard error of their mean is known to be small, or there are many.
+_BATCHES = (4, 32)
+_FEW_BATCHES = (3, 8)
+_STANDARD_ERROR = 0.02  # of the mean
+_FIRST_TEST_SEED = 1000  # those of the fit are below
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A case's plan, and what became of its batches."""
+
+    case: Case
+    plan: Plan
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def predicted(self) -> float:
+        return rollout_seconds(self.problem, self.plan.allocation)
+
+    @property
+    def simulated(self) -> float:
+        return fmean(rollout.seconds for rollout in self.rollouts)
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.simulated - 1
+
+    @property
+    def sample(self) -> Sample:
+        request = self.plan.request
+        assert request.kind == "cluster"
+        return Sample(request, self.problem, self.plan.allocation, self.simulated)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rollout_price", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="few cases: a first look, not a verdict")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
+    options = parser.parse_args(arguments)
+    if options.fit:
+        factors = fit_table(2 if options.quick else _FIT_SEEDS)
+        write_table(factors, TABLE)
+        print(f"{TABLE}: {factors}")
+        return 0
+    count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
+    found = list(price_all(test_cases(count), batches))
+    rows = [*verdict_rows(found), *log_rows(batches)]
+    report(rows, options.json)
+    return 0
+
+
+def test_cases(count: int) -> list[Case]:
+    """The families in turn; a case that has no plan is left out, and another is drawn."""
+    return [make_case(TESTED[k % len(TESTED)], _FIRST_TEST_SEED + k // len(TESTED)) for k in range(count)]
+
+
+def fit_table(seeds: int) -> BatchFactors:
+    """Twice: what is mispriced shows in plans that were made by the price."""
+    samples: list[Sample] = []
+    factors = UNCORRECTED
+    for first in (0, seeds):
+        for family in FITTED:
+            cases = (make_case(family, seed) for seed in range(first, first + seeds))
+            samples += [priced.sample for priced in price_all(cases, _FEW_BATCHES, factors)]
+        factors = fit(samples)
+    return factors
+
+
+def write_table(factors: BatchFactors, path: Path) -> None:
+    """Put the factors where `BATCH` has them in that file."""
+    lines = "".join(f"    {name}={value!r},\n" for name, value in asdict(factors).items())
+    text, found = re.subn(
+        r"^BATCH = BatchFactors\(\n.*?^\)$",
+        f"BATCH = BatchFactors(\n{lines})",
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    if found != 1:
+        raise ValueError(f"{path} defines BATCH {found} times; it must be once, from `BATCH = BatchFactors(` to `)`")
+    path.write_text(text, encoding="utf-8")
+
+
+def price_all(cases: Iterable[Case], batches: tuple[int, int], factors: BatchFactors = BATCH) -> Iterable[Priced]:
+    """Those cases that have a plan."""
+    for case in cases:
+        try:
+            yield price_case(case, batches, factors)
+        except InfeasiblePlanError:
+            continue
+
+
+def price_case(
+    case: Case, batches: tuple[int, int], factors: BatchFactors = BATCH, *, unknown_at_first: bool = False
+) -> Priced:
+    """Plan for the case and simulate batches, from the fewest to the most. Raises `InfeasiblePlanError`."""
+    planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
+    tracker = planner.tracker(half_life_steps=1e6)  # all that is observed counts
+    for trajectory in case.observed():
+        tracker.observe(trajectory)
+    request = planner.request(tracker)
+    menu = request.menu(factors)
+    solution = solve(menu.problem)
+    plan = answer(
+        request,
+        menu.problem,
+        solution,
+        layout=menu.layouts[solution.allocation.layout, solution.allocation.replicas],
+        placement=place(menu.problem, solution.allocation, ()),
+    )
+    fewest, most = batches
+    rollouts: list[Rollout] = []
+    while len(rollouts) < fewest or (len(rollouts) < most and _standard_error(rollouts) > _STANDARD_ERROR):
+        rollouts.append(roll_out(plan, case.batch(len(rollouts)), unknown_at_first=unknown_at_first))
+    return Priced(case, plan, menu.problem, tuple(rollouts))
+
+
+def _standard_error(rollouts: Sequence[Rollout]) -> float:
+    """Of the mean of their seconds, relative to it; infinite for fewer than two."""
+    seconds = [rollout.seconds for rollout in rollouts]
+    return stdev(seconds) / fmean(seconds) / math.sqrt(len(seconds)) if len(seconds) > 1 else math.inf
+
+
+def verdict_rows(found: Sequence[Priced]) -> list[Row]:
+    errors = [100 * abs(priced.error) for priced in found]
+    name = f"{len(found)} clusters and distributions"
+    rows = [
+        Row(name, "mean |error|", fmean(errors), "%", f"at most {MEAN_GOAL:g} %", fmean(errors) <= MEAN_GOAL),
+        Row(name, "largest |error|", max(errors), "%", f"at most {LARGEST_GOAL:g} %", max(errors) <= LARGEST_GOAL),
+        Row(name, "mean error", 100 * fmean(priced.error for priced in found), "%"),
+        Row(name, f"cases beyond {LARGEST_GOAL:g} %", sum(error > LARGEST_GOAL for error in errors), ""),
+        Row(name, "one batch against the mean of the others", 100 * fmean(map(_repeat_error, found)), "%"),
+    ]
+    for family in TESTED:
+        its = [100 * abs(priced.error) for priced in found if priced.case.name.startswith(f"{family} ")]
+        rows += [Row(family, "mean |error|", fmean(its), "%"), Row(family, "largest |error|", max(its), "%")]
+    several = [100 * priced.error for priced in found if len(priced.plan.allocation.buckets) > 1]
+    if several:
+        rows.append(Row("plans with several buckets", "mean error", fmean(several), "%"))
+    return rows
+
+
+def log_rows(batches: tuple[int, int]) -> list[Row]:
+    """Recorded trajectories, where they are at hand."""
+    return [Row(priced.case.name, "error", 100 * priced.error, "%") for priced in price_all(logged_cases(), batches)]
+
+
+def _repeat_error(priced: Priced) -> float:
+    """Mean |error| of predicting a batch by the mean of the case's others: what no price of expectations goes below."""
+    seconds = [rollout.seconds for rollout in priced.rollouts]
+    others = [(sum(seconds) - it) / (len(seconds) - 1) for it in seconds]
+    return fmean(abs(other / it - 1) for other, it in zip(others, seconds, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

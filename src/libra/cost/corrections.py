@@ -1,0 +1,36 @@
+"""What closed forms of a synchronous batch are multiplied by, so that they come near the simulated seconds.
+
+Invariant: each factor corrects one named mechanism of `libra.cost.rollout`, and all are fitted together, on families of
+trajectories and seeds that no test uses: `python -m benchmarks.rollout_price --fit` says how far and writes them here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFactors:
+    """Factors of the parts of a batch's seconds; the parts are those of `batch_work` and `batch_alone`."""
+
+    # Generation of others slows the longest trajectory while it generates itself, but not while its tools run.
+    decode: float  # of all, where the longest uses no tools
+    decode_beside_tools: float  # of all, where the longest only waits for tools
+    prefill: float  # samples of one prompt prefill it together; and it, too, runs while tools do
+    eviction: float  # contexts that are prefilled again: those of the longer trajectories are gone more often
+    memory: float  # waiting for memory, which others use meanwhile
+    generation: float  # of the longest trajectory: as the batch drains, and its draws are not normal
+    tools: float  # of the longest trajectory
+
+
+UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+BATCH = BatchFactors(
+    decode=0.9,
+    decode_beside_tools=0.41,
+    prefill=0.82,
+    eviction=1.31,
+    memory=0.44,
+    generation=0.98,
+    tools=0.97,
+)
