@@ -44,6 +44,8 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.profiles --quick
 	$(VENV)/bin/python -m benchmarks.tracking --quick
 	$(VENV)/bin/python -m benchmarks.replanning --quick
+	$(VENV)/bin/python -m benchmarks.simulation --quick
+	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots
@@ -51,6 +53,8 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.profiles
 	$(VENV)/bin/python -m benchmarks.tracking
 	$(VENV)/bin/python -m benchmarks.replanning
+	$(VENV)/bin/python -m benchmarks.simulation
+	$(VENV)/bin/python -m benchmarks.rollout_price
 
 fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md
 	$(VENV)/bin/python -m benchmarks.fidelity --markdown docs/fidelity.md
