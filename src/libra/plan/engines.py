@@ -60,6 +60,19 @@ def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
     return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1
 
 
+def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int) -> int:
+    """Tokens that the KV cache of an engine of `tp` GPUs holds; 0 when the weights leave no room."""
+    return kv_tokens(
+        model,
+        nodes.gpu.memory,
+        recipe.gpu_memory_utilization,
+        tp,
+        weight_bytes=recipe.rollout_weight_bytes,
+        kv_bytes=recipe.kv_bytes,
+        batched_tokens=recipe.max_batched_tokens,
+    )
+
+
 def node_roofline(
     nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
 ) -> EngineProfile:
@@ -96,15 +109,7 @@ def engine_options(
         if tp not in known:
             rejected.append(RejectedEngine(shape, f"the profile has no times for it ({profile.source})"))
             continue
-        kv = kv_tokens(
-            model,
-            nodes.gpu.memory,
-            recipe.gpu_memory_utilization,
-            tp,
-            weight_bytes=recipe.rollout_weight_bytes,
-            kv_bytes=recipe.kv_bytes,
-            batched_tokens=recipe.max_batched_tokens,
-        )
+        kv = engine_kv_tokens(model, nodes, recipe, tp)
         holds = min(kv, longest_context)
         if holds < classes[0].peak_context:
             weights = model.weight_bytes(recipe.rollout_weight_bytes, tp)

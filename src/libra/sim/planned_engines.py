@@ -5,10 +5,10 @@ Invariant: memory, times, seats and places are those that the planner priced and
 
 from __future__ import annotations
 
-from libra.cluster import NodeClass
 from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.engine_memory import BLOCK
 from libra.plan.cluster_request import ClusterRequest
+from libra.plan.engines import engine_kv_tokens
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
 from libra.plan.slots import SlotRequest
@@ -60,7 +60,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
 
 def _engine(request: ClusterRequest, group: Group, seats: int) -> tuple[EngineConfig, IterationCost]:
     recipe, nodes = request.recipe, request.cluster.node_class(group.pool)
-    kv = _kv_tokens(request, nodes, group.devices)
+    kv = engine_kv_tokens(request.model, nodes, recipe, group.devices)
     config = EngineConfig(
         max_model_len=min(kv, recipe.max_length),
         kv_blocks=kv // BLOCK,
@@ -70,19 +70,6 @@ def _engine(request: ClusterRequest, group: Group, seats: int) -> tuple[EngineCo
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]
     return config, GridCost(profile.grid(group.devices), config)
-
-
-def _kv_tokens(request: ClusterRequest, nodes: NodeClass, tp: int) -> int:
-    recipe = request.recipe
-    return kv_tokens(
-        request.model,
-        nodes.gpu.memory,
-        recipe.gpu_memory_utilization,
-        tp,
-        weight_bytes=recipe.rollout_weight_bytes,
-        kv_bytes=recipe.kv_bytes,
-        batched_tokens=recipe.max_batched_tokens,
-    )
 
 
 def _name(group: Group) -> str:
