@@ -24,6 +24,8 @@ from libra.sim.workload.caller import TrajectoryCaller
 from libra.sim.workload.protocol import Workload
 
 _NEVER = 1 << 80  # ticks
+_INDEX_BITS = 24
+_INDEX = (1 << _INDEX_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Cluster:
             raise ValueError("there is no engine: give one or more")
         if route is None and len(specs) > 1:
             raise ValueError(f"there are {len(specs)} engines and no policy: say where requests go")
+        if len(specs) > _INDEX:
+            raise ValueError(f"there are {len(specs):,} engines; simulate {_INDEX:,} at most")
         if len({spec.name for spec in specs}) < len(specs):
             raise ValueError("two engines have the same name: names must be unique")
         if limits is None:
@@ -109,7 +113,7 @@ class Cluster:
         self._by_name = {spec.name: engine for spec, engine in zip(specs, self.engines, strict=True)}
         self._limit = time_limit
         self._watch = watch
-        self._ends: list[tuple[int, int, int]] = []  # (tick, engine, version of its plan)
+        self._ends: list[int] = []  # of plans: tick and engine in one number, which a heap compares in one look
         self._following: list[tuple[int, int, Request]] = []  # (arrival, number, request)
         # (tick, number, what) of cancellations, and of weight updates, which come after those of the same instant
         self._orders: list[tuple[int, int, Request | WeightUpdate]] = [
@@ -136,11 +140,14 @@ class Cluster:
         engines, watch = self.engines, self._watch
         limit = _NEVER if self._limit is None else self._limit
         while True:
-            while ends and ends[0][2] != engines[ends[0][1]].version:
-                heappop(ends)  # that plan was cut
             now = upcoming_at
-            if ends and ends[0][0] < now:
-                now = ends[0][0]
+            while ends:
+                end, index = ends[0] >> _INDEX_BITS, ends[0] & _INDEX
+                if engines[index].busy and engines[index].end == end:
+                    if end < now:
+                        now = end
+                    break
+                heappop(ends)  # that plan was cut
             if following and following[0][0] < now:
                 now = following[0][0]
             if now == _NEVER:
@@ -152,10 +159,10 @@ class Cluster:
                 break
             self.now = now
             while True:
-                while ends and ends[0][0] == now:
-                    _, index, version = heappop(ends)
+                while ends and ends[0] >> _INDEX_BITS == now:
+                    index = heappop(ends) & _INDEX
                     engine = engines[index]
-                    if version == engine.version:
+                    if engine.busy and engine.end == now:
                         idle.add(index)
                         for request in engine.commit():
                             # Whoever cancelled it while its last iteration was under way has gone on already.
@@ -176,13 +183,13 @@ class Cluster:
                     else:
                         break
                     self._arrive(request)
-                if not ends or ends[0][0] > now:  # otherwise an arrival ended a plan at this very instant
+                if not ends or ends[0] >> _INDEX_BITS > now:  # otherwise an arrival ended a plan at this very instant
                     break
             for index in sorted(idle) if len(idle) > 1 else idle:
                 engine = engines[index]
-                end = engine.plan(now)
-                if end is not None:
-                    heappush(ends, (end, index, engine.version))
+                planned = engine.plan(now)
+                if planned is not None:
+                    heappush(ends, planned << _INDEX_BITS | index)
                 if watch is not None:
                     watch(engine, now)
             idle.clear()
@@ -237,8 +244,8 @@ class Cluster:
 
     def _changed(self, engine: Engine, sooner: bool) -> None:
         if sooner:
-            heappush(self._ends, (engine.end, engine.index, engine.version))
-        if not engine.busy:
+            heappush(self._ends, engine.end << _INDEX_BITS | engine.index)
+        if not engine.busy or engine.open:
             self._idle.add(engine.index)
 
     def _ended(self, request: Request) -> None:

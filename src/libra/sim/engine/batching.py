@@ -73,12 +73,12 @@ class Engine:
         "index",
         "iterations",
         "load_tokens",
+        "open",
         "pool",
         "preemptions",
         "start",
         "steps",
         "trace",
-        "version",
     )
 
     def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
@@ -87,10 +87,10 @@ class Engine:
         self.index = index
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
         self.trace: Callable[[Iteration], None] | None = None
-        self.busy = False
+        self.busy = False  # until `end`
+        self.open = False  # may decide on more before that
         self.start = self.end = 0  # of what is planned, ticks
         self.steps = 0  # iterations planned that only generate; 0: one of another kind, or a pause
-        self.version = 0  # of the plan
         self.load_tokens = 0  # prompts of the requests accepted and not finished
         self.events = self.iterations = self.preemptions = self.busy_ticks = 0
         self.held_ticks = 0  # blocks held, times ticks, times 2; between two events they are taken to grow evenly
@@ -171,7 +171,6 @@ class Engine:
 
     def plan(self, now: int) -> int | None:
         """Decide at an iteration's boundary what to do until when. None: there is nothing to do."""
-        self.version += 1
         if self._cancelled:
             self._cancel_all(now)
         self.steps = 0
@@ -272,10 +271,7 @@ class Engine:
         if before <= 1 or not self.busy:
             return False
         self.steps, self.end = cut(self._pieces, before, now)
-        if self.steps == before:
-            return False
-        self.version += 1
-        return True
+        return self.steps < before
 
     # One iteration of any kind
 

@@ -48,7 +48,6 @@ class PipelinedEngine(Engine):
         self._free = [0] * stages  # tick at which each stage has worked off what was sent to it
 
     def plan(self, now: int) -> int | None:
-        self.version += 1
         if self._cancelled:
             self._cancel_all(now)
         if self._due or self._pause is not None:
@@ -57,14 +56,14 @@ class PipelinedEngine(Engine):
                 self.end = self._pause.until(now)
             elif self._queue:
                 self.end = self._queue[0].end
-            self.busy = True
+            self.busy, self.open = True, False
             return self.end
         for lane in self._lanes:
             if not lane.under_way:
                 self._look_at(lane)
                 if self._has_work():
                     self._schedule(lane, now)
-        self.busy = all(lane.under_way for lane in self._lanes)
+        self.busy, self.open = bool(self._queue), len(self._queue) < len(self._lanes)
         if not self._queue:
             if self._waiting:
                 super()._nothing_fits()
@@ -83,6 +82,11 @@ class PipelinedEngine(Engine):
         self.start = lane.end - (lane.end - lane.start) // len(self._lanes)
         self.end = lane.end
         return super().commit()
+
+    def stop(self, now: int) -> None:
+        """Time is up. What is under way does not count as busy."""
+        for request in self._running:
+            self._count_generated(request)
 
     def _has_work(self) -> bool:
         if self._generation.count or self._partial is not None:
