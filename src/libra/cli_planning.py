@@ -70,7 +70,8 @@ def plan(
 
     notes: list[str] = []
     try:
-        check_writable(output)
+        named = [Path(it) / within for it in (model, profile) if it is not None for within in ("", "config.json")]
+        check_writable(output, reads=(where, trajectories, request, *named))
         if model is None:
             found, evidence = _plan_run(where, trajectories, profile, what_if)
         else:
@@ -180,7 +181,7 @@ def explain(
 
     change = ""
     try:
-        check_writable(html)
+        check_writable(html, reads=(plan,))
         found = parse_plan(plan.read_bytes(), where=str(plan))
         if what_if:
             before, found = found.predicted.step, _assumed(found, what_if)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from libra.output_file import check_writable
+from libra.output_file import check_writable, write_text, writing
 from libra.refusal import bad_input
 
 if TYPE_CHECKING:
@@ -98,12 +98,13 @@ def simulate(
     }
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        check_writable(output, requests_out, timeline, report)
+        check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
         _check_numbers(seed, time_limit, given)
         work = asked(what, trajectories, requests, given, seed)
         deployment = _routed(work.deployment, route)
         policy = deployment.policy(seed)
         if learn_from is not None:
+            _require_learner(deployment.route)
             teach(policy, read_trajectories(learn_from))
         limit = deployment.time_limit if time_limit is None else time_limit
         with SimulationProgress(sys.stderr) as progress:
@@ -140,6 +141,15 @@ def _routed(deployment: Deployment, route: str | None) -> Deployment:
         return replace(deployment, route=route)
     except ValueError as error:
         raise ValueError(f"--route: {error}") from None
+
+
+def _require_learner(route: str) -> None:
+    from libra.route import cmlfq
+
+    if route != cmlfq.NAME:
+        raise ValueError(
+            f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route {cmlfq.NAME}"
+        )
 
 
 def _cold_router(deployment: Deployment) -> list[str]:
@@ -196,13 +206,15 @@ def _write(
     from libra.sim.outcome.outcome_file import write_outcomes
 
     if output is not None:
-        output.write_text(text, encoding="utf-8")
+        write_text(output, text)
     if requests_out is not None:
-        write_outcomes(result, requests_out)
+        with writing(requests_out):
+            write_outcomes(result, requests_out)
     if timeline is not None:
-        write_simulation_timeline(result, timeline)
+        with writing(timeline):
+            write_simulation_timeline(result, timeline)
     if report is not None:
-        report.write_text(simulation_page(simulation_view(result), f"Simulation of {title}"), encoding="utf-8")
+        write_text(report, simulation_page(simulation_view(result), f"Simulation of {title}"))
 
 
 def _show(result: SimulationResult, forecast: Forecast | None) -> None:
@@ -215,7 +227,7 @@ def _show(result: SimulationResult, forecast: Forecast | None) -> None:
     console = Console()
     for line in (headline(view), *notices(view), *_compared(result, forecast)):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for table in simulation_tables(view):
+    for table in simulation_tables(view, console.width):
         console.print(table)
 
 

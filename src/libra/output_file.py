@@ -1,24 +1,45 @@
 """Files that a command is asked to write.
 
-Invariant: what cannot be written is refused before the work is done where that can be known, and in one line that names
-the file.
+Invariant: what cannot be written, or would overwrite what the command reads or writes besides, is refused before the
+work is done where that can be known, and in one line that names the file.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Raises ValueError where a path has no directory to be in."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
+def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
+    """Raises ValueError where an output is a directory or has none to be in, or is the same file as one of `reads` or
+    as another output."""
+    taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
+    for path in outputs:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{path}: is a directory; give a file to write to")
+        if not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no directory {path.parent}; make it, or give another file to write to")
+        real = os.path.realpath(path)
+        if real in taken:
+            raise ValueError(f"{path}: the same file as {taken[real]}; give another file to write to")
+        if path.is_file() or not path.exists():  # /dev/null takes any number of outputs
+            taken[real] = f"{path}, which is written besides"
 
 
 def write_text(path: Path, text: str) -> None:
     """Raises ValueError where it cannot be written."""
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns OSError into ValueError that names the file, which the error of a full disk does not."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give another file to write to") from None

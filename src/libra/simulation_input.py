@@ -16,6 +16,7 @@ from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
 from libra.sim.of_plan import Forecast, forecast_of, planned_run
+from libra.sim.planned_engines import PlacementError
 from libra.sim.workload.protocol import Workload
 from libra.sim.workload.recorded_requests import recorded_requests
 from libra.sim.workload.replay import Replay
@@ -25,6 +26,11 @@ from libra.trajectory import read_workload
 _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
 _OF_REQUESTS = ("--rate-scale", "--start")
+_MEANT_FOR = {
+    "--steps": "a plan",
+    **dict.fromkeys(_OF_TRAJECTORIES, "trajectories (--trajectories)"),
+    **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
+}
 
 Options = Mapping[str, Any]  # those that were given, by their names
 
@@ -45,15 +51,15 @@ def asked(what: Path, trajectories: Path | None, requests: Path | None, given: O
     if what.suffix == ".json":
         if requests is not None or trajectories is None:
             raise ValueError("a plan is simulated on trajectories: give --trajectories, and no --requests")
-        _only(given, "requests (--requests)", "--steps", *_OF_TRAJECTORIES)
+        _only(given, "--steps", *_OF_TRAJECTORIES)
         return _plan(what, trajectories, given, seed)
     if what.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{what}: give a plan.json of `libra plan`, or a YAML file such as examples/engines.yaml")
     if requests is not None and trajectories is None:
-        _only(given, "trajectories (--trajectories)", *_OF_REQUESTS)
+        _only(given, *_OF_REQUESTS)
         return _requests(what, requests, given)
     if trajectories is not None and requests is None:
-        _only(given, "a plan, or requests (--requests)", *_OF_TRAJECTORIES)
+        _only(given, *_OF_TRAJECTORIES)
         return _trajectories(what, trajectories, given)
     raise ValueError("give the work for the engines: --requests FILE or --trajectories FILE, one of them")
 
@@ -63,7 +69,10 @@ def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     request = plan.request
     longest = request.workload.longest_context if isinstance(request, SlotRequest) else request.recipe.max_length
     log = list(read_workload(trajectories, longest, given.get(_TRUNCATE, False)))
-    deployment, workload = planned_run(plan, log, seed=seed, **_keywords(given))
+    try:
+        deployment, workload = planned_run(plan, log, seed=seed, **_keywords(given))
+    except PlacementError as error:
+        raise ValueError(f"{what}: {error}") from None
     described = workload.describe()
     source, samples = described["source"], described["samples_per_prompt"]
     notes = [_drawing(source["drawn"], source["log"], source["steps"], samples, seed)]
@@ -97,11 +106,11 @@ def _trajectories(what: Path, trajectories: Path, given: Options) -> Asked:
     return Asked(deployment, Replay(log, source={"file": trajectories.name}, **_keywords(given)), tuple(notes))
 
 
-def _only(given: Options, whose: str, *known: str) -> None:
+def _only(given: Options, *known: str) -> None:
     """Raise ValueError naming an option that was given and means nothing here."""
     for name in given:
         if name not in known:
-            raise ValueError(f"{name} is for {whose}; leave it out")
+            raise ValueError(f"{name} is for {_MEANT_FOR[name]}; leave it out")
 
 
 def _keywords(given: Options) -> dict[str, Any]:

@@ -119,3 +119,12 @@ def test_nothing_is_lost_and_no_request_is_in_two_batches(seed: int, stages: int
         assert all(first[1] <= second[0] for first, second in pairwise(generating))
     ends = [iteration.end for iteration in iterations if iteration.scheduled]
     assert ends == sorted(ends)  # batches leave the pipeline in the order in which they entered
+
+
+def test_blocks_are_held_as_long_with_stages_as_without() -> None:
+    held = []
+    for stages in (1, 2, 4):
+        config = EngineConfig(max_model_len=256, kv_blocks=64, pipeline_parallel_size=stages)
+        cluster, _ = served(config, [Request(0, 0, 100, 60)])
+        held.append(cluster.engines[0].held_ticks / 2 / 64 / cluster.now)
+    assert held == pytest.approx([held[0]] * 3, rel=0.05)

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from made_result import all_ends, request, simulated, two_trajectories
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import Cluster, EngineSpec
 from libra.sim.engine.batching import Engine
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS
 from libra.sim.outcome.metrics import (
@@ -33,10 +35,12 @@ from libra.sim.outcome.metrics import (
 )
 from libra.sim.outcome.outcome_file import FIELDS, outcome_lines, write_outcomes
 from libra.sim.outcome.request_columns import request_columns
-from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.outcome.result_document import FORMAT, dump_result
 from libra.sim.outcome.watcher import Watcher
+from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import TrajectoryCaller
+from libra.sim.workload.protocol import Requests
 
 
 def alike(value: float) -> Spread:
@@ -71,6 +75,7 @@ def test_two_requests() -> None:
         trajectories_completed=0,
         trajectory_latency=None,
         busy_share=1.0,
+        paused_share=0.0,
         kv_share=(2 + 4 + 2) / (64 * 3),  # blocks of 4 tokens, each second
         kv_peak_share=4 / 64,
         cache_hit_rate=0.0,
@@ -80,7 +85,7 @@ def test_two_requests() -> None:
         iterations_per_event=1.0,
     )
     assert engine_metrics(result) == (
-        EngineMetrics("e", 0, 2, 2, 4, 1.0, (2 + 4 + 2) / (64 * 3), 4 / 64, 0.0, 0, 3, 3),
+        EngineMetrics("e", 0, 2, 2, 4, 1.0, 0.0, (2 + 4 + 2) / (64 * 3), 4 / 64, 0.0, 0, 3, 3),
     )
     assert endings(result.requests) == ()
 
@@ -260,3 +265,28 @@ def reached(root: object) -> list[Any]:
             seen[id(found)] = found
             left += gc.get_referents(found)
     return list(seen.values())
+
+
+def test_a_time_limit_finds_what_was_held_and_what_was_given_up() -> None:
+    """One engine, a tick of a second an iteration. The first is cut off, the second is given up during a pause."""
+    config = EngineConfig(max_model_len=4096, kv_blocks=300, block_size=16)
+    long = [Request(0, 0, 160, 2000)]
+    watcher = Watcher()
+    cluster = Cluster(
+        [EngineSpec("e", config, AffineCost(TICKS))], Requests(lambda: long, {}), time_limit=1000 * TICKS, watch=watcher
+    )
+    cluster.run()
+    found = metrics_of(result_of(cluster, watcher))
+    assert found.kv_share is not None and found.kv_peak_share is not None
+    assert found.kv_peak_share == pytest.approx((160 + 999) / 16 / 300, rel=0.02)
+    assert found.kv_share < found.kv_peak_share
+    given_up = [Request(0, 0, 16, 50, cancel_at=4 * TICKS)]
+    paused = Cluster(
+        [EngineSpec("e", config, AffineCost(TICKS))],
+        Requests(lambda: given_up, {}),
+        time_limit=6 * TICKS,
+        updates=(WeightUpdate(2 * TICKS, 10 * TICKS),),
+    )
+    paused.run()
+    assert (given_up[0].status, given_up[0].finish) == ("cancelled", 6 * TICKS)
+    assert metrics_of(result_of(paused)).paused_share == pytest.approx(4 / 6)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from libra.route import policy
 from libra.sim.clock import TICKS
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
 from libra.sim.workload.arrivals import AtTimes, Poisson, Steady
-from libra.sim.workload.caller import TrajectoryCaller, caller_of
+from libra.sim.workload.caller import TrajectoryCaller
 from libra.sim.workload.calls import Call, calls
 from libra.sim.workload.protocol import Workload
 from libra.sim.workload.replay import Kept, Replay
@@ -279,10 +278,14 @@ def test_start_is_in_the_order_of_arrival_when_tools_come_first() -> None:
     assert [(r.number, r.arrival) for r in Replay(log).start()] == [(1, 0), (2, 0), (0, 5 * TICKS)]
 
 
+def caller_of(request: Request) -> TrajectoryCaller:
+    assert isinstance(request.owner, TrajectoryCaller)
+    return request.owner
+
+
 def test_a_caller_says_what_a_router_may_know() -> None:
     log = [made("a", [called(0, 1, tool="ls"), called(5, 3), called(0, 2, tool="cat"), last(1)], "p", finished=True)]
     first, second = run(Replay(log), lambda _: TICKS)
-    assert caller_of(first) is first.owner
     assert caller_of(first).routing_request() == policy.Request("a", "p", 10, 11)
     assert caller_of(first).returned() is None
     assert caller_of(second).routing_request() == policy.Request("a", "p", 10, 21)
@@ -294,16 +297,6 @@ def test_a_caller_says_what_a_router_may_know() -> None:
 def test_no_tool_between_two_turns_is_no_tool_return() -> None:
     _, second = run(Replay([made("a", [last(5), last(5)], finished=True)]), lambda _: TICKS)
     assert caller_of(second).returned() is None
-
-
-def test_a_request_of_nobody_is_a_trajectory_of_one_turn() -> None:
-    chain = Chain("own", Chain("shared"), 4)
-    caller = caller_of(Request(7, 0, 12, 5, chain=chain))
-    assert caller.routing_request() == policy.Request("request 7", "shared", 12, 12)
-    assert caller.trajectory.contexts() == (12,)
-    assert (caller.trajectory.final_context, caller.trajectory.finished) == (17, True)
-    assert (caller.turn, caller.last, caller.returned()) == (0, True, None)
-    assert caller_of(Request(8, 0, 12, 5)).routing_request().prompt_id == "request 8"
 
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [

@@ -1,10 +1,12 @@
 """Terminal tables of a simulation.
 
-Invariant: tables show the numbers of their view and compute none of their own; they are legible in 100 columns.
+Invariant: tables show the numbers of their view and compute none of their own; they are legible in 80 columns,
+where some say less than in 100.
 """
 
 from __future__ import annotations
 
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
@@ -31,6 +33,7 @@ _NUMBERS = (
     "prompt_rate",
     "request_rate",
     "busy_share",
+    "paused_share",
     "kv_share",
     "kv_peak_share",
     "cache_hit_rate",
@@ -47,14 +50,17 @@ ENGINE_NUMBERS = (
     "cache_hit_rate",
     "preemptions",
 )
+_SPARED_FIRST = ("preemptions", "kv_share", "requests", "cache_hit_rate", "kv_peak_share")  # where room is wanting
+_FRAME = 3  # characters that a column takes besides its text
 
 
-def simulation_tables(view: SimulationView) -> tuple[Table, ...]:
-    """The numbers, latencies, what did not finish (left out where all did), and the engines; for a rich console."""
+def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ...]:
+    """The numbers, latencies, what did not finish (left out where all did), and the engines; for a rich console of so
+    many columns."""
     tables = [_numbers(view), _latencies(view)]
     if view.endings:
         tables.append(_endings(view))
-    return (*tables, _engines(view))
+    return (*tables, _engines(view, width))
 
 
 def definitions_table() -> Table:
@@ -138,16 +144,35 @@ def _endings(view: SimulationView) -> Table:
     return table
 
 
-def _engines(view: SimulationView) -> Table:
+def _engines(view: SimulationView, width: int) -> Table:
     shown, left_out = shown_engines(view, MOST_ENGINES)
+    columns = {"engine": [engine.name for engine in shown]}
+    if len({engine.bucket for engine in view.engines}) > 1:
+        columns["bucket"] = [str(engine.bucket) for engine in shown]
+    cells = [engine_cells(engine) for engine in shown]
+    for number, key in enumerate(ENGINE_NUMBERS):
+        columns[_header(key)] = [row[number] for row in cells]
+    spared = []
+    for key in _SPARED_FIRST:
+        if _width(columns) <= width:
+            break
+        del columns[_header(key)]
+        spared.append(DEFINITIONS[key].name)
     table = Table(title="Engines" if not left_out else f"The {len(shown)} busiest engines; {left_out:,} more are there")
-    buckets = len({engine.bucket for engine in view.engines}) > 1
-    table.add_column("engine")
-    if buckets:
-        table.add_column("bucket", justify="right")
-    for key in ENGINE_NUMBERS:
-        table.add_column(DEFINITIONS[key].name, justify="right")
-    for engine in shown:
-        bucket = [str(engine.bucket)] if buckets else []
-        table.add_row(escape(engine.name), *bucket, *engine_cells(engine))
+    for header in columns:
+        table.add_column(header, justify="left" if header == "engine" else "right", no_wrap=True, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(escape(cell) for cell in row))
+    if spared:
+        table.caption = f"A wider terminal also shows {', '.join(spared)}"
     return table
+
+
+def _header(key: str) -> str:
+    """A word a line: numbers are narrower than their names."""
+    return DEFINITIONS[key].name.replace(" ", "\n")
+
+
+def _width(columns: dict[str, list[str]]) -> int:
+    texts = ([*header.split("\n"), *cells] for header, cells in columns.items())
+    return 1 + sum(_FRAME + max(map(cell_len, column)) for column in texts)

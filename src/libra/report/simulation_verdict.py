@@ -19,6 +19,7 @@ from libra.sim.outcome.result import SimulationResult
 
 LONG_QUEUE = 0.25  # of the mean latency: from here on queueing bounds a request
 IDLE = 0.6  # busy share below which engines wait for work more than is usual
+PAUSED = 0.2  # share of the time for which engines stand still that is worth naming first
 UNEVEN = 1.25  # busiest engine over the mean
 LONG_TAIL = 0.25  # of the makespan, after nine in ten requests have finished
 FULL = 0.95  # of seats or blocks
@@ -195,6 +196,9 @@ def _bound(view: SimulationView) -> str:
     busy = metrics.busy_share or 0.0
     subject = "the engines work" if len(view.engines) > 1 else "the engine works"
     works = f"{subject} {percent(busy, 0)} of the time"
+    paused = metrics.paused_share or 0.0
+    if paused >= PAUSED and paused >= busy:
+        return f"New weights bound it: engines stand still for {percent(paused, 0)} of the time, and {works}."
     queueing = view.phases[0]
     longest = max(view.phases, key=lambda phase: phase.seconds)
     if queueing.share >= LONG_QUEUE:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 
 TICKS = 10**12  # in one second
+LONGEST = 2**63 / TICKS  # seconds: what 64 bits hold
 
 
 def ticks(seconds: float) -> int:
     """The nearest whole number of ticks. Raises ValueError for what is not finite and not negative."""
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{seconds} seconds is no duration: give a finite number that is not negative")
+    if seconds >= LONGEST:
+        raise ValueError(f"{seconds:g} seconds is more than 106 days away: stay below {LONGEST:.3g}")
     return round(seconds * TICKS)
 
 

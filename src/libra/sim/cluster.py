@@ -23,7 +23,7 @@ from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import TrajectoryCaller
 from libra.sim.workload.protocol import Workload
 
-_NEVER = 1 << 80  # ticks
+_NEVER = 1 << 80  # ticks, beyond what `clock.ticks` gives
 _INDEX_BITS = 24
 _INDEX = (1 << _INDEX_BITS) - 1
 
@@ -68,7 +68,7 @@ class Cluster:
 
     `limits` are the largest final contexts of the buckets, shortest first; without them all engines are one bucket.
     `trace` is told every iteration, also those that nobody had to visit; `watch` is shown each engine after it decided
-    what is next, at that tick. `exact` visits every iteration: the same outcome, slower.
+    what is next, at that tick. `exact` visits every iteration: the same outcome of every request, slower.
     """
 
     def __init__(
@@ -270,7 +270,11 @@ class Cluster:
         self.partial = True
         for engine in self.engines:
             engine.stop(self.now)
+            if self._watch is not None and not engine.paused:
+                self._watch(engine, self.now)
             for request in engine.unfinished:
+                if request.status == "cancelled":
+                    continue
                 request.status, request.reason = "unfinished", "the time limit came first"
         if upcoming is not None:
             self.requests.append(upcoming)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from libra.cluster import GPU, GPUS, Cluster, NodeClass
-from libra.cost.engine_memory import kv_tokens
+from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
 from libra.model import ModelSpec
 from libra.model_file import load_model
@@ -29,9 +29,11 @@ from libra.yaml_file import ConfigError, Section, read_section, refusal, unknown
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
 _Seconds = Annotated[float, Field(ge=0)]
+_Overhead = Annotated[float, Field(ge=0, le=3600)]
 _Duration = Annotated[float, Field(gt=0)]
 _Flag = Annotated[bool, Field(strict=True)]
 
+_BATCHED_TOKENS = 8192
 _NODE = 8  # GPUs: the node that an engine is taken to stand in, unless it is larger
 _NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
 
@@ -39,8 +41,8 @@ _NETWORK = 50e9  # bytes/s between nodes: an engine stays within one
 class OverheadSection(Section):
     """What the CPU does for an iteration. Times of kernels do not contain it."""
 
-    iteration: _Seconds = 0.0
-    request: _Seconds = 0.0  # for each request in the iteration
+    iteration: _Overhead = 0.0
+    request: _Overhead = 0.0  # for each request in the iteration
     overlapped: _Flag = False  # with the GPU's work, as asynchronous scheduling does: only the longer one counts
 
 
@@ -60,7 +62,7 @@ class EngineSection(Section):
     max_model_len: _Count | None = None  # None: the model's
     block_size: _Count = 16
     max_num_seqs: _Count = 256
-    max_num_batched_tokens: _Count = 8192
+    max_num_batched_tokens: _Count = _BATCHED_TOKENS
     enable_chunked_prefill: _Flag = True
     policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: _Flag = True
@@ -75,7 +77,7 @@ class UpdatesSection(Section):
     """New weights for all engines at once, again and again."""
 
     every: _Duration
-    times: _Count
+    times: Annotated[int, Field(strict=True, ge=1, le=100_000)]
     pause: _Seconds
     refresh: _Flag = False  # contexts are computed again
 
@@ -153,25 +155,9 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         )
     blocks = section.kv_blocks
     if blocks is None:
-        tokens = kv_tokens(
-            model,
-            gpu.memory,
-            section.gpu_memory_utilization,
-            section.tensor_parallel_size,
-            weight_bytes=_weight_bytes(section),
-            kv_bytes=2,
-            batched_tokens=section.max_num_batched_tokens,
-            pp=section.pipeline_parallel_size,
-        )
-        blocks = tokens // section.block_size - 1  # vLLM keeps one for itself
+        blocks = _kv_blocks(section, model, gpu)
         if blocks * section.block_size < longest:
-            gpus = section.tensor_parallel_size * section.pipeline_parallel_size
-            raise ValueError(
-                f"gpu_memory_utilization is {section.gpu_memory_utilization}: {model.name} leaves KV memory for"
-                f" {max(0, blocks) * section.block_size:,} tokens on {gpus} x {gpu.name}, less"
-                f" than one request of max_model_len {longest:,}: raise it or tensor_parallel_size, or lower"
-                " max_model_len"
-            )
+            raise ValueError(_no_room(section, model, gpu, blocks * section.block_size, longest))
     return EngineConfig(
         max_model_len=longest,
         kv_blocks=blocks,
@@ -185,6 +171,38 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         reserve_full_prompt=section.reserve_full_prompt,
         capture_sizes=section.capture_sizes,
         pipeline_parallel_size=section.pipeline_parallel_size,
+    )
+
+
+def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:
+    tokens = kv_tokens(
+        model,
+        gpu.memory,
+        section.gpu_memory_utilization,
+        section.tensor_parallel_size,
+        weight_bytes=_weight_bytes(section),
+        kv_bytes=2,
+        batched_tokens=section.max_num_batched_tokens,
+        pp=section.pipeline_parallel_size,
+    )
+    return max(0, tokens // section.block_size - 1)  # vLLM keeps one for itself
+
+
+def _no_room(section: EngineSection, model: ModelSpec, gpu: GPU, tokens: int, longest: int) -> str:
+    """Why there is KV memory for so few tokens: the key that would make room if it alone were no more than usual."""
+    gpus = section.tensor_parallel_size * section.pipeline_parallel_size
+    left = (
+        f"{model.name} leaves KV memory for {tokens:,} tokens on {gpus} x {gpu.name}, less than one request of"
+        f" max_model_len {longest:,}"
+    )
+    for key, usual in (("block_size", BLOCK), ("max_num_batched_tokens", _BATCHED_TOKENS)):
+        given = getattr(section, key)
+        modest = section.model_copy(update={key: min(given, usual)})
+        if _kv_blocks(modest, model, gpu) * modest.block_size >= longest:
+            return f"{key} is {given}: {left}: lower it"
+    return (
+        f"gpu_memory_utilization is {section.gpu_memory_utilization}: {left}: raise it or tensor_parallel_size, or lower"
+        " max_model_len"
     )
 
 

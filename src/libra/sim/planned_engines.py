@@ -19,12 +19,22 @@ from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.turn_cost import TurnCost
 
 
+class PlacementError(ValueError):
+    """A plan does not say where its engines are."""
+
+
 def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:
     """Every engine, shortest bucket first; one of a cluster is named after its GPUs, as `a800-0/4-7`: of node 0, 4 to
-    7. Raises ValueError where a configuration cannot run."""
-    if isinstance(plan.request, SlotRequest):
-        return _of_slots(plan, plan.request)
-    return _of_cluster(plan, plan.request)
+    7. Raises ValueError where a configuration cannot run, `PlacementError` where a bucket has no engine."""
+    request = plan.request
+    engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request)
+    placed = {engine.bucket for engine in engines}
+    for bucket, allocated in enumerate(plan.allocation.buckets):
+        if bucket not in placed:
+            raise PlacementError(
+                f"placement has no engine for the bucket of contexts up to {allocated.up_to:,} tokens: plan again"
+            )
+    return engines
 
 
 def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:

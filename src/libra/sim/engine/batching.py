@@ -74,6 +74,7 @@ class Engine:
         "iterations",
         "load_tokens",
         "open",
+        "paused_ticks",
         "pool",
         "preemptions",
         "start",
@@ -82,7 +83,7 @@ class Engine:
     )
 
     def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
-        """`exact` visits every iteration: the same outcome, slower."""
+        """`exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is finer then."""
         self.config = config
         self.index = index
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
@@ -92,7 +93,7 @@ class Engine:
         self.start = self.end = 0  # of what is planned, ticks
         self.steps = 0  # iterations planned that only generate; 0: one of another kind, or a pause
         self.load_tokens = 0  # prompts of the requests accepted and not finished
-        self.events = self.iterations = self.preemptions = self.busy_ticks = 0
+        self.events = self.iterations = self.preemptions = self.busy_ticks = self.paused_ticks = 0
         self.held_ticks = 0  # blocks held, times ticks, times 2; between two events they are taken to grow evenly
         self._cost = cost
         self._most_steps = 1 if exact else UNLIMITED
@@ -204,6 +205,7 @@ class Engine:
         held = 2 * (pool.blocks - pool.blank - pool.findable)
         if self._pause is not None:
             self.held_ticks += held * ticks
+            self.paused_ticks += ticks
             if self._pause.refresh:
                 self._refresh()
             self._pause = None
@@ -248,8 +250,13 @@ class Engine:
                     self.start = self.end
             self.busy_ticks += now - self.start
             self.held_ticks += 2 * self.pool.held * (now - self.start)
+        elif self._pause is not None:
+            self.held_ticks += 2 * self.pool.held * (now - self.start)
+            self.paused_ticks += now - self.start
         for request in self._running:
             self._count_generated(request)
+        for request in self._cancelled:
+            request.status, request.finish = "cancelled", now
 
     def _count_generated(self, request: Request) -> None:
         if request is not self._partial and request not in self._finishing:

@@ -34,7 +34,7 @@ class PipelinedEngine(Engine):
     preempt one whose batch is under way. Every iteration is visited, so `exact` changes nothing.
     """
 
-    __slots__ = ("_at", "_free", "_lane_of", "_lanes", "_queue")
+    __slots__ = ("_at", "_free", "_lane_of", "_lanes", "_queue", "_seen")
 
     def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
         super().__init__(config, cost, index, exact=exact)
@@ -45,14 +45,17 @@ class PipelinedEngine(Engine):
         self._generation, self._finishing = self._at.generation, self._at.finishing
         self._lane_of: dict[Request, _Lane] = {}  # of each running request that is not partial
         self._queue: list[_Lane] = []  # batches under way, oldest first
+        self._seen = 0  # tick
         self._free = [0] * stages  # tick at which each stage has worked off what was sent to it
 
     def plan(self, now: int) -> int | None:
+        self._look_back(now)
         if self._cancelled:
             self._cancel_all(now)
         if self._due or self._pause is not None:
             if not self._queue and self._pause is None:
                 self._pause = self._due.pop(0)
+                self.start = now
                 self.end = self._pause.until(now)
             elif self._queue:
                 self.end = self._queue[0].end
@@ -73,7 +76,8 @@ class PipelinedEngine(Engine):
 
     def commit(self) -> list[Request]:
         if self._pause is not None:
-            return super().commit()
+            self._look_back(self.end)
+            return self._commit_once()
         lane = self._queue.pop(0)
         self._look_at(lane)
         lane.under_way = False
@@ -81,12 +85,27 @@ class PipelinedEngine(Engine):
         # So that a full pipeline is busy all the time, and not as many times as it has stages.
         self.start = lane.end - (lane.end - lane.start) // len(self._lanes)
         self.end = lane.end
-        return super().commit()
+        self._look_back(self.end)
+        return self._commit_once()
+
+    def _commit_once(self) -> list[Request]:
+        held = self.held_ticks
+        done = super().commit()
+        self.held_ticks = held
+        return done
 
     def stop(self, now: int) -> None:
         """Time is up. What is under way does not count as busy."""
+        self._look_back(now)
         for request in self._running:
             self._count_generated(request)
+        for request in self._cancelled:
+            request.status, request.finish = "cancelled", now
+
+    def _look_back(self, now: int) -> None:
+        """Batches overlap, so blocks are counted from one look to the next."""
+        self.held_ticks += 2 * self.pool.held * (now - self._seen)
+        self._seen = now
 
     def _has_work(self) -> bool:
         if self._generation.count or self._partial is not None:

@@ -80,11 +80,17 @@ _DEFINITIONS = (
         " no work.",
     ),
     Definition(
+        "paused_share",
+        "paused",
+        "share",
+        "Time for which engines stood still for new weights, over makespan; of several engines the mean.",
+    ),
+    Definition(
         "kv_share",
         "KV held",
         "share",
         "KV blocks that requests hold over all blocks, mean over the makespan. Cached blocks that nobody holds are"
-        " free.",
+        " free. Between two events blocks are taken to grow evenly.",
     ),
     Definition("kv_peak_share", "KV peak", "share", "The largest share of the KV blocks held at any moment."),
     Definition(

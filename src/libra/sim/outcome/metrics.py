@@ -57,6 +57,7 @@ class Metrics:
     trajectories_completed: int
     trajectory_latency: Spread | None
     busy_share: float | None
+    paused_share: float | None
     kv_share: float | None
     kv_peak_share: float | None  # of the engine where it was largest; None: nobody watched
     cache_hit_rate: float | None
@@ -76,6 +77,7 @@ class EngineMetrics:
     finished: int
     generated_tokens: int
     busy_share: float | None
+    paused_share: float | None
     kv_share: float | None
     kv_peak_share: float | None
     cache_hit_rate: float | None
@@ -120,6 +122,7 @@ def metrics_of(result: SimulationResult) -> Metrics:
         trajectories_completed=len(trajectories),
         trajectory_latency=spread(trajectories),
         busy_share=_share(sum(it.busy_ticks for it in engines), makespan * len(engines)),
+        paused_share=_share(sum(it.paused_ticks for it in engines), makespan * len(engines)),
         kv_share=_share(sum(it.held_ticks for it in engines), 2 * blocks * makespan),
         kv_peak_share=max((_peak(result, index) for index in range(len(result.series))), default=None),
         cache_hit_rate=_hit_rate(requests, requests.scheduled >= 0),
@@ -150,6 +153,7 @@ def engine_metrics(result: SimulationResult) -> tuple[EngineMetrics, ...]:
             finished=done,
             generated_tokens=tokens,
             busy_share=_share(engine.busy_ticks, makespan),
+            paused_share=_share(engine.paused_ticks, makespan),
             kv_share=_share(engine.held_ticks, 2 * engine.config.kv_blocks * makespan),
             kv_peak_share=_peak(result, index) if result.series else None,
             cache_hit_rate=_share(cached, prompts),

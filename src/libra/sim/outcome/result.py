@@ -26,6 +26,7 @@ class EngineResult:
     bucket: int
     config: EngineConfig
     busy_ticks: int
+    paused_ticks: int
     held_ticks: int  # KV blocks held, times ticks, times 2
     iterations: int
     events: int
@@ -74,6 +75,7 @@ def _engine(spec: EngineSpec, engine: Engine) -> EngineResult:
         bucket=spec.bucket,
         config=spec.config,
         busy_ticks=engine.busy_ticks,
+        paused_ticks=engine.paused_ticks,
         held_ticks=engine.held_ticks,
         iterations=engine.iterations,
         events=engine.events,

@@ -39,8 +39,7 @@ class Watcher:
             seen.last(engine, now)
             if self._rows > max(self._most_rows, 4 * len(self._engines)):
                 self._coarsen()
-        # An engine that is busy without having decided what to compute is paused, or works off what was under way.
-        if engine.busy and engine.events == seen.events:
+        if engine.paused:
             self._pause(seen, now, engine.end)
         seen.look(engine, now)
 

@@ -12,14 +12,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from libra.sim.clock import TICKS, ticks
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?", re.ASCII)  # a tick is the 12th decimal
 _MOST_DIGITS = 15
+_MOST_TOKENS = 2**31 - 1
+_LATEST = 9_200_000  # seconds, 106 days: what 63 bits of ticks hold
+
+_Tokens = Annotated[int, Field(le=_MOST_TOKENS)]
+_Instant = Annotated[float, Field(lt=_LATEST)]
 
 
 class RequestFormatError(ValueError):
@@ -43,13 +49,13 @@ class RecordedRequest:
 class _Line:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    arrival: float  # seconds, as `cancel_at`
-    prompt_tokens: int
-    output_tokens: int
+    arrival: _Instant  # seconds, as `cancel_at`
+    prompt_tokens: _Tokens
+    output_tokens: _Tokens
     prefix: str | None = None
-    prefix_tokens: int | None = None
+    prefix_tokens: _Tokens | None = None
     priority: int = 0
-    cancel_at: float | None = None
+    cancel_at: _Instant | None = None
 
     def __post_init__(self) -> None:
         ticks(self.arrival)
@@ -117,6 +123,8 @@ def _azure_requests(path: Path | str, lines: Iterable[bytes]) -> Iterator[tuple[
             raise _refusal(where, "line", f"{len(cells)} fields instead of {len(_AZURE_FIELDS)}")
         instant = _instant(cells[0], where)
         zero = instant if zero is None else zero
+        if instant - zero >= _LATEST * TICKS:
+            raise _refusal(where, _AZURE_FIELDS[0], f"{cells[0]} is {_LATEST:,} s or more after the first request's")
         prompt, output = (_tokens(cell, where, field) for cell, field in zip(cells[1:], _AZURE_FIELDS[1:], strict=True))
         yield number, RecordedRequest(instant - zero, prompt, output)
 
@@ -149,8 +157,8 @@ def _instant(cell: str, where: str) -> int:
 
 
 def _tokens(cell: str, where: str, field: str) -> int:
-    if not (cell.isascii() and cell.isdigit() and len(cell) <= _MOST_DIGITS and int(cell) >= 1):
-        raise _refusal(where, field, f"{cell[:40]!r} is not a number of tokens, 1 or more")
+    if not (cell.isascii() and cell.isdigit() and len(cell) <= _MOST_DIGITS and 1 <= int(cell) <= _MOST_TOKENS):
+        raise _refusal(where, field, f"{cell[:40]!r} is not a number of tokens, 1 to {_MOST_TOKENS:,}")
     return int(cell)
 
 
