@@ -6,7 +6,8 @@ did: a case whose events are few is fast because most iterations follow from oth
 
     python -m benchmarks.simulation [--quick] [--json FILE] [--repeats N]
 
-Each case runs in a process of its own, several times. The last rows say how the time grows with requests, engines and
+Each case runs in a process of its own, several times. CPU time is not free of neighbours, which share caches, memory
+and a core's other thread: a plain loop, timed just before each case, tells how fast the machine was. The last rows say how the time grows with requests, engines and
 tokens per request; it should not grow with the last.
 """
 
@@ -64,6 +65,7 @@ class Figures:
     preemptions: int
     cached_share: float  # of prompt tokens
     simulated_seconds: float
+    loop_seconds: float  # of a million turns of a plain Python loop, just before: how fast the machine was
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ def measure(name: str) -> Figures:
     case = {**CASES, **GROWTH}[name]
     if "at 80 %" in name or "tokens" in name:  # measured apart: it is no part of the case
         capacity(int(name.split(" of ")[1].split()[0].replace(",", "")) if " of " in name else OUTPUT)
+    loop = loop_seconds()
     started = time.process_time()
     simulated = case.run()
     simulated.run()
@@ -210,7 +213,17 @@ def measure(name: str) -> Figures:
         sum(it.preemptions for it in simulated.engines),
         sum(request.cached_tokens for request in simulated.requests) / asked,
         simulated.now / 1e12,
+        loop,
     )
+
+
+def loop_seconds() -> float:
+    """CPU time of a million turns: the same work wherever and whenever it is done."""
+    started = time.process_time()
+    total = 0
+    for turn in range(1_000_000):
+        total += turn * turn % 7
+    return time.process_time() - started
 
 
 def rows(name: str, case: Case, runs: list[Figures], engines: int) -> list[Row]:
@@ -221,6 +234,9 @@ def rows(name: str, case: Case, runs: list[Figures], engines: int) -> list[Row]:
     found = [
         Row(name, "median CPU time", typical, "s", *goal),
         Row(name, "longest", max(seconds), "s"),
+        Row(
+            name, "a million turns of a plain loop, just before", statistics.median(it.loop_seconds for it in runs), "s"
+        ),
         Row(
             name,
             "peak memory",

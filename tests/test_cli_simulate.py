@@ -301,6 +301,21 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(overhead={"iteration": -1.0}),
         ("engines.0.overhead.iteration: Input should be greater", "(got -1.0)"),
     ),
+    (
+        "an hour of overhead and more",
+        group(overhead={"request": 3601.0}),
+        ("engines.0.overhead.request: Input should be less than or equal to 3600",),
+    ),
+    (
+        "blocks too large for the memory",
+        group(block_size=1_000_000),
+        ("engines.0.block_size is 1000000: Qwen/Qwen3-14B leaves KV memory for 0 tokens", "16,384: lower it"),
+    ),
+    (
+        "a budget too large for the memory",
+        group(max_num_batched_tokens=500_000),
+        ("engines.0.max_num_batched_tokens is 500000: Qwen/Qwen3-14B leaves KV memory for 0 tokens", "lower it"),
+    ),
     ("two of one name", {**BASE, "engines": [GROUP, GROUP]}, ("two engines have the same name; name each once",)),
     ("limits that fall", {**BASE, "limits": [8192, 4096]}, ("limits is [8192, 4096]; list numbers of tokens that",)),
     (
@@ -317,6 +332,11 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         "updates all the time",
         {**BASE, "weight_updates": {"every": 0, "times": 1, "pause": 1}},
         ("weight_updates.every: Input should be greater than 0",),
+    ),
+    (
+        "updates without end",
+        {**BASE, "weight_updates": {"every": 1, "times": 100_001, "pause": 1}},
+        ("weight_updates.times: Input should be less than or equal to 100000",),
     ),
 ]
 
@@ -357,7 +377,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     (
         "an option of requests",
         (ENGINES, "-t", LOG, "--rate-scale", 2),
-        ("--rate-scale is for a plan, or requests (--requests); leave it out",),
+        ("--rate-scale is for requests (--requests); leave it out",),
     ),
     ("an option of plans", (ENGINES, "-t", LOG, "--steps", 2), ("--steps is for a plan", "leave it out")),
     ("an unknown policy", (ENGINES, "-t", LOG, "--route", "best"), ("--route: policy is 'best'; choose one of",)),
@@ -382,13 +402,67 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
         (ENGINES, "-t", LOG, "--report", "no/page.html"),
         ("no/page.html: there is no directory no; make it",),
     ),
-    ("no log to learn from", (ENGINES, "-t", LOG, "--learn-from", "no.jsonl"), ("no.jsonl: No such file",)),
+    ("a directory to write to", (ENGINES, "-t", LOG, "-o", EXAMPLES), (f"{EXAMPLES}: is a directory; give a file",)),
+    (
+        "an option of plans, for requests",
+        (ENGINES, "--requests", REQUESTS, "--steps", 2),
+        ("--steps is for a plan; leave it out",),
+    ),
+    (
+        "a log for a policy that learns nothing",
+        (ENGINES, "-t", LOG, "--learn-from", LOG),
+        ("least-loaded does not: leave it out, or give --route cmlfq-published",),
+    ),
+    (
+        "no log to learn from",
+        (ENGINES, "-t", LOG, "--learn-from", "no.jsonl", "--route", "cmlfq-published"),
+        ("no.jsonl: No such file",),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [row[1:] for row in BAD_CALLS], ids=[row[0] for row in BAD_CALLS])
 def test_a_call_that_means_nothing_is_refused(arguments: tuple[object, ...], words: tuple[str, ...]) -> None:
     assert_refused(libra("simulate", *arguments), *words)
+
+
+@pytest.mark.parametrize("option", ["-o", "--requests-out", "--timeline", "--report"])
+def test_no_input_is_overwritten(tmp_path: Path, option: str) -> None:
+    engines, requests = tmp_path / "engines.yaml", tmp_path / "requests.jsonl"
+    engines.write_bytes(ENGINES.read_bytes())
+    requests.write_bytes(REQUESTS.read_bytes())
+    link = tmp_path / "link"
+    link.symlink_to(requests)
+    for output, read in ((engines, engines), (requests, requests), (link, requests)):
+        refused = simulate(option, output, engines=engines, requests=requests)
+        assert_refused(refused, f"{output}: the same file as {read}, which is read; give another file")
+    assert (engines.read_bytes(), requests.read_bytes()) == (ENGINES.read_bytes(), REQUESTS.read_bytes())
+
+
+def test_two_outputs_are_two_files(tmp_path: Path) -> None:
+    out, again = tmp_path / "out.json", tmp_path / "." / ".." / tmp_path.name / "out.json"
+    assert_refused(simulate("-o", out, "--report", again), f"{again}: the same file as {out}, which is written besides")
+    assert not out.exists()
+    assert simulate("-o", os.devnull, "--report", os.devnull).exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("option", ["-o", "--requests-out", "--timeline", "--report"])
+def test_a_full_disk_is_named(option: str) -> None:
+    assert_refused(simulate(option, "/dev/full"), "/dev/full: No space left on device; give another file to write to")
+
+
+def test_planning_overwrites_no_input(plans: dict[str, Path], tmp_path: Path) -> None:
+    log, plan = tmp_path / "log.jsonl", tmp_path / "plan.json"
+    log.write_bytes(LOG.read_bytes())
+    plan.write_bytes(plans["slots"].read_bytes())
+    profile = EXAMPLES / "profile_2_cores.json"
+    for refused, path in (
+        (libra("plan", EXAMPLES / "calculator.yaml", "-t", log, "-p", profile, "-o", log), log),
+        (libra("explain", plan, "--html", plan), plan),
+    ):
+        assert_refused(refused, f"{path}: the same file as {path}, which is read")
+    assert (log.read_bytes(), plan.read_bytes()) == (LOG.read_bytes(), plans["slots"].read_bytes())
 
 
 BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
@@ -423,6 +497,13 @@ def test_a_plan_refuses_a_log_that_its_engines_do_not_hold(plans: dict[str, Path
         libra("simulate", plans["async"], "-t", log), "log.jsonl:1: a context of ", "give --truncate-context"
     )
     assert document(libra("simulate", plans["async"], "-t", log, "--truncate-context", "--json"))["plan"]
+
+
+def test_a_plan_without_engines_is_refused(plans: dict[str, Path], tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    found = json.loads(plans["async"].read_text())
+    plan.write_text(json.dumps({**found, "placement": []}))
+    assert_refused(libra("simulate", plan, "-t", LOG), f"{plan}: placement has no engine: plan again")
 
 
 def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from made_simulation import busy, cut_short, open_loop, run, trajectories
@@ -16,6 +17,7 @@ from libra.report.simulation_table import MOST_ENGINES as MOST_ROWS
 from libra.report.simulation_table import definitions_table, simulation_tables
 from libra.report.simulation_verdict import headline, notices, simulation_view
 from libra.report.simulation_words import fine_duration
+from libra.report.words import percent
 from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS
@@ -29,8 +31,8 @@ def source(result: SimulationResult) -> str:
     return simulation_page(simulation_view(result), "a <b> cluster")
 
 
-def printed(*tables: object) -> str:
-    console = Console(file=io.StringIO(), width=100, record=True)
+def printed(*tables: object, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
     console.print(*tables)
     return console.export_text()
 
@@ -139,6 +141,28 @@ def test_tables_say_the_numbers_in_a_hundred_columns() -> None:
     assert "trajector" not in said and "completed trajectories" in printed(
         *simulation_tables(simulation_view(trajectories()))
     )
+
+
+@pytest.mark.parametrize(
+    ("width", "names", "spared"),
+    [
+        (100, "e0", ""),
+        (80, "a800-0/4-7", "preemptions"),
+        (80, "a800-nvlink-12/4-7-long", "preemptions, KV held"),
+        (50, "a800-nvlink-12/4-7", "preemptions, KV held, requests, cache hits, KV peak"),
+    ],
+)
+def test_engines_keep_their_names_and_numbers_where_room_is_wanting(width: int, names: str, spared: str) -> None:
+    view = simulation_view(busy())
+    engines = tuple(replace(engine, name=f"{names}-{number}") for number, engine in enumerate(view.engines))
+    *_, table = simulation_tables(replace(view, engines=engines), width)
+    said = printed(table, width=width)
+    assert "…" not in said
+    assert table.caption == (f"A wider terminal also shows {spared}" if spared else None)
+    for engine in engines:
+        (row,) = (line for line in said.splitlines() if engine.name in line)
+        assert f"{engine.generated_tokens:,}" in row
+        assert percent(engine.busy_share or 0.0, 1) in row
 
 
 def test_the_table_of_definitions_has_them_all() -> None:

@@ -73,8 +73,17 @@ def valid() -> dict[str, Any]:
 BAD_LINES: list[tuple[str, dict[str, Any], str]] = [
     ("a missing field is set to a text", {"arrival": "1.0"}, "arrival: Input should be a valid number"),
     ("negative arrival", {"arrival": -1.0}, "line: Value error, -1.0 seconds is no duration"),
-    ("endless arrival", {"arrival": float("inf")}, "line: Value error, inf seconds is no duration"),
-    ("no number", {"arrival": float("nan")}, "line: Value error, nan seconds is no duration"),
+    ("endless arrival", {"arrival": float("inf")}, "arrival: Input should be less than 9200000"),
+    ("no number", {"arrival": float("nan")}, "arrival: Input should be less than 9200000"),
+    ("an arrival beyond the clock", {"arrival": 9.2e6}, ":2: arrival: Input should be less than 9200000"),
+    ("patience beyond the clock", {"cancel_at": 1e9}, ":2: cancel_at: Input should be less than 9200000"),
+    ("a prompt of any length", {"prompt_tokens": 2**31}, ":2: prompt_tokens: Input should be less than or equal to"),
+    ("an output of any length", {"output_tokens": 10**30}, ":2: output_tokens: Input should be less than or equal to"),
+    (
+        "a prefix of any length",
+        {"prefix": "p", "prefix_tokens": 2**31},
+        ":2: prefix_tokens: Input should be less than or equal to 2147483647",
+    ),
     ("fraction of a token", {"prompt_tokens": 1.5}, "prompt_tokens: Input should be a valid integer"),
     ("whole float", {"prompt_tokens": 1.0}, "prompt_tokens: Input should be a valid integer"),
     ("no prompt", {"prompt_tokens": 0}, "prompt_tokens must be >= 1"),
@@ -117,6 +126,8 @@ BAD_FILES: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("signed", read_azure_requests, [HEADER, "2023-02-03 00:00:00,+1,1"], ":2: ContextTokens: '+1' is not"),
     ("other digits", read_azure_requests, [HEADER, "2023-02-03 00:00:00,²,1"], ":2: ContextTokens: '²' is not"),
     ("very many", read_azure_requests, [HEADER, f"2023-02-03 00:00:00,1{'0' * 5000},1"], ":2: ContextTokens: '1000"),
+    ("too many", read_azure_requests, [HEADER, f"2023-02-03 00:00:00,1,{2**31}"], ":2: GeneratedTokens: '2147483648'"),
+    ("months later", read_azure_requests, [HEADER, ROW, "2024-11-16 18:15:46,3,4"], ":3: TIMESTAMP: 2024-11-16"),
     ("falls", read_azure_requests, [HEADER, ROW, "2023-11-16 18:15:46.68,3,4"], ":3: arrival: before"),
 ]
 

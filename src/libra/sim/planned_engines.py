@@ -28,6 +28,8 @@ def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:
     7. Raises ValueError where a configuration cannot run, `PlacementError` where a bucket has no engine."""
     request = plan.request
     engines = _of_slots(plan, request) if isinstance(request, SlotRequest) else _of_cluster(plan, request)
+    if not engines:
+        raise PlacementError("placement has no engine: plan again")
     placed = {engine.bucket for engine in engines}
     for bucket, allocated in enumerate(plan.allocation.buckets):
         if bucket not in placed:
