@@ -7,8 +7,8 @@ did: a case whose events are few is fast because most iterations follow from oth
     python -m benchmarks.simulation [--quick] [--json FILE] [--repeats N]
 
 Each case runs in a process of its own, several times. CPU time is not free of neighbours, which share caches, memory
-and a core's other thread: a plain loop, timed just before each case, tells how fast the machine was. The last rows say how the time grows with requests, engines and
-tokens per request; it should not grow with the last.
+and a core's other thread: a plain loop, timed just before each case, tells how fast the machine was. The last rows say
+how the time grows with requests, engines and tokens per request; it should not grow with the last.
 """
 
 from __future__ import annotations

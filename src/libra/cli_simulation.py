@@ -148,7 +148,8 @@ def _require_learner(route: str) -> None:
 
     if route != cmlfq.NAME:
         raise ValueError(
-            f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route {cmlfq.NAME}"
+            f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
+            f" {cmlfq.NAME}"
         )
 
 

@@ -201,8 +201,8 @@ def _no_room(section: EngineSection, model: ModelSpec, gpu: GPU, tokens: int, lo
         if _kv_blocks(modest, model, gpu) * modest.block_size >= longest:
             return f"{key} is {given}: {left}: lower it"
     return (
-        f"gpu_memory_utilization is {section.gpu_memory_utilization}: {left}: raise it or tensor_parallel_size, or lower"
-        " max_model_len"
+        f"gpu_memory_utilization is {section.gpu_memory_utilization}: {left}: raise it or tensor_parallel_size, or"
+        " lower max_model_len"
     )
 
 
