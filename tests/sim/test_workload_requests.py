@@ -246,3 +246,9 @@ def test_the_azure_trace_is_read_in_full() -> None:
     assert records[1].arrival == 43_145_790 * (TICKS // 10**7)
     requests = list(recorded_requests(records, rate_scale=10.0).start())
     assert requests[-1].arrival == records[-1].arrival // 10
+
+
+def test_a_rate_that_takes_requests_beyond_the_clock_is_refused() -> None:
+    records = [RecordedRequest(0, 10, 5), RecordedRequest(TICKS, 10, 5)]
+    with pytest.raises(ValueError, match=r"rate_scale is 1e-300: .* raise it"):
+        recorded_requests(records, rate_scale=1e-300)

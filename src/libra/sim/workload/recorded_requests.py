@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from libra.sim.clock import ticks
+from libra.sim.clock import LONGEST, TICKS, ticks
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
 from libra.sim.workload.protocol import Requests
@@ -35,6 +35,8 @@ def recorded_requests(
     kept = [record for record in records if record.arrival >= start]
     if not kept:
         raise ValueError(f"no request arrives at or after start_seconds {start_seconds}: start earlier")
+    if (kept[-1].arrival - start) / rate_scale >= LONGEST * TICKS:
+        raise ValueError(f"rate_scale is {rate_scale}: the last request would come after more than 106 days; raise it")
     description = {
         "name": "recorded requests",
         "source": dict(source or {}),
