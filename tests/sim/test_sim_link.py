@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS, ticks
+from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import AffineCost
+from libra.sim.engine.request import Request
 from libra.sim.link import Link
+from libra.sim.weight_update import WeightUpdate
+from libra.sim.workload.protocol import Requests
 
 
 def test_transfers_by_hand() -> None:
@@ -127,3 +134,16 @@ def test_a_small_transfer_waits_for_a_large_one() -> None:
     asked = [(0, 1_000), (0, 10)]
     assert [link.send(*each) for each in asked] == [1_000, 1_010]
     assert fair_sharing(asked) == [1_010, 20]
+
+
+def test_the_same_updates_over_a_link_can_be_simulated_again() -> None:
+    updates = (WeightUpdate(5, 0, link=Link(1e12), weight_bytes=40),)
+    config = EngineConfig(max_model_len=64, kv_blocks=64)
+    ends = []
+    for _ in range(2):
+        workload = Requests(lambda: [Request(0, 0, 4, 3), Request(1, 0, 4, 3)], {})
+        specs = [EngineSpec(name, config, AffineCost(10)) for name in "ab"]
+        cluster = Cluster(specs, workload, RoundRobin(), updates=updates)
+        cluster.run()
+        ends.append([request.finish for request in cluster.requests])
+    assert ends == [[70, 110]] * 2  # the second engine's weights come after the first's

@@ -120,6 +120,9 @@ class Cluster:
             (update.at, _NEVER + number, update) for number, update in enumerate(updates)
         ]
         heapify(self._orders)
+        for update in updates:
+            if update.link is not None:
+                update.link.reset()
         self._idle: set[int] = set()  # engines that have to decide at this instant
 
     def run(self) -> None:

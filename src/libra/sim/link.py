@@ -30,8 +30,12 @@ class Link:
             raise ValueError(f"bandwidth is {bandwidth} bytes/s; give a finite number above 0")
         numerator, denominator = float(bandwidth).as_integer_ratio()
         self._bytes_per_tick = (numerator, denominator * TICKS)  # as a fraction: whole numbers stay exact at any size
-        self._latest = 0
         self.latency = ticks(latency)
+        self.reset()
+
+    def reset(self) -> None:
+        """Idle, at tick 0: another simulation begins."""
+        self._latest = 0
         self.busy_until = 0  # tick at which everything asked for so far is sent
         self.bytes_moved = 0
         self.busy_ticks = 0  # to send these bytes, what is not sent yet included
