@@ -72,11 +72,13 @@ class Replay:
         times = _start_times(arrivals or AtOnce(), len(asking), seed)
 
         self._trajectories: list[Trajectory] = []
+        self._calls: list[tuple[Call, ...]] = []
         self._starts: list[int] = []  # ticks
         self._delays: list[int] = []  # ticks from the start to the first request
         counts: list[int] = []  # of requests
         for (trajectory, its), time in zip(asking, times, strict=True):
             self._trajectories += _copies(trajectory, samples_per_prompt)
+            self._calls += [its] * samples_per_prompt
             self._starts += [time] * samples_per_prompt
             self._delays += [its[0].delay] * samples_per_prompt
             counts += [len(its)] * samples_per_prompt
@@ -126,14 +128,15 @@ class Replay:
         self._prompts: dict[str, Chain] = {}
 
     def _begin(self, which: int, now: int) -> Request:
-        trajectory = self._trajectories[which]
-        made = calls(trajectory, self.unknown_tool_seconds)
+        trajectory, made = self._trajectories[which], self._calls[which]
         caller = TrajectoryCaller(trajectory, made, 0, self._prompt(trajectory), self._numbers[which])
         arrival = max(now, self._starts[which]) + made[0].delay
         return _request(caller, arrival, _chain_of_prompt(caller))
 
     def _follow(self, request: Request, caller: TrajectoryCaller, now: int) -> Request:
-        following = replace(caller, position=caller.position + 1)
+        following = TrajectoryCaller(
+            caller.trajectory, caller.calls, caller.position + 1, caller.prompt, caller.first_number
+        )
         return _request(following, now + following.call.delay, self._chain(request, following))
 
     def _chain(self, request: Request, following: TrajectoryCaller) -> Chain:
