@@ -59,6 +59,7 @@ class Figures:
 
     cpu_seconds: float
     peak_mib: float
+    engines: int
     requests: int
     finished: int
     events: int
@@ -196,9 +197,7 @@ GROWTH: dict[str, Case] = {
 
 def measure(name: str) -> Figures:
     case = {**CASES, **GROWTH}[name]
-    if "at 80 %" in name or "tokens" in name:  # measured apart: it is no part of the case
-        capacity(int(name.split(" of ")[1].split()[0].replace(",", "")) if " of " in name else OUTPUT)
-    case.run()  # which makes the engines' profiles, and simulates nothing
+    case.run()  # makes the engines' profiles and finds what they can do, which is no part of the case
     loop = loop_seconds()
     started = time.process_time()
     simulated = case.run()
@@ -208,6 +207,7 @@ def measure(name: str) -> Figures:
     return Figures(
         cpu,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        len(simulated.engines),
         len(simulated.requests),
         sum(request.status == "finished" for request in simulated.requests),
         sum(it.events for it in simulated.engines),
@@ -228,7 +228,7 @@ def loop_seconds() -> float:
     return time.process_time() - started
 
 
-def rows(name: str, case: Case, runs: list[Figures], engines: int) -> list[Row]:
+def rows(name: str, case: Case, runs: list[Figures]) -> list[Row]:
     seconds = [run.cpu_seconds for run in runs]
     figures = runs[0]
     typical, peak = statistics.median(seconds), max(run.peak_mib for run in runs)
@@ -247,7 +247,7 @@ def rows(name: str, case: Case, runs: list[Figures], engines: int) -> list[Row]:
             *((None, None) if case.mib is None else (f"under {case.mib:g} MiB", peak < case.mib)),
         ),
     ]
-    per_engine = figures.events / engines
+    per_engine = figures.events / figures.engines
     goal = (None, None)
     if case.events_per_engine is not None:
         goal = (f"at most {case.events_per_engine:g}", per_engine <= case.events_per_engine)
@@ -298,8 +298,7 @@ def main() -> int:
             if runs[-1].cpu_seconds > 10 and len(runs) == 3:
                 break
         print(f"{name}: {statistics.median(run.cpu_seconds for run in runs):.3f} s", file=sys.stderr)
-        engines = next((int(word.replace(",", "")) for word in name.replace("growth: ", "").split()[:1]), 1)
-        found += rows(name, case, runs, engines)
+        found += rows(name, case, runs)
     report(found, asked.json)
     return 0
 

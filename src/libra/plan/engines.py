@@ -185,7 +185,7 @@ def _priced(
     rows = [[count * row for row in work(timing, cls, seats, kv)] for count, cls in zip(expected, classes, strict=True)]
     stays = [residence(timing, cls, seats, kv, count) for count, cls in zip(expected, classes, strict=True)]
     refresh = [0.0] * len(classes)
-    if recipe.kv_on_update == "refresh" and recipe.staleness > 0:
+    if recipe.kv_on_update == "refresh":
         for j, (count, cls) in enumerate(zip(expected, classes, strict=True)):
             refill = refill_seconds(timing, cls)
             # By Little's law count * stay / step contexts are alive at an update; those in their last turn are spared.

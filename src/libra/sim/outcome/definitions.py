@@ -54,7 +54,7 @@ _DEFINITIONS = (
         "ttft",
         "TTFT at first token",
         "s",
-        "From arrival to the first token's coming out: later than prefill's end where KV moves to another engine.",
+        "From arrival to the first token's coming out: at prefill's end, where prefill and decode share an engine.",
     ),
     Definition(
         "tpot",
