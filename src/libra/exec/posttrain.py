@@ -15,7 +15,7 @@ from statistics import fmean
 
 from libra.config import RunConfig
 from libra.environments.protocol import Environment, Prompt
-from libra.exec.admission import Admission
+from libra.admission import Admission
 from libra.exec.assignment import describe
 from libra.exec.checkpoint import RunState, save_checkpoint
 from libra.exec.counters import EngineCounters

@@ -64,6 +64,9 @@ class PublishedCMLFQ:
         bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
         return _serve(live, request, fleet, bucket, reason)
 
+    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        return None
+
     def finished(self, trajectory: Trajectory) -> None:
         self._tree.add(trajectory)
         self._prompt_tokens += trajectory.prompt_tokens

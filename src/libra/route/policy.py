@@ -7,6 +7,7 @@ Lengths and loads are tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -35,6 +36,11 @@ class Instance(Protocol):
     @property
     def load_tokens(self) -> int:
         """Tokens of work it has accepted and not finished."""
+        ...
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Seconds in which it would generate one token of one more sequence, as loaded as it is; None: not known."""
         ...
 
 
@@ -69,6 +75,7 @@ class InstanceView:
     bucket: int
     capacity_tokens: int
     load_tokens: int
+    token_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.bucket < 0:
@@ -77,6 +84,8 @@ class InstanceView:
             raise ValueError(f"instance {self.id!r}: capacity_tokens is {self.capacity_tokens}, must be > 0")
         if self.load_tokens < 0:
             raise ValueError(f"instance {self.id!r}: load_tokens is {self.load_tokens}, must be >= 0")
+        if self.token_seconds is not None and not 0 <= self.token_seconds < math.inf:
+            raise ValueError(f"instance {self.id!r}: token_seconds is {self.token_seconds}, must be finite and >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,9 @@ class Request:
     prompt_id: str
     prompt_tokens: int
     context_tokens: int  # context at the start of the turn, the latest tool return included
+    task: str = ""  # what kind of prompt it is; "": not known
+    # Seconds on the caller's clock by which its group has to be complete, for training not to wait; None: not known.
+    due: float | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0 or self.context_tokens < 0:
@@ -139,8 +151,14 @@ class Placement:
 
     instance: str
     bucket: int  # the bucket of that instance
-    migrated: bool  # the previous turn ran on another instance
+    migrated: bool  # the previous turn, or what there is of this one, ran on another instance
     reason: str
+    priority: int = 0  # lower is served first, by engines that serve by priority
+    ask_again: int | None = None  # tokens generated in this turn after which `outlived` wants to be asked
+
+    def __post_init__(self) -> None:
+        if self.ask_again is not None and self.ask_again < 1:
+            raise ValueError(f"ask_again is {self.ask_again}; it is a number of generated tokens, 1 or more")
 
 
 class Policy(Protocol):
@@ -156,6 +174,15 @@ class Policy(Protocol):
 
     def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
+        ...
+
+    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        """What becomes of a turn that has generated the `ask_again` tokens of its placement, and goes on.
+
+        `request` is the one that was placed. None: it stays, and nobody asks again. A placement on its own instance:
+        it stays, and `ask_again` says when to ask next, counted from the turn's start. One on another instance: it is
+        stopped, and goes on there from what it has generated.
+        """
         ...
 
     def finished(self, trajectory: Trajectory) -> None:

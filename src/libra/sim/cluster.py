@@ -53,6 +53,10 @@ class Instance:
     def load_tokens(self) -> int:
         return self.engine.load_tokens
 
+    @property
+    def token_seconds(self) -> float:
+        return self.engine.token_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, IterationCost
@@ -162,6 +163,15 @@ class Engine:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    @property
+    def token_seconds(self) -> float:
+        """Of an iteration that one more sequence, as long as the others are on average, takes part in."""
+        generation = self._generation
+        count, context = generation.count, generation.context
+        more = context + context // count if count else 1
+        base, slope, _ = self._cost.line(min(count + 1, self.config.max_num_seqs), more)
+        return (base + slope * more) / TICKS
 
     @property
     def unfinished(self) -> list[Request]:
