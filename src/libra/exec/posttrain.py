@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from libra.admission import Admission
 from libra.config import RunConfig
 from libra.environments.protocol import Environment, Prompt
-from libra.admission import Admission
 from libra.exec.assignment import describe
 from libra.exec.checkpoint import RunState, save_checkpoint
 from libra.exec.counters import EngineCounters
