@@ -144,19 +144,19 @@ def _routed(deployment: Deployment, route: str | None) -> Deployment:
 
 
 def _require_learner(route: str) -> None:
-    from libra.route import cmlfq
+    from libra.route import cmlfq, published
 
-    if route != cmlfq.NAME:
+    if route not in (published.NAME, cmlfq.NAME):
         raise ValueError(
             f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
-            f" {cmlfq.NAME}"
+            f" {published.NAME}"
         )
 
 
 def _cold_router(deployment: Deployment) -> list[str]:
-    from libra.route import cmlfq
+    from libra.route import published
 
-    if deployment.route != cmlfq.NAME or deployment.limits is None or len(deployment.limits) < 2:
+    if deployment.route != published.NAME or deployment.limits is None or len(deployment.limits) < 2:
         return []
     return [
         f"{deployment.route} begins without evidence, so trajectories stay in the first bucket until some have"

@@ -106,7 +106,7 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
     squared = max(_asked(option.refresh, reach, own, bucket) for reach in routers)
     residence = max([option.residence[j] for j in own if problem.met[j]], default=0.0)
     after = training.seconds + training.publish + 2 * problem.switch * problem.colocated
-    waits = after if problem.staleness == 0 else 0.0
+    waits = after / (1 + problem.staleness) if problem.batched or problem.staleness == 0 else 0.0
     late = (residence + after) / (1 + problem.staleness)
     return max(
         late, _smallest(lambda step: (work + squared / step) / bucket.engines + option.stall + waits, squared > 0)
@@ -241,6 +241,7 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
         reach_tried=tried,
         reach_untried=(*tried, *draw(st.lists(reach, max_size=1))),
         staleness=staleness,
+        batched=staleness > 0 and draw(st.booleans()),
         colocated=colocated,
         switch=draw(_SECONDS) if colocated else 0.0,
         use_all_devices=draw(st.integers(0, 3)) == 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from libra.sim.engine.request import Request, Status
 
 Tokens = tuple[int, int]  # a request's number, and tokens of it
 BlockKey = tuple[Chain, int]  # the chain that a block's last token is on, and how many blocks precede it
+
+_NEVER = 1 << 80
 
 
 class Cost(Protocol):
@@ -51,31 +53,77 @@ class NaiveResult:
     statuses: dict[int, Status]
     cached: dict[int, int]  # tokens found at first admission, of what was admitted
     preemptions: dict[int, int]
+    generated: dict[int, int]  # tokens, also of what did not finish
     steps: tuple[Step, ...]
+    adopted: tuple[int, ...] = ()  # tokens of each adoption, in their order
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)  # ticks of the generated tokens
 
 
-def naive_run(config: EngineConfig, cost: Cost, requests: Sequence[Request]) -> NaiveResult:
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """KV of the first tokens of a context comes from outside."""
+
+    at: int  # tick
+    context: Chain | int  # a chain's, or that of the request of this number, which has none; nothing, once it has ended
+    tokens: int
+
+
+def naive_run(
+    config: EngineConfig,
+    cost: Cost,
+    requests: Sequence[Request],
+    *,
+    interrupted: Mapping[int, int] | None = None,
+    adoptions: Sequence[Adoption] = (),
+    close_at: int | None = None,
+) -> NaiveResult:
     """Serve the requests until none is left.
 
     At each boundary of iterations cancellations take effect, then arrivals join, then the next iteration is scheduled.
     An iteration that preempts and then schedules nothing is a decode of no sequences. A refused request ends when it
     arrives; so does one that is cancelled by then; every other cancellation ends a request at a boundary. Raises
     ValueError for an engine with pipeline stages.
+
+    `interrupted` is when requests are, by number, which is as a cancellation. Adoptions, in the order of their ticks,
+    come before all of that, and in the middle of an iteration after it was scheduled. At the first boundary at or after
+    `close_at` all that is there is interrupted, and nothing arrives or is adopted from that tick on.
     """
     if config.pipeline_parallel_size != 1:
         raise ValueError(f"pipeline_parallel_size is {config.pipeline_parallel_size}; only 1 is scheduled here")
     engine = _Engine(config)
     pending = deque(sorted(requests, key=lambda request: (request.arrival, request.number)))
+    if close_at is not None:
+        pending = deque(request for request in pending if request.arrival < close_at)
+        adoptions = [adoption for adoption in adoptions if adoption.at < close_at]
     served = {request.number: _Sequence(request, config) for request in requests}
+    for number, at in (interrupted or {}).items():
+        served[number].interrupt_at = at
+    coming = deque(adoptions)
+    adopted: list[int] = []
+
+    def adopt(before: int) -> None:
+        while coming and coming[0].at < before:
+            context, tokens = coming[0].context, coming.popleft().tokens
+            if isinstance(context, Chain):
+                adopted.append(engine.adopt(context, tokens))
+            elif served[context].status in ("waiting", "running"):
+                adopted.append(engine.adopt(served[context].chain, tokens))
+            else:
+                adopted.append(0)
+
     steps = []
     now = 0
     while pending or engine.waiting or engine.running:
         if not (engine.waiting or engine.running):
             now = max(now, pending[0].arrival)
+        adopt(now + 1)
         for sequence in sorted([*engine.waiting, *engine.running], key=lambda sequence: sequence.number):
             if sequence.cancelled_by(now):
                 engine.drop(sequence)
                 sequence.end("cancelled", now)
+            elif sequence.interrupt_at is not None and sequence.interrupt_at <= now:
+                engine.drop(sequence)
+                sequence.end("interrupted", now)
         while pending and pending[0].arrival <= now:
             sequence = served[pending.popleft().number]
             if not sequence.acceptable(config):
@@ -84,21 +132,31 @@ def naive_run(config: EngineConfig, cost: Cost, requests: Sequence[Request]) -> 
                 sequence.end("cancelled", sequence.arrival)
             elif sequence.cancelled_by(now):
                 sequence.end("cancelled", now)
+            elif sequence.interrupt_at is not None and sequence.interrupt_at <= now:
+                sequence.end("interrupted", now)
             else:
                 engine.enqueue(sequence)
-        if engine.waiting or engine.running:
-            steps.append(_iterate(engine, cost, now))
+        if close_at is not None and close_at <= now:
+            for sequence in [*engine.running, *engine.waiting]:
+                engine.drop(sequence)
+                sequence.end("interrupted", now)
+        elif engine.waiting or engine.running:
+            steps.append(_iterate(engine, cost, now, adopt))
             now = steps[-1].end
+    adopt(_NEVER)
     return NaiveResult(
         times={number: (sequence.first_token, sequence.finish) for number, sequence in served.items()},
         statuses={number: sequence.status for number, sequence in served.items()},
         cached={number: sequence.cached for number, sequence in served.items() if sequence.cached is not None},
         preemptions={number: sequence.preemptions for number, sequence in served.items()},
+        generated={number: sequence.generated for number, sequence in served.items()},
         steps=tuple(steps),
+        adopted=tuple(adopted),
+        tokens={number: tuple(sequence.token_ticks) for number, sequence in served.items()},
     )
 
 
-def _iterate(engine: _Engine, cost: Cost, start: int) -> Step:
+def _iterate(engine: _Engine, cost: Cost, start: int, adopt: Callable[[int], None]) -> Step:
     engine.schedule()
     free_blocks = len(engine.cache.free)
     decodes = [sequence.computed + 1 for sequence in engine.scheduled if not sequence.prefilling]
@@ -107,6 +165,7 @@ def _iterate(engine: _Engine, cost: Cost, start: int) -> Step:
         end = start + cost.mixed(len(decodes), sum(decodes), chunks)
     else:
         end = start + cost.decode(len(decodes), sum(decodes))
+    adopt(end)
     finished = engine.complete(end)
     return Step(
         start,
@@ -190,10 +249,12 @@ class _Sequence:
         self.arrival = request.arrival
         self.priority = request.priority
         self.cancel_at = request.cancel_at
+        self.interrupt_at: int | None = None
         self.chain = request.chain or Chain(f"request {request.number}")
         self.prompt = request.prompt_tokens
         self.outputs = min(request.output_tokens, config.max_model_len - request.prompt_tokens)
         self.generated = 0
+        self.token_ticks: list[int] = []
         self.computed = 0  # tokens whose KV is in `blocks`
         self.prefilling = True  # since it was admitted it gave no token
         self.blocks: list[_Block] = []
@@ -219,8 +280,12 @@ class _Sequence:
         self.finish = now
 
     def key(self, index: int, block_size: int) -> BlockKey:
-        """The content of a block of its context: who has the last token has, by its history, the others too."""
-        return _owner(self.chain, (index + 1) * block_size), index
+        return _key(self.chain, index, block_size)
+
+
+def _key(chain: Chain, index: int, block_size: int) -> BlockKey:
+    """The content of a block of a context: who has the last token has, by its history, the others too."""
+    return _owner(chain, (index + 1) * block_size), index
 
 
 def _owner(chain: Chain, end: int) -> Chain:
@@ -260,6 +325,25 @@ class _Engine:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.cache.release(sequence.blocks)
 
+    def adopt(self, chain: Chain, tokens: int) -> int:
+        """KV comes from outside, block by block, as to a request that has what is found here and ends at once. What a
+        running request is going to compute is not taken, nor what follows it. Returns the tokens taken."""
+        if not self.config.enable_prefix_caching:
+            return 0
+        size = self.config.block_size
+        keys = [_key(chain, index, size) for index in range(tokens // size)]
+        blocks = self.cache.prefix(keys)
+        self.cache.share(blocks)
+        missing = keys[len(blocks) :]
+        if missing and any(sequence.key(len(blocks), size) == missing[0] for sequence in self.running):
+            missing = []
+        taken = min(len(missing), len(self.cache.free))
+        for key in missing[:taken]:
+            blocks.append(self.cache.take())
+            self.cache.fill(blocks[-1], key)
+        self.cache.release(blocks)
+        return taken * size
+
     def schedule(self) -> None:
         """Decide what the next iteration computes: first what runs, then, if nothing was preempted, what waits."""
         self.budget = self.config.max_num_batched_tokens
@@ -279,6 +363,7 @@ class _Engine:
                 continue
             sequence.prefilling = False
             sequence.generated += 1
+            sequence.token_ticks.append(now)
             if sequence.first_token is None:
                 sequence.first_token = now
             if sequence.generated == sequence.outputs:

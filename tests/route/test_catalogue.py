@@ -11,7 +11,17 @@ FLEET = View(tuple(InstanceView(str(number), 0, 100, number) for number in range
 
 
 def test_the_names_are_these() -> None:
-    assert POLICIES == ("round-robin", "least-loaded", "two-choices", "cmlfq-published")
+    assert POLICIES == (
+        "round-robin",
+        "least-loaded",
+        "two-choices",
+        "length-by-prompt",
+        "length-predictor",
+        "mlfq",
+        "shortest-remaining-first",
+        "cmlfq-published",
+        "cmlfq",
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -24,13 +34,14 @@ def test_a_name_is_the_one_its_snapshots_tell_and_each_policy_its_own(name: str)
 
 
 def test_an_unknown_name_is_refused_with_those_known() -> None:
-    with pytest.raises(ValueError, match="'random'; choose one of round-robin, least-loaded, two-choices, cmlfq-pub"):
+    with pytest.raises(ValueError, match="'random'; choose one of round-robin, least-loaded, two-choices, length-by"):
         policy_named("random")
 
 
-def test_what_always_follows_prefixes_cannot_be_told_not_to() -> None:
+@pytest.mark.parametrize("name", ["cmlfq-published", "cmlfq"])
+def test_what_always_follows_prefixes_cannot_be_told_not_to(name: str) -> None:
     with pytest.raises(ValueError, match="leave sticky true"):
-        policy_named("cmlfq-published", sticky=False)
+        policy_named(name, sticky=False)
 
 
 @pytest.mark.parametrize("name", ["round-robin", "least-loaded", "two-choices"])

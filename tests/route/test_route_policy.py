@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from libra.route.cmlfq import PublishedCMLFQ
 from libra.route.policy import InstanceView, Policy, Request, ToolReturn, View
+from libra.route.published import PublishedCMLFQ
 
 A = InstanceView("a", bucket=0, capacity_tokens=100, load_tokens=0)
 

@@ -90,6 +90,7 @@ class Run:
             statuses={number: it.status for number, it in self.requests.items()},
             cached={number: it.cached_tokens for number, it in self.requests.items() if it.scheduled is not None},
             preemptions={number: it.preemptions for number, it in self.requests.items()},
+            generated={number: it.generated for number, it in self.requests.items()},
             steps=self.steps,
         )
 

@@ -176,7 +176,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.hold(block)
         client.blocks, client.computed, request.written = blocks, begin, found
         self._compute(client, new)
-        if client.chain is not None:
+        if client.chain is not None or self.pool.knows(request):
             self._write(client)
         self.partial = None if client.computed == client.tokens else client
 
@@ -189,7 +189,7 @@ class PoolMachine(RuleBasedStateMachine):
         new = left if part is None else min(part, left)
         if self._fits(client, new):
             self._compute(client, new)
-            if client.chain is not None:
+            if client.chain is not None or self.pool.knows(client.request):
                 self._write(client)
             self.partial = None if client.computed == client.tokens else client
 

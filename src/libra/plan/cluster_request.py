@@ -16,7 +16,7 @@ from libra.cost.transfer import colocated_switch_seconds
 from libra.lengths import TrajectoryClass
 from libra.model import ModelSpec
 from libra.parallel import ParallelLayout
-from libra.plan.classes import check_classes, present, reach
+from libra.plan.classes import check_classes, reach
 from libra.plan.engines import RejectedEngine, engine_options, most_buckets
 from libra.plan.layouts import Rejected, training_layouts
 from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
@@ -96,21 +96,23 @@ class ClusterRequest:
             engines=tuple(engines),
             training=tuple(training),
             peaks=tuple(cls.peak_context for cls in classes),
-            # A step that waits for its whole batch is priced for the expected longest trajectory, rare ones weighed.
-            met=present(classes, recipe.batch) if recipe.staleness else (True,) * len(classes),
+            met=(True,) * len(classes),  # priced for the expected longest trajectory, rare ones weighed
             longest_context=recipe.max_length,
             reach_tried=routers[:1],
             reach_untried=routers,
             staleness=recipe.staleness,
+            batched=True,
             colocated=colocated,
-            switch=self._switch_seconds() if colocated else 0.0,
+            switch=self.switch_seconds if colocated else 0.0,
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
         return Menu(problem, layouts, tuple(rejected_layouts), tuple(rejected_engines))
 
-    def _switch_seconds(self) -> float:
-        """Training state, spread over all devices, goes to the host, and an engine's weights come from it."""
+    @property
+    def switch_seconds(self) -> float:
+        """For colocated devices to change sides, once: training state, spread over all devices, goes to the host, and
+        an engine's weights come from it."""
         state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
         weights = self.model.parameters * self.recipe.rollout_weight_bytes / min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)

@@ -23,10 +23,8 @@ from libra.cost.rollout import (
     batch_work,
     longest_alone,
     refill_seconds,
-    residence,
     secant_timings,
     waiting_share,
-    work,
 )
 from libra.cost.roofline import roofline
 from libra.cost.transfer import weight_sync
@@ -98,8 +96,8 @@ def engine_options(
 ) -> tuple[tuple[EngineOption, ...], tuple[RejectedEngine, ...]]:
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
-    They differ in the number of seats. A step that waits for its whole batch starts all of it at once: there fewer
-    seats only make trajectories wait, and options differ in the longest class that they are priced for.
+    All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
+    as many as memory lasts for, and options of a degree differ in the longest class that they are priced for.
     """
     options: list[EngineOption] = []
     rejected: list[RejectedEngine] = []
@@ -145,63 +143,20 @@ def _shape_options(
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
     weights = model.parameters * recipe.rollout_weight_bytes
     stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
-    every = affordable_seats(int(kv / shortest), grid.batches[-1])
-    if recipe.staleness == 0:
-        seats = every[-1]
-        lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
-        timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
-        generated = sum(cls.share * cls.generated for cls in served)
-        mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
-        engines = _GENERATING * nodes.count * nodes.gpus / grid.tp
-        together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
-        return [
-            option
-            for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
-            for option in _batch_options(
-                near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, engines, factors
-            )
-        ]
-    options = []
-    for seats in every:
-        lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
-        timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
-        options.append(_priced(timing, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall))
-    return options
-
-
-def _priced(
-    timing: EngineTiming,
-    recipe: Recipe,
-    classes: Sequence[TrajectoryClass],
-    shape: str,
-    pool: str,
-    devices: int,
-    seats: int,
-    kv: int,
-    holds: int,
-    stall: float,
-) -> EngineOption:
-    expected = [recipe.batch * cls.share for cls in classes]
-    rows = [[count * row for row in work(timing, cls, seats, kv)] for count, cls in zip(expected, classes, strict=True)]
-    stays = [residence(timing, cls, seats, kv, count) for count, cls in zip(expected, classes, strict=True)]
-    refresh = [0.0] * len(classes)
-    if recipe.kv_on_update == "refresh":
-        for j, (count, cls) in enumerate(zip(expected, classes, strict=True)):
-            refill = refill_seconds(timing, cls)
-            # By Little's law count * stay / step contexts are alive at an update; those in their last turn are spared.
-            refresh[j] = count * stays[j] * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
-            stays[j] += min(max(0.0, cls.turns - 1), 1.0 + recipe.staleness) * refill
-    return EngineOption(
-        shape=shape,
-        pool=pool,
-        devices=devices,
-        seats=seats,
-        holds=holds,
-        stall=stall,
-        work=tuple(zip(*rows, strict=True)),
-        refresh=tuple(refresh),
-        residence=tuple(stays),
-    )
+    seats = affordable_seats(int(kv / shortest), grid.batches[-1])[-1]
+    lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
+    timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
+    generated = sum(cls.share * cls.generated for cls in served)
+    mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
+    engines = _GENERATING * nodes.count * nodes.gpus / grid.tp
+    together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
+    return [
+        option
+        for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
+        for option in _batch_options(
+            near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, engines, factors
+        )
+    ]
 
 
 def _batch_options(
@@ -219,12 +174,21 @@ def _batch_options(
     factors: BatchFactors,
 ) -> list[EngineOption]:
     """One option for each class that may be the longest of a bucket, as far as these take different times."""
+    batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
     # A plan lets all its buckets end together, so the last trajectory is the longest of as many more draws. How many
     # buckets it has is not known yet: the geometric mean of the fewest and the most.
-    draws = [math.sqrt(most_buckets(recipe, classes)) * count for count in expected]
+    draws = [math.sqrt(most_buckets(recipe, classes)) * batches * count for count in expected]
     evicted = _evicted_share(recipe, classes, kv * engines)
     alone = [batch_alone(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
+    refresh = [0.0] * len(classes)
+    if recipe.kv_on_update == "refresh" and recipe.staleness:
+        for j, (count, cls) in enumerate(zip(expected, classes, strict=True)):
+            refill = refill_seconds(timing, cls)
+            # By Little's law count * stay / step contexts are alive at an update; those in their last turn are spared.
+            stay = batch_alone(timing, cls, 1.0, factors)
+            refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
+            alone[j] += min(max(0.0, cls.turns - 1), float(batches)) * refill
     upto = [longest_alone(alone[: last + 1], draws[: last + 1]) for last in range(len(classes))]
     tops: list[int] = []
     for last in reversed(range(len(classes))):
@@ -232,14 +196,15 @@ def _batch_options(
             tops.append(last)
     works = []
     for top in tops:
-        waiting = waiting_share(timing, classes[max(range(top + 1), key=lambda j: alone[j])])
+        # What others generate while the longest trajectory waits for a tool does not delay it, but the next one.
+        waiting = waiting_share(timing, classes[max(range(top + 1), key=lambda j: alone[j])]) / batches
         rows = [
             [count * row for row in batch_work(timing, cls, kv, waiting, evicted, factors)]
             for count, cls in zip(expected, classes, strict=True)
         ]
         works.append(tuple(zip(*rows, strict=True)))
     # What is longer than an option's longest class takes no less than this, whichever other option it has.
-    by_one = max(sum(row) for work in works for row in work)
+    by_one = batches * (max(sum(row) for work in works for row in work) + stall)
     return [
         EngineOption(
             shape=shape,
@@ -247,21 +212,21 @@ def _batch_options(
             devices=devices,
             seats=seats,
             holds=holds,
-            stall=stall + upto[top],
+            stall=stall + upto[top] / batches,
             work=work,
-            refresh=(0.0,) * len(classes),
-            residence=tuple(seconds if j <= top else by_one + stall + seconds for j, seconds in enumerate(upto)),
-            alone=upto[top],
+            refresh=tuple(refresh),
+            residence=tuple(seconds if j <= top else by_one + seconds for j, seconds in enumerate(upto)),
+            alone=upto[top] / batches,
         )
         for top, work in reversed(list(zip(tops, works, strict=True)))
     ]
 
 
 def _evicted_share(recipe: Recipe, classes: Sequence[TrajectoryClass], kv: float) -> float:
-    """Share of tool returns that find their context gone, when a whole batch shares `kv` tokens of cache.
+    """Share of tool returns that find their context gone, when all that is under way shares `kv` tokens of cache.
 
     Caches forget what was used least recently. In a batch that is served in turns that is what is needed next, so soon
     after not all of it fits anything that is needed is gone.
     """
     contexts = sum(cls.share * cls.context_sum / cls.generated for cls in classes if cls.generated)
-    return min(1.0, max(0.0, recipe.batch * contexts / kv - 1))
+    return min(1.0, max(0.0, (1 + recipe.staleness) * recipe.batch * contexts / kv - 1))

@@ -237,8 +237,8 @@ def _plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanVie
 def _bound(problem: Problem, allocation: Allocation) -> Bound:
     predicted = price(problem, allocation)
     latency = predicted.latency
-    if problem.staleness == 0:
-        latency = max(bucket.residence for bucket in bucket_prices(problem, allocation))
+    if problem.adds_up:
+        latency = max(bucket.residence for bucket in bucket_prices(problem, allocation)) / (1 + problem.staleness)
     parts: dict[Bottleneck, float] = {"rollout": predicted.rollout, "training": predicted.training, "latency": latency}
     seconds = parts.pop(predicted.bottleneck)
     after = max(parts, key=lambda name: parts[name])
@@ -247,11 +247,11 @@ def _bound(problem: Problem, allocation: Allocation) -> Bound:
 
 def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, ...]:
     step = price(problem, allocation).step
-    fixed = fixed_seconds(problem, _training(problem, allocation))
+    fixed = fixed_seconds(problem, _training(problem, allocation)) / (1 + problem.staleness)
     views = []
     for bucket, priced in zip(allocation.buckets, bucket_prices(problem, allocation), strict=True):
-        longest = max(priced.residence, priced.load) if problem.staleness == 0 else priced.residence
-        latency = (longest + fixed) / (1 + problem.staleness)
+        longest = priced.residence / (1 + problem.staleness)
+        latency = fixed + (max(longest, priced.load) if problem.adds_up else longest)
         views.append(
             BucketView(
                 shape=bucket.shape,

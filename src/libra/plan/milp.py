@@ -22,7 +22,7 @@ constraints are linear; each is divided by T, so that tolerances of the solver m
                 running         y[b,o] <= n[b,o] <= most engines * y[b,o];  sum over t of m[b,o,t] = n[b,o]
                 refreshed       q[b,o] >= sum over j of refresh[o,j] reach[k,j] w[b,o,j] + strays
                 in_time         sum over j of work[o,m,j] reach[k,j] w[b,o,j] + strays + q[b,o] / T
-                                <= sum over t of m[b,o,t] (T - stall[o], and synchronous - f[t])
+                                <= sum over t of m[b,o,t] (T - stall[o], less f[t] / (1 + staleness) if batched)
                 lives           sum of residence[o,j] w[b,o,j] + sum of f[t] x[t] <= (1 + staleness) T where j is met
                 devices[p,t]    sum of devices[o] m[b,o,t] <= (devices of pool p, less those of t) x[t]
     where strays are the sums of work (refresh) times 1 - reach over all classes, in the first bucket.
@@ -208,7 +208,8 @@ class AssignmentModel:
         asked = self._asked(b, o, row, reach) * (1 / self.step) + self.q[b][o] - (0 if known else most * self.same)
         given = []
         for m, fixed in zip(self.m[b][o], self.fixed, strict=True):
-            usable = 1 - (option.stall + (fixed if self.problem.staleness == 0 else 0.0)) / self.step
+            follows = fixed / (1 + self.problem.staleness) if self.problem.adds_up else 0.0
+            usable = 1 - (option.stall + follows) / self.step
             if usable > 0:
                 given.append(usable * m)
             else:

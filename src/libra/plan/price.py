@@ -94,9 +94,10 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     step = max(rollout, training.seconds, latency)
     # Synchronous steps are a sum: they are named after its larger part, not after the sum.
     bottleneck: Bottleneck
-    if problem.staleness == 0:
-        longest = max(bucket.residence for bucket in prices)
-        bottleneck = "training" if training.seconds >= max(rollout, longest) else _slower(rollout, longest)
+    if problem.adds_up:
+        longest = max(bucket.residence for bucket in prices) / (1 + problem.staleness)
+        trains = training.seconds >= (max(rollout, longest) if problem.staleness == 0 else step)
+        bottleneck = "training" if trains else _slower(rollout, longest)
     else:
         bottleneck = "rollout" if step == rollout else "training" if step == training.seconds else "latency"
     return Prediction(step, rollout, training.seconds, latency, bottleneck)
@@ -107,8 +108,8 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
     training = training_option(problem, allocation)
     assert training is not None
     tried = problem.current is not None and ranges(problem.current) == ranges(allocation)
-    # Synchronous steps last as long as their load and what follows it; others can be as short as their load.
-    waits = fixed_seconds(problem, training) if problem.staleness == 0 else 0.0
+    # Steps of batches last as long as their load and what follows it; others can be as short as their load.
+    waits = fixed_seconds(problem, training) / (1 + problem.staleness) if problem.adds_up else 0.0
     found = []
     for bucket in allocation.buckets:
         members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
@@ -131,8 +132,9 @@ def _pausing(option: EngineOption) -> EngineOption:
 
 
 def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
-    longest = max(bucket.residence, bucket.load) if problem.staleness == 0 else bucket.residence
-    return (longest + fixed_seconds(problem, training)) / (1 + problem.staleness)
+    fixed = fixed_seconds(problem, training) / (1 + problem.staleness)
+    longest = bucket.residence / (1 + problem.staleness)
+    return fixed + (max(longest, bucket.load) if problem.adds_up else longest)
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:

@@ -13,9 +13,16 @@ versions late. With L the seconds of one training step, S those of its publicati
     step >= W_b / n_b + stall_b                      for every bucket
     (1 + staleness) * step >= R + L + S              R = max over buckets of residence
 
-With staleness 0, synchronous training, nothing overlaps: R is then the larger of residence and load, and
-step = R + L + S; colocated training adds two switches. A bucket's work W_b is the largest of several rows,
-each linear in the classes the bucket serves; with `refresh` it also grows by (refresh seconds squared) / step.
+Where all trajectories of a step start together (`batched`, and always with staleness 0), the longest of them is slowed
+by the others, and what is not shared adds to the load of its bucket:
+
+    step >= W_b / n_b + stall_b + (L + S) / (1 + staleness)
+
+where `stall_b` has the longest trajectory's own seconds over 1 + staleness. With staleness 0, synchronous training,
+nothing overlaps: step = R + L + S with R the larger of residence and load; colocated training adds two switches.
+
+A bucket's work W_b is the largest of several rows, each linear in the classes the bucket serves; with `refresh` it also
+grows by (refresh seconds squared) / step.
 """
 
 from __future__ import annotations
@@ -177,6 +184,7 @@ class Problem:
     reach_tried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
     reach_untried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
+    batched: bool = False  # all trajectories of a step start together
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
     switch: float = 0.0  # seconds to change sides, twice a step, when colocated
     use_all_devices: bool = False  # a run's devices are there anyway: what is not needed generates, too
@@ -221,6 +229,11 @@ class Problem:
             raise ValueError("reach_untried must list every router of reach_tried: what is known is also possible")
         _require_costs("problem", switch=(self.switch,))
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether engines' load and what follows generation add up, the latter over 1 + staleness."""
+        return self.batched or self.staleness == 0
+
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)
 
@@ -241,7 +254,7 @@ class Prediction:
     step: float  # the largest of the three below
     rollout: float  # the busiest bucket's work for one step's trajectories, per engine, weight loads included
     training: float  # forward, backward, exchange, optimiser, exposed publication
-    latency: float  # (longest residence + training + publication) / (1 + staleness)
+    latency: float  # (longest residence + training + publication) / (1 + staleness); see `Problem.batched`
     bottleneck: Bottleneck
 
 

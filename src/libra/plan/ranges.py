@@ -51,7 +51,7 @@ class RangeTable:
         `NEVER` where no number of engines keeps it, or the range does not exist.
         """
         limit = self._limit(training, step)
-        usable = (limit if self.problem.staleness == 0 else step) - self._stall
+        usable = (limit / (1 + self.problem.staleness) if self.problem.adds_up else step) - self._stall
         asked = self._work
         if self._refreshes:
             asked = asked + self._refresh / step
@@ -64,10 +64,10 @@ class RangeTable:
     def rank(self, training: TrainingOption, step: float) -> float:
         """Training options of equal rank leave `engines` the same table."""
         limit = self._limit(training, step)
-        return limit if self.problem.staleness == 0 else float(np.searchsorted(self._residences, limit, side="right"))
+        return limit if self.problem.adds_up else float(np.searchsorted(self._residences, limit, side="right"))
 
     def _limit(self, training: TrainingOption, step: float) -> float:
-        """Seconds that a trajectory may take; in synchronous training also the seconds that engines have."""
+        """Seconds that a trajectory may take; where load and latency add up, engines have their share of them."""
         return ((1 + self.problem.staleness) * step - fixed_seconds(self.problem, training)) * (1 + _SLACK)
 
     def _ranges_held(self) -> NDArray[np.bool_]:

@@ -77,7 +77,7 @@ def definitions_table() -> Table:
 def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
     """(name, value) of every number that says something of this simulation."""
     values = {key: getattr(view.metrics, key) for key in _NUMBERS}
-    silent = {"cancelled", "refused", "unfinished", "trajectories", "trajectories_completed"}
+    silent = {"interrupted", "cancelled", "refused", "unfinished", "trajectories", "trajectories_completed"}
     return [
         (DEFINITIONS[key].name, worded(value, DEFINITIONS[key].unit))
         for key, value in values.items()

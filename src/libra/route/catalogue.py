@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from libra.route import cmlfq
+from libra.route import cmlfq, published
+from libra.route.attained import AttainedService
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
-from libra.route.cmlfq import PublishedCMLFQ
+from libra.route.by_length import LengthByPrompt
+from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
+from libra.route.predictor import LengthPredictor
+from libra.route.published import PublishedCMLFQ
+from libra.route.shortest import ShortestRemaining
 
 _MAKE: Mapping[str, Callable[[bool, int], Policy]] = {
     RoundRobin.NAME: lambda sticky, seed: RoundRobin(sticky=sticky),
     LeastLoaded.NAME: lambda sticky, seed: LeastLoaded(sticky=sticky),
     TwoChoices.NAME: lambda sticky, seed: TwoChoices(sticky=sticky, seed=seed),
-    cmlfq.NAME: lambda sticky, seed: PublishedCMLFQ(),
+    LengthByPrompt.NAME: lambda sticky, seed: LengthByPrompt(sticky=sticky),
+    LengthPredictor.NAME: lambda sticky, seed: LengthPredictor(sticky=sticky),
+    AttainedService.NAME: lambda sticky, seed: AttainedService(sticky=sticky),
+    ShortestRemaining.NAME: lambda sticky, seed: ShortestRemaining(sticky=sticky),
+    published.NAME: lambda sticky, seed: PublishedCMLFQ(),
+    cmlfq.NAME: lambda sticky, seed: CMLFQ(),
 }
 POLICIES = tuple(_MAKE)
 
@@ -29,6 +39,6 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     """
     if name not in _MAKE:
         raise ValueError(f"policy is {name!r}; choose one of {', '.join(POLICIES)}")
-    if name == cmlfq.NAME and not sticky:
+    if name in (published.NAME, cmlfq.NAME) and not sticky:
         raise ValueError(f"{name} follows prefixes inside a bucket as part of its rule: leave sticky true")
     return _MAKE[name](sticky, seed)

@@ -1,78 +1,111 @@
-"""C-MLFQ as published: a multi-level feedback queue driven by what tools return.
+"""C-MLFQ by expected cost: a turn goes where serving the rest of its trajectory is expected to cost least.
 
-Invariant: a trajectory changes bucket by estimate only if the mean and the P90 of its remaining tokens name the same
-other bucket, and no turn is ever placed on an instance that cannot hold it.
+Invariant: no turn is placed on an instance that cannot hold its context and one more turn, and none leaves the instance
+that holds its prefix unless it has outlived the bucket or the expected saving exceeds the price of the move.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
-from libra.route.causal_tree import MAX_NODES, CausalTree, ToolState, payload_class
+from libra.route.causal_tree import ToolState, payload_class
+from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS
+from libra.route.hierarchy import RECENT, Hierarchy, state_of
 from libra.route.policy import Fleet, Placement, Request, ToolReturn, require_snapshot
+from libra.route.remaining import Remaining
+from libra.route.service_cost import TOKEN_SECONDS, MigrationCost, Offer, offers_of, service_cost
 from libra.trajectory import Trajectory
 
-NAME = "cmlfq-published"
+NAME = "cmlfq"
 FORMAT = 1
+
+STAYS = "holds the prefix, and a move would cost more than it saves"
+MOVES = "a move saves more than it costs"
+OUTLIVED = "has outlived its bucket"
+PLACED = "least expected cost"
+BLIND = "no evidence: least loaded"
+BLIND_STAYS = "no evidence: holds the prefix"
+
+# A turn is looked at again when it alone has generated so many times what its whole trajectory was expected to need.
+_SURPRISE = 2.0
 
 
 @dataclass(slots=True)
 class _Live:
     """What is remembered of a trajectory between its turns."""
 
-    bucket: int = 0  # where it was last placed, or is to be placed when something can hold it
-    instance: str | None = None  # served, or was to serve, its latest turn
+    instance: str | None = None  # served its latest turn; None: no instance could hold any of its turns yet
     prefix_there: bool = False  # that instance has not gone since
-    states: list[ToolState] = field(default_factory=list)
+    recent: tuple[ToolState, ...] = ()  # latest tool returns
+    returns: int = 0  # of tools, so far
 
 
-class PublishedCMLFQ:
-    """The `cmlfq-published` policy.
+class CMLFQ:
+    """The `cmlfq` policy.
 
-    A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
-    in the causal tree, and it migrates when the mean and the P90 of the remaining tokens fit the same other bucket.
+    What remains of a trajectory is predicted from its tool returns (`Hierarchy`): a distribution, so of each bucket it
+    is known how likely the trajectory ends beyond it, and how many tokens it would have served there until then. Of
+    each bucket the least loaded eligible instance makes an offer, as does the one that holds the prefix, and the
+    cheapest is taken: service here, service onward, the move that this takes, and the move now (`service_cost`).
 
-    The rule buckets the remainder alone, while the limits of a fleet are final contexts. So a bucket's limit on the
-    remainder is its limit less the mean prompt of the finished trajectories: at the start of a trajectory the final
-    context is the prompt plus the remainder, and there both readings name the same bucket for the average prompt. The
-    last bucket takes whatever is longer.
+    A bucket is a range of final contexts: present context and what remains. So a trajectory starts in a longer bucket
+    if it will likely end there, and goes there later when that is expected to be cheaper than still later, or when it
+    outlives its own. It comes back to a shorter one only when new evidence or loads make that worth the move. A bucket
+    that is idle gets some of what belongs in a shorter one.
 
-    An instance is eligible if it holds the context and one more turn. If the bucket has no eligible instance, the next
-    larger bucket that has one serves the turn, else the next smaller one. In the bucket the turn goes to the instance
-    that holds its prefix, else to the least loaded, ties by id.
+    Until something has finished, a turn stays with its prefix, else goes to the least loaded of all that can hold it.
+
+    `priority` is the slack in milliseconds: the time until which the group has to be complete, 0 if that is not known,
+    less the predicted service time of what remains. Where all are due at once, the longest remaining is first.
     """
 
-    def __init__(self, max_nodes: int = MAX_NODES) -> None:
-        self._tree = CausalTree(max_nodes)
-        self._prompt_tokens = 0  # of all finished trajectories
+    def __init__(
+        self,
+        migration: MigrationCost | None = None,
+        *,
+        half_life: float = HALF_LIFE,
+        max_contexts: int = MAX_CONTEXTS,
+    ) -> None:
+        """`half_life` is in trajectories, `max_contexts` bounds the memory; see `Evidence`."""
+        self._migration = MigrationCost() if migration is None else migration
+        self._hierarchy = Hierarchy(half_life, max_contexts)
         self._live: dict[str, _Live] = {}
 
     def place(self, request: Request, fleet: Fleet) -> Placement | None:
-        live = self._live.setdefault(request.trajectory_id, _Live())
-        live.bucket = min(live.bucket, len(fleet.limits) - 1)
-        reason = "starts in the shortest bucket" if live.instance is None else f"keeps bucket {live.bucket}"
-        return _serve(live, request, fleet, live.bucket, reason)
+        live = self._live.get(request.trajectory_id)
+        if live is not None:
+            return self._serve(live, request, 0, fleet)
+        live = self._live[request.trajectory_id] = _Live()
+        placement = self._serve(live, request, 0, fleet)
+        self._hierarchy.started(request)
+        return placement
 
     def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        live = self._live.get(request.trajectory_id)
-        if live is None:
-            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
-        live.states.append(ToolState(returned.tool, payload_class(returned.returned_tokens), returned.status))
-        # A new plan may have fewer buckets; the longest one takes over what the missing ones served.
-        live.bucket = min(live.bucket, len(fleet.limits) - 1)
-        bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
-        return _serve(live, request, fleet, bucket, reason)
+        live = self._placed(request)
+        state = state_of(returned.tool, payload_class(returned.returned_tokens), returned.status)
+        live.recent = (*live.recent, state)[-RECENT:]
+        live.returns += 1
+        self._hierarchy.reached(request)
+        return self._serve(live, request, 0, fleet)
 
     def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        return None
+        live = self._placed(request)
+        self._hierarchy.reached(request, generated_tokens)
+        home = live.instance
+        placement = self._serve(live, request, generated_tokens, fleet)
+        if placement is None or (placement.instance == home and placement.ask_again is None):
+            return None
+        return placement
 
     def finished(self, trajectory: Trajectory) -> None:
-        self._tree.add(trajectory)
-        self._prompt_tokens += trajectory.prompt_tokens
+        self._hierarchy.learn(trajectory)
         self._live.pop(trajectory.id, None)
 
     def forget(self, trajectory_id: str) -> None:
+        self._hierarchy.ended(trajectory_id)
         self._live.pop(trajectory_id, None)
 
     def instance_gone(self, instance: str) -> None:
@@ -84,73 +117,109 @@ class PublishedCMLFQ:
         return {
             "format": FORMAT,
             "policy": NAME,
-            "prompt_tokens": self._prompt_tokens,
-            "tree": self._tree.snapshot(),
+            "migration": [self._migration.fixed_seconds, self._migration.seconds_per_token],
+            "hierarchy": self._hierarchy.snapshot(),
             "live": [
-                [trajectory_id, live.bucket, live.instance, live.prefix_there, [list(state) for state in live.states]]
-                for trajectory_id, live in self._live.items()
+                [id, live.instance, live.prefix_there, [list(state) for state in live.recent], live.returns]
+                for id, live in self._live.items()
             ],
         }
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> Self:
         require_snapshot(snapshot, NAME, FORMAT)
-        policy = cls()
-        policy._tree = CausalTree.restore(snapshot["tree"])
-        policy._prompt_tokens = snapshot["prompt_tokens"]
+        policy = cls(MigrationCost(*snapshot["migration"]))
+        policy._hierarchy = Hierarchy.restore(snapshot["hierarchy"])
         policy._live = {
-            trajectory_id: _Live(bucket, instance, prefix_there, [ToolState(*state) for state in states])
-            for trajectory_id, bucket, instance, prefix_there, states in snapshot["live"]
+            id: _Live(instance, prefix_there, tuple(state_of(*state) for state in recent), returns)
+            for id, instance, prefix_there, recent, returns in snapshot["live"]
         }
         return policy
 
-    def _wanted(self, live: _Live, prompt_id: str, limits: tuple[int, ...]) -> tuple[int, str]:
-        """The bucket the estimate asks for, or the trajectory's own if it does not ask clearly."""
-        estimate = self._tree.estimate(prompt_id, live.states)
-        if estimate is None:
-            return live.bucket, "no evidence"
-        mean_prompt = self._prompt_tokens / self._tree.trajectories
-        by_mean = _bucket(mean_prompt + estimate.mean, limits)
-        by_p90 = _bucket(mean_prompt + estimate.p90, limits)
-        if by_mean == by_p90:
-            return by_mean, f"mean {estimate.mean:.0f} and P90 {estimate.p90} remaining both fit bucket {by_mean}"
-        return live.bucket, (
-            f"mean {estimate.mean:.0f} remaining fits bucket {by_mean}, P90 {estimate.p90} fits bucket {by_p90}"
+    def _placed(self, request: Request) -> _Live:
+        live = self._live.get(request.trajectory_id)
+        if live is None:
+            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
+        return live
+
+    def _serve(self, live: _Live, request: Request, generated: int, fleet: Fleet) -> Placement | None:
+        """Place a turn that has generated so many tokens, and remember where."""
+        context = request.context_tokens + generated
+        needed = request.context_tokens + max(fleet.turn_tokens, generated + 1)
+        offers, home = offers_of(fleet, needed, live.instance if live.prefix_there else None)
+        if not offers:
+            return None
+        remaining = self._hierarchy.predict_recent(request, live.recent, live.returns)
+        if remaining is not None and generated:
+            remaining = remaining.after(generated)
+        if remaining is not None:
+            chosen = self._cheapest(remaining, context, offers, home)
+            if home is None:
+                reason = PLACED
+            elif chosen is home:
+                reason = STAYS
+            else:
+                reason = MOVES if context <= home.reach else OUTLIVED
+        elif home is not None:
+            chosen, reason = home, BLIND_STAYS
+        else:
+            chosen, reason = min(offers, key=lambda offer: (offer.load_tokens, offer.instance.id)), BLIND
+        instance = chosen.instance
+        id = instance.id
+        placement = Placement(
+            id,
+            instance.bucket,
+            live.instance is not None and id != live.instance,
+            reason,
+            _slack(request, remaining, instance.token_seconds),
+            None if chosen.onward is None else _ask_again(chosen.reach - context, generated, remaining),
         )
+        live.instance, live.prefix_there = id, True
+        return placement
+
+    def _cheapest(self, remaining: Remaining, context: int, offers: Sequence[Offer], home: Offer | None) -> Offer:
+        """The cheapest offer; ties stay, then go by load and id.
+
+        A first placement counts on the offers for all that remains. A move only counts on what it gains in a turn, for
+        loads change, and with the next return it can be made still.
+        """
+        migration, mean, share = self._migration, remaining.mean, 1.0
+        chosen = offers[0]
+        least: tuple[float, int, str] | None = None
+        if home is not None and context <= home.reach:
+            share = min(1.0, self._hierarchy.turn_tokens / mean) if mean > 0 else 1.0
+            chosen, least = home, (service_cost(remaining, context, home, migration, share), -1, "")
+        for offer in offers:
+            if offer is home or context > offer.reach:
+                continue
+            move, fastest = migration.seconds(context, offer.load_tokens), offer.token_seconds
+            if offer.onward is not None:
+                fastest = min(fastest, offer.onward.token_seconds)
+            if least is not None and share * fastest * mean + move > least[0]:
+                continue  # it costs at least that, and most of the time that settles it
+            cost = move + service_cost(remaining, context, offer, migration, share)
+            if least is None or (cost, offer.load_tokens, offer.instance.id) < least:
+                chosen, least = offer, (cost, offer.load_tokens, offer.instance.id)
+        return chosen
 
 
-def _bucket(final_context: float, limits: tuple[int, ...]) -> int:
-    for bucket, limit in enumerate(limits[:-1]):
-        if final_context <= limit:
-            return bucket
-    return len(limits) - 1
+def _slack(request: Request, remaining: Remaining | None, token_seconds: float | None) -> int:
+    """Milliseconds."""
+    due = 0.0 if request.due is None else request.due
+    if remaining is None:
+        return round(1000 * due)
+    return round(1000 * (due - remaining.mean * (TOKEN_SECONDS if token_seconds is None else token_seconds)))
 
 
-def _serve(live: _Live, request: Request, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
-    """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
-    needed = request.context_tokens + fleet.turn_tokens
-    prefix_at = live.instance if live.prefix_there else None
-    chosen = min(
-        (instance for instance in fleet.instances if needed <= instance.capacity_tokens),
-        key=lambda it: (it.bucket < wanted, abs(it.bucket - wanted), it.id != prefix_at, it.load_tokens, it.id),
-        default=None,
-    )
-    if chosen is None:
-        live.bucket = wanted
+def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int | None:
+    """Tokens of the turn with which it leaves its bucket, or before that has outlived what was expected.
+
+    The expectation grows with what is outlived, and the next question comes at twice the tokens or later, so there are
+    few. None where the context is beyond the bucket already: it was placed there for want of a better one.
+    """
+    if room < 0:
         return None
-    if chosen.bucket != wanted:
-        outgrown = any(instance.bucket == wanted for instance in fleet.instances)
-        obstacle = (
-            f"context {request.context_tokens} outgrew bucket {wanted}"
-            if outgrown
-            else f"bucket {wanted} has no instance"
-        )
-        reason = f"{reason}; {obstacle}"
-    placement = Placement(
-        instance=chosen.id,
-        bucket=chosen.bucket,
-        migrated=live.instance is not None and chosen.id != live.instance,
-        reason=reason,
-    )
-    live.bucket, live.instance, live.prefix_there = chosen.bucket, chosen.id, True
-    return placement
+    tokens = generated + int(room) + 1
+    if remaining is None:
+        return tokens
+    return min(tokens, generated + max(1, generated, math.ceil(_SURPRISE * remaining.mean)))

@@ -66,7 +66,9 @@ def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
         if group.bucket not in made:
             made[group.bucket] = _engine(request, group, plan.seats[group.bucket])
         config, cost = made[group.bucket]
-        engines.append(EngineSpec(_name(group), config, cost, group.bucket))
+        engines.append(
+            EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
+        )
     return tuple(engines)
 
 

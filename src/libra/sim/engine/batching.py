@@ -4,21 +4,22 @@ Invariant: the rules are those of vLLM's V1 scheduler, iteration by iteration. R
 of their admission, a token each or the next chunk of a prompt; when blocks run out the last one (or the one of lowest
 priority) is preempted, to compute its context again later. If none was preempted, waiting requests are admitted in
 order while budget, seats and blocks last. As long as nothing can change but the number of tokens, iterations are not
-visited but advanced together.
+visited but advanced together; whoever asks in between is told what had been seen in visiting each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from libra.sim.clock import TICKS
+from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, IterationCost
-from libra.sim.engine.memory import BlockPool, Owner
+from libra.sim.engine.memory import BlockPool, Owner, Path, owner_of
 from libra.sim.engine.queue import FcfsQueue, PriorityQueue
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Request, Status
 from libra.sim.engine.stretch import Piece, cut, end_of, stretch, ticks_of
 
 
@@ -46,16 +47,21 @@ class Pause:
 class Engine:
     """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
 
-    `submit`, `cancel` and `pause` may come at any tick in between, and return True when they moved the end forward.
+    `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when
+    they moved the end forward. What ends at a tick is committed before they come, and they come before what is planned
+    at that tick. After them an engine that is not busy, or is open, is to be planned.
+
+    `asked` are the running requests that reached their `ask_at` with the last commit; `interrupted` those that left,
+    unfinished, with the last plan. Both are cleared by the next commit or plan, whichever comes first.
     """
 
     __slots__ = (
         "_blocked",
-        "_cancelled",
         "_cost",
         "_due",
         "_finishing",
         "_generation",
+        "_leaving",
         "_most_steps",
         "_partial",
         "_pause",
@@ -65,13 +71,17 @@ class Engine:
         "_taken",
         "_waiting",
         "_writers",
+        "asked",
         "busy",
         "busy_ticks",
+        "closed",
+        "closing",
         "config",
         "end",
         "events",
         "held_ticks",
         "index",
+        "interrupted",
         "iterations",
         "load_tokens",
         "open",
@@ -91,6 +101,10 @@ class Engine:
         self.trace: Callable[[Iteration], None] | None = None
         self.busy = False  # until `end`
         self.open = False  # may decide on more before that
+        self.closing = False  # takes no more work
+        self.closed = False  # and has none
+        self.asked: list[Request] = []
+        self.interrupted: list[Request] = []
         self.start = self.end = 0  # of what is planned, ticks
         self.steps = 0  # iterations planned that only generate; 0: one of another kind, or a pause
         self.load_tokens = 0  # prompts of the requests accepted and not finished
@@ -108,15 +122,22 @@ class Engine:
         self._writers: dict[Owner, Request] = {}  # who generates on a chain
         self._pieces: list[Piece] = []  # of the planned iterations
         self._taken = 0  # blocks of their demand that have been taken already
-        self._cancelled: list[Request] = []
+        self._leaving: dict[Request, Status] = {}  # cancelled or interrupted, until the next boundary
         self._due: list[Pause] = []
         self._pause: Pause | None = None
 
     # What comes from outside
 
     def submit(self, request: Request, now: int) -> bool:
-        """Queue a request, or refuse it (its status says so)."""
+        """Queue a request, or refuse it (its status says so).
+
+        Raises ValueError if the engine closes, or if the request has generated its `ask_at` tokens already.
+        """
         config = self.config
+        if self.closing:
+            raise ValueError(f"engine {self.index} is closing: submit request {request.number} to another one")
+        if request.ask_at is not None and request.ask_at <= request.generated:
+            raise ValueError(_too_late(request, request.ask_at, request.generated))
         request.engine = self.index
         room = config.max_model_len - request.prompt_tokens
         if room < 1 or request.prompt_tokens < 1 or request.output_tokens < 1:
@@ -135,20 +156,139 @@ class Engine:
         return self._cut(now)
 
     def cancel(self, request: Request, now: int) -> bool:
-        """Stop a request at the end of the iteration that is under way."""
-        if request.status not in ("waiting", "running"):
+        """Stop a request at the end of the iteration that is under way, unless it finishes with that one; `generated`
+        is right then."""
+        if not self._has(request):
             return False
-        self.load_tokens -= request.prompt_tokens
-        if not self.busy:
-            self._cancel(request, now)
-            return False
-        self._cancelled.append(request)
+        self._leave(request, "cancelled")
         return self._cut(now)
 
+    def interrupt(self, request: Request, now: int) -> bool:
+        """Stop a request at the end of the iteration that is under way, to go on elsewhere.
+
+        Unless it finishes with that one, it is in `interrupted` of the plan that follows, and `generated` says how many
+        tokens its owner keeps: a new request has them in its prompt. Nothing happens to one that is cancelled already.
+        """
+        if not self._has(request) or request in self._leaving:
+            return False
+        self._leave(request, "interrupted")
+        return self._cut(now)
+
+    def release(self, now: int) -> None:
+        """Let go of those who leave, at a boundary, before the plan that would do so: others at that instant may need
+        to know."""
+        if not self.busy and self._leaving:
+            self._let_leave(sorted(self._leaving, key=lambda it: it.number), now)
+
     def pause(self, pause: Pause, now: int) -> bool:
-        """Stop at the end of the iteration that is under way, until the pause is over."""
+        """Stop at the end of the iteration that is under way, until the pause is over. One that closes does not come
+        to it."""
+        if self.closing:
+            return False
         self._due.append(pause)
         return self._cut(now)
+
+    def close(self, now: int) -> bool:
+        """Take no more work, and stop for good at the end of the iteration (or the pause) that is under way.
+
+        The plan that follows is None, and lets go of all requests that have not finished: they are in `interrupted`,
+        those that ran first. Nobody is asked about any more. What the cache holds can still be looked up.
+        """
+        if self.closing:
+            return False
+        self.closing = True
+        self._due.clear()
+        for request in self.unfinished:
+            request.ask_at = None
+        return self._cut(now)
+
+    def ask(self, request: Request, tokens: int, now: int) -> bool:
+        """Stop at the end of the iteration with which a request has generated `tokens` tokens: it is in `asked` then.
+
+        This replaces what its `ask_at` was. Who finishes with that token or before it is not asked about. Raises
+        ValueError for a request that neither runs nor waits here, or leaves, or has generated as many already.
+        """
+        if not self._has(request):
+            raise ValueError(f"request {request.number} neither runs nor waits on engine {self.index}: ask its own")
+        if self.closing or request in self._leaving:
+            raise ValueError(f"request {request.number} leaves engine {self.index} with this iteration: do not ask")
+        generated = self.generated_by(request, now)
+        if tokens <= generated:
+            raise ValueError(_too_late(request, tokens, generated))
+        request.ask_at = tokens
+        generation = self._generating(request)
+        if generation is None:
+            return False
+        generation.ask(request)
+        steps = tokens - generation.generated(request)
+        return self.busy and steps < self.steps and self._cut(end_of(self._pieces, steps))
+
+    def generated_by(self, request: Request, now: int) -> int:
+        """Tokens that a request which runs or waits here has generated at tick `now`."""
+        ended = self._settle(now)
+        generation = self._generating(request)
+        return request.generated if generation is None else generation.generated(request) + ended
+
+    def _has(self, request: Request) -> bool:
+        return request.engine == self.index and request.status in ("waiting", "running")
+
+    # Memory that others share
+
+    def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
+        """The KV of a context's first `tokens` tokens has come from another engine. Returns how many of them are here
+        now and were not before.
+
+        Full blocks that are missing become findable; nobody holds them. The least recently let go give way to them, but
+        nothing that is held: where too little is free, as many as fit are taken from the beginning. What a running
+        request is about to compute itself counts as being here, and nothing is taken that follows it; so does
+        everything without prefix caching. All that is here of these tokens counts as let go last. The end may move
+        forward, as with `submit`, for a request that waits may fit now: compare `end`.
+
+        Raises ValueError if the engine closes, and for a request that has ended or has less than so many tokens.
+        """
+        if self.closing:
+            raise ValueError(f"engine {self.index} is closing: send KV to another one")
+        if tokens < 0:
+            raise ValueError(f"tokens is {tokens}; give 0 or more")
+        if isinstance(context, Request) and context.seat < 0:
+            known = context.prompt_tokens + context.generated
+            if tokens > known:
+                raise ValueError(f"request {context.number} has {known} tokens; adopt so many at most, not {tokens}")
+            if context.status != "waiting":
+                raise ValueError(f"request {context.number} is {context.status}: adopt what its chain's next one needs")
+        pool = self.pool
+        if not pool.caching:
+            return 0
+        ended = self._settle(now)
+        path = pool.path(context)
+        self._write_all(path, ended)
+        blocks = tokens // self.config.block_size
+        found, _ = pool.find(path, blocks)
+        if found < blocks:
+            missing = owner_of(path, found)
+            if any(owner_of(request.path, found) is missing for request in self._running):
+                blocks = found
+        new = pool.adopt(path, blocks) - found
+        if new:
+            self._blocked = False
+            if self._waiting and len(self._running) < self.config.max_num_seqs:
+                self._cut(now)
+        return new * self.config.block_size
+
+    def cached_tokens(self, context: Chain | Request, now: int) -> int:
+        """How many tokens of a context's beginning have KV that could be found: of a chain all that there are, of a
+        request those that it would not compute if it were admitted."""
+        pool, size = self.pool, self.config.block_size
+        if not pool.caching:
+            return 0
+        path = pool.path(context)
+        self._write_all(path, self._settle(now))
+        most = pool.blocks
+        if isinstance(context, Request):
+            most = (context.prompt_tokens + context.generated - 1) // size
+        return pool.find(path, most)[0] * size
+
+    # What can be seen from outside
 
     @property
     def paused(self) -> bool:
@@ -181,9 +321,15 @@ class Engine:
     # What happens next
 
     def plan(self, now: int) -> int | None:
-        """Decide at an iteration's boundary what to do until when. None: there is nothing to do."""
-        if self._cancelled:
-            self._cancel_all(now)
+        """Decide at an iteration's boundary what to do until when. None: there is nothing to do, and if the engine
+        closes, it is closed now."""
+        if self.asked or self.interrupted:
+            self._forget_told()
+        if self.closing:
+            self._close(now)
+            return None
+        if self._leaving:
+            self._let_leave(sorted(self._leaving, key=lambda it: it.number), now)
         self.steps = 0
         self.start = now
         if self._due:
@@ -209,6 +355,8 @@ class Engine:
 
     def commit(self) -> list[Request]:
         """Make happen what was planned; returns the requests that finished with it, in order."""
+        if self.asked or self.interrupted:
+            self._forget_told()
         self.busy = False
         now, pool, generation = self.end, self.pool, self._generation
         ticks = now - self.start
@@ -234,6 +382,8 @@ class Engine:
         self.held_ticks += held * ticks
         self.iterations += steps
         done = generation.advance(steps)
+        if generation.asks:
+            self.asked = generation.reached()
         for request in done:
             self._finish(request, self._stop_generating(request), now)
         if self._finishing:
@@ -243,6 +393,9 @@ class Engine:
                     request.prefill_end = request.first_token = now
                 request.generated += 1
                 if request.generated < request.output_tokens:
+                    if request.generated == request.ask_at:
+                        request.ask_at = None
+                        self.asked.append(request)
                     self._start_generating(request)
                 else:
                     self._finish(request, request.target, now)
@@ -253,11 +406,7 @@ class Engine:
         """Time is up: iterations that have ended by `now` count, and of the one under way its time until now."""
         if self.busy and self._pause is None:
             if self.steps > 1:
-                ended = cut(self._pieces, self.steps, now + 1)[0] - 1
-                if ended:
-                    self.steps, self.end = ended, end_of(self._pieces, ended)
-                    self.commit()
-                    self.start = self.end
+                self._catch_up(now + 1)
             self.busy_ticks += now - self.start
             self.held_ticks += 2 * self.pool.held * (now - self.start)
         elif self._pause is not None:
@@ -265,12 +414,24 @@ class Engine:
             self.paused_ticks += now - self.start
         for request in self._running:
             self._count_generated(request)
-        for request in self._cancelled:
-            request.status, request.finish = "cancelled", now
+        for request, status in self._leaving.items():
+            if status == "cancelled":
+                request.status, request.finish = status, now
 
     def _count_generated(self, request: Request) -> None:
-        if request is not self._partial and request not in self._finishing:
-            request.generated = self._generation.generated(request)
+        generation = self._generating(request)
+        if generation is not None:
+            request.generated = generation.generated(request)
+
+    def _generating(self, request: Request) -> Generation | None:
+        """Where it generates; None if it does not."""
+        if request.seat < 0 or request is self._partial or request in self._finishing:
+            return None
+        return self._generation
+
+    def _forget_told(self) -> None:
+        """New lists: whoever has the old ones keeps them."""
+        self.asked, self.interrupted = [], []
 
     def _generate(self, now: int, taken: int) -> None:
         """Iterations that do nothing but generate, until one of the requests is done or blocks run out."""
@@ -278,6 +439,8 @@ class Engine:
         steps = min(generation.steps_to_end(), self._most_steps)
         if steps > 1:
             steps = generation.affordable(steps, self.pool.free + taken)
+            if generation.asks:
+                steps = generation.steps_to_ask(steps)
         self._taken = taken
         self._pieces, self.end = stretch(self._cost, now, generation.count, generation.context, steps)
         self.steps = steps
@@ -289,6 +452,34 @@ class Engine:
             return False
         self.steps, self.end = cut(self._pieces, before, now)
         return self.steps < before
+
+    def _catch_up(self, now: int) -> None:
+        """Commit those of the planned iterations that ended before now, but not the last one: the rest stays planned
+        as it is."""
+        steps, pieces, generation = self.steps, self._pieces, self._generation
+        ended = cut([*pieces], steps, now)[0] - 1
+        if not ended:
+            return
+        self.steps, self.end = cut(pieces, steps, end_of(pieces, ended))
+        self.commit()
+        self.busy = True
+        self.start, self.steps, self._taken = self.end, steps - ended, 0
+        self._pieces, self.end = stretch(self._cost, self.start, generation.count, generation.context, self.steps)
+
+    def _settle(self, now: int) -> int:
+        """Bring counts and blocks to where they are if every iteration is visited; the plan stays as it is.
+
+        Returns 1 if one has ended that is not counted yet, for it ends now, and the plan may still be cut there.
+        """
+        if not self.busy or not self.steps:
+            return 0
+        if self.steps > 1:
+            self._catch_up(now)
+        if now > self.start:  # the one that is under way has its blocks
+            demand = self._generation.demand() - self._taken
+            self.pool.take(demand)
+            self._taken += demand
+        return int(end_of(self._pieces, 1) <= now)
 
     # One iteration of any kind
 
@@ -363,7 +554,7 @@ class Engine:
     def _advance(self, request: Request, chunk: int) -> None:
         """A chunk of the prompt is in this iteration, with blocks for it taken."""
         request.computed += chunk
-        if request.chain is not None and self.pool.caching:
+        if self.pool.caching and (request.chain is not None or self.pool.knows(request)):
             self._write(request, request.computed)
         if request.computed == request.target:
             self._finishing.append(request)
@@ -412,13 +603,10 @@ class Engine:
         size = config.block_size
         tokens = request.prompt_tokens + request.generated
         found = unheld = 0
-        # A request without a chain finds only what it computed itself, before it was preempted.
-        if pool.caching and (request.chain is not None or request.preemptions):
+        # A request without a chain finds only what it computed itself, before it was preempted, or what it brought.
+        if pool.caching and (request.chain is not None or pool.knows(request)):
             if self._writers:
-                for owner, _ in request.path:
-                    writer = self._writers.get(owner)
-                    if writer is not None:
-                        self._write(writer, self._computed(writer))
+                self._write_all(request.path)
             found, unheld = pool.find(request.path, (tokens - 1) // size)
         new = tokens - found * size
         needed = -(-tokens // size)
@@ -547,6 +735,13 @@ class Engine:
             self.pool.write(request, request.path, request.written, full)
             request.written = full
 
+    def _write_all(self, path: Path, more: int = 0) -> None:
+        """Let others find what is generated on the chains of a context, `more` tokens of each after those counted."""
+        for owner, _ in path:
+            writer = self._writers.get(owner)
+            if writer is not None:
+                self._write(writer, self._computed(writer) + more)
+
     def _release(self, request: Request, tokens: int) -> None:
         del self._running[request]
         request.seat = -1
@@ -564,26 +759,46 @@ class Engine:
         request.generated = request.output_tokens
         request.status = "finished"
         request.finish = now
-        if request not in self._cancelled:
+        if request not in self._leaving:
             self.load_tokens -= request.prompt_tokens
         if self.pool.caching and (request.chain is not None or request.written):
             self._write(request, tokens)
         self._release(request, tokens)
         request.path = ()
 
-    def _cancel_all(self, now: int) -> None:
-        for request in sorted(self._cancelled, key=lambda it: it.number):
-            if request.status in ("waiting", "running"):
-                self._cancel(request, now)
-        self._cancelled.clear()
+    # Who leaves unfinished
 
-    def _cancel(self, request: Request, now: int) -> None:
-        if request.status == "running":
-            self._let_go(request)
-        else:
-            self._waiting.remove(request)
-            self._blocked = False
-        request.status, request.finish, request.path = "cancelled", now, ()
+    def _leave(self, request: Request, status: Status) -> None:
+        """At the next boundary."""
+        if request not in self._leaving:
+            self.load_tokens -= request.prompt_tokens
+        self._leaving[request] = status
+        request.ask_at = None
+
+    def _let_leave(self, requests: Iterable[Request], now: int) -> None:
+        """It is the boundary. Some may have finished with the iteration that was under way."""
+        for request in requests:
+            status = self._leaving.pop(request)
+            if request.status == "running":
+                self._let_go(request)
+            elif request.status == "waiting":
+                self._waiting.remove(request)
+                self._blocked = False
+            else:
+                continue
+            request.status, request.finish, request.path = status, now, ()
+            if status == "interrupted":
+                self.interrupted.append(request)
+
+    def _close(self, now: int) -> None:
+        """It is the boundary, and the last one."""
+        for request in self.unfinished:
+            if request not in self._leaving:
+                self._leave(request, "interrupted")
+        self._let_leave(self.unfinished, now)
+        self._leaving.clear()  # of those that finished
+        self.closed, self.busy, self.open = True, False, False
+        self.steps, self.start = 0, now
 
     def _refusal(self, request: Request) -> str:
         if request.prompt_tokens < 1:
@@ -606,3 +821,10 @@ class Engine:
                 start = at + ticks_of(step, first, growth)
                 left = free - self._generation.demand(before + step + 1)
                 self.trace(Iteration(self.index, start, start + first + step * growth, scheduled, (), (), left))
+
+
+def _too_late(request: Request, tokens: int, generated: int) -> str:
+    return (
+        f"request {request.number} has generated {generated} tokens; ask for {generated + 1} or more of them, not"
+        f" {tokens}"
+    )

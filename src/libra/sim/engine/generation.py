@@ -15,7 +15,7 @@ from libra.sim.engine.request import Request
 class Generation:
     """`context` is the sum of the tokens that they attend to in the next iteration, the new ones too."""
 
-    __slots__ = ("_ends", "_phases", "_size", "_stalled", "context", "count", "iteration")
+    __slots__ = ("_ends", "_phases", "_size", "_stalled", "asks", "context", "count", "iteration")
 
     def __init__(self, block_size: int) -> None:
         self.iteration = 0  # the next one
@@ -25,6 +25,7 @@ class Generation:
         self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, seat, request), also of some that left
         self._stalled: set[Request] = set()  # in the next iteration they generate nothing
+        self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, seat, request), old ones too
 
     def add(self, request: Request) -> None:
         """From the next iteration on: its prompt is computed, and its first token (or the next one) is known."""
@@ -35,6 +36,8 @@ class Generation:
         self._phases[-offset % self._size] += 1
         self.count += 1
         self.context += tokens + 1
+        if request.ask_at is not None:
+            self.ask(request)
 
     def remove(self, request: Request) -> int:
         """Returns its computed tokens."""
@@ -69,6 +72,14 @@ class Generation:
             request.last += 1
             self._phases[-request.offset % self._size] += 1
             heappush(self._ends, (request.last, request.seat, request))
+            if request.ask_at is not None:
+                self.ask(request)
+
+    def ask(self, request: Request) -> None:
+        """Its `ask_at` is new, or comes in another iteration than before. Who ends with that token is not asked."""
+        assert request.ask_at is not None
+        if request.ask_at < request.output_tokens:
+            heappush(self.asks, (_iteration_of(request, request.ask_at), request.seat, request))
 
     def attended(self, requests: Iterable[Request]) -> int:
         """Sum of the tokens that these attend to in the next iteration."""
@@ -82,6 +93,15 @@ class Generation:
             if request.seat == seat and request.last == last:
                 return last + 1 - self.iteration
             heappop(ends)
+
+    def steps_to_ask(self, most: int) -> int:
+        """Iterations until the first one has generated its `ask_at` tokens; `most` if that is later."""
+        asks = self.asks
+        while asks:
+            if _holds(asks[0]):
+                return min(most, asks[0][0] + 1 - self.iteration)
+            heappop(asks)
+        return most
 
     def demand(self, steps: int = 1) -> int:
         """Blocks that the next iterations need."""
@@ -130,3 +150,27 @@ class Generation:
             if request.seat == seat and request.last == last:
                 done.append(request)
         return done
+
+    def reached(self) -> list[Request]:
+        """Who has generated its `ask_at` tokens by now, in the order of their seats; each is told once."""
+        asks = self.asks
+        asked = []
+        while asks and asks[0][0] < self.iteration:
+            entry = heappop(asks)
+            if _holds(entry):
+                request = entry[2]
+                request.generated, request.ask_at = self.generated(request), None
+                asked.append(request)
+        return asked
+
+
+def _iteration_of(request: Request, tokens: int) -> int:
+    """The iteration that generates its token of this number, unless the request is put off."""
+    return request.last - request.output_tokens + tokens
+
+
+def _holds(entry: tuple[int, int, Request]) -> bool:
+    """Whether this is still when its request reaches its `ask_at`."""
+    iteration, seat, request = entry
+    ask_at = request.ask_at
+    return request.seat == seat and ask_at is not None and _iteration_of(request, ask_at) == iteration

@@ -14,6 +14,11 @@ Owner = Chain | Request  # whose tokens they are: a chain's, or those of a reque
 Path = tuple[tuple[Owner, int], ...]  # who owns a context's blocks, each from which block on; the last one to the end
 
 
+def owner_of(path: Path, block: int) -> Owner:
+    """Whose a block of a context is."""
+    return next(owner for owner, start in reversed(path) if start <= block)
+
+
 class Run:
     """Blocks `low` to `high` (exclusive) of an owner's context that have the same holders and were let go together.
 
@@ -58,11 +63,12 @@ class BlockPool:
     def held(self) -> int:
         return self.blocks - self.blank - self.findable
 
-    def path(self, request: Request) -> Path:
-        """Who owns the blocks of a request's context. A block that only begins as the parent's is the child's own."""
-        chain = request.chain
+    def path(self, context: Owner) -> Path:
+        """Who owns the blocks of a request's context, or of a chain's. A block that only begins as the parent's is the
+        child's own."""
+        chain = context.chain if isinstance(context, Request) else context
         if chain is None:
-            return ((request, 0),)
+            return ((context, 0),)
         if chain.parent is None:
             return ((chain, 0),)
         path: list[tuple[Owner, int]] = []
@@ -75,6 +81,10 @@ class BlockPool:
                 end = start
             link = link.parent
         return tuple(reversed(path))
+
+    def knows(self, owner: Owner) -> bool:
+        """Whether any block of this owner can be found."""
+        return owner in self._runs
 
     def find(self, path: Path, most: int) -> tuple[int, int]:
         """(blocks found from the beginning of a context, at most `most`; how many of them nobody holds)."""
@@ -152,11 +162,35 @@ class BlockPool:
                     " generate on it; give each its own fork"
                 )
 
+    def adopt(self, path: Path, blocks: int) -> int:
+        """The first `blocks` blocks of a context come from elsewhere: as if a request had computed those that are not
+        here, and had ended. The others of them count as just let go, too, for they must outlive what follows.
+
+        Returns how many are here then: less than `blocks` if too few were free. No request may be about to write what
+        is missing.
+        """
+        found, _ = self.find(path, blocks)
+        self.hold(path, found)
+        here = found + min(blocks - found, self.free)
+        self.take(here - found)
+        last = len(path) - 1
+        for place, (owner, start) in enumerate(path):
+            end = here if place == last else min(here, path[place + 1][1])
+            begin = max(found, start)
+            if begin < end:
+                self._runs.setdefault(owner, []).append(Run(owner, begin, end, 1))
+        self._let_go(path, here, None)
+        return here
+
     def release(self, request: Request, path: Path, written: int, held: int) -> None:
         """Let go of the `held` blocks of a context, of which the first `written` are full of known tokens."""
         self.blank += held - written
-        copy = request.own_copy
-        end = written
+        self._let_go(path, written, request.own_copy)
+        request.own_copy = None
+
+    def _let_go(self, path: Path, blocks: int, copy: Run | None) -> None:
+        """One holder less of the first `blocks` blocks of a context; of one of them it may have held a copy."""
+        end = blocks
         for owner, start in reversed(path):
             if start >= end:
                 continue
@@ -191,7 +225,6 @@ class BlockPool:
                     del runs[index + 1]
                 index -= 1
             end = start
-        request.own_copy = None
 
     def discard(self, full: int, held: int) -> None:
         """Let go of `held` blocks that nobody will ask for, of which the first `full` are full.

@@ -50,9 +50,14 @@ class PipelinedEngine(Engine):
 
     def plan(self, now: int) -> int | None:
         self._look_back(now)
-        if self._cancelled:
-            self._cancel_all(now)
-        if self._due or self._pause is not None:
+        if self.asked or self.interrupted:
+            self._forget_told()
+        if self.closing and not self._queue and self._pause is None:
+            self._close(now)
+            return None
+        if self._leaving:
+            self._let_leave(sorted(self._leaving, key=lambda it: it.number), now)
+        if self.closing or self._due or self._pause is not None:
             if not self._queue and self._pause is None:
                 self._pause = self._due.pop(0)
                 self.start = now
@@ -99,8 +104,9 @@ class PipelinedEngine(Engine):
         self._look_back(now)
         for request in self._running:
             self._count_generated(request)
-        for request in self._cancelled:
-            request.status, request.finish = "cancelled", now
+        for request, status in self._leaving.items():
+            if status == "cancelled":
+                request.status, request.finish = status, now
 
     def _look_back(self, now: int) -> None:
         """Batches overlap, so blocks are counted from one look to the next."""
@@ -128,10 +134,12 @@ class PipelinedEngine(Engine):
     def _nothing_fits(self) -> None:
         """The batches that are under way hold the blocks."""
 
-    def _count_generated(self, request: Request) -> None:
+    def _generating(self, request: Request) -> Generation | None:
         lane = self._lane_of.get(request)
-        if lane is not None and request not in lane.finishing and request not in self._finishing:
-            request.generated = lane.generation.generated(request)
+        if lane is None:
+            return None
+        finishing = self._finishing if lane is self._at else lane.finishing
+        return None if request in finishing else lane.generation
 
     def _through(self, now: int, ticks: int) -> int:
         share, rest = divmod(ticks, len(self._free))

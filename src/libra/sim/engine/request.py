@@ -1,6 +1,7 @@
 """One call to an engine: a prompt, and tokens generated after it.
 
-Invariant: what is asked never changes; what happened is written once, except for the counts of repeated events.
+Invariant: what is asked never changes; what happened is written once, except for the counts of repeated events. Only
+`ask_at`, which is no part of the work, comes and goes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from libra.sim.engine.chain import Chain
 if TYPE_CHECKING:
     from libra.sim.engine.memory import Path, Run
 
-Status = Literal["waiting", "running", "finished", "cancelled", "refused", "unfinished"]
+Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "unfinished"]
 
 
 class Request:
     """What is asked, and what became of it. Times are ticks, lengths are tokens.
 
     `output_tokens` is how many tokens it will generate (the simulator is told; a policy is not). A request without a
-    chain shares its tokens with no other.
+    chain shares its tokens with no other. `ask_at` is a count of generated tokens, 1 or more, at which the engine stops
+    to be asked about the request; while an engine has it, `Engine.ask` sets it.
     """
 
     __slots__ = (
         "arrival",
+        "ask_at",
         "cached_tokens",
         "cancel_at",
         "chain",
@@ -61,6 +64,7 @@ class Request:
         chain: Chain | None = None,
         priority: int = 0,
         cancel_at: int | None = None,
+        ask_at: int | None = None,
         owner: object = None,
     ) -> None:
         self.number = number  # ties between equal arrivals go to the lower one
@@ -70,6 +74,7 @@ class Request:
         self.chain = chain
         self.priority = priority  # lower is served first
         self.cancel_at = cancel_at
+        self.ask_at = ask_at
         self.owner = owner  # whoever submitted it
         self.status: Status = "waiting"
         self.reason: str | None = None  # why it was refused, or did not finish
@@ -77,7 +82,7 @@ class Request:
         self.scheduled: int | None = None  # start of its first iteration
         self.prefill_end: int | None = None
         self.first_token: int | None = None
-        self.finish: int | None = None  # also of what was cancelled or refused
+        self.finish: int | None = None  # also of what was cancelled, interrupted or refused
         self.generated = 0
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.preemptions = 0

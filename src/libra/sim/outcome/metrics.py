@@ -39,6 +39,7 @@ class Metrics:
 
     requests: int
     finished: int
+    interrupted: int
     cancelled: int
     refused: int
     unfinished: int
@@ -99,7 +100,7 @@ def metrics_of(result: SimulationResult) -> Metrics:
     requests, engines = result.requests, result.engines
     finished = requests.ended("finished")
     makespan = result.makespan
-    generated = int(requests.generated[finished].sum())
+    generated = int(requests.generated[finished | requests.ended("interrupted")].sum())
     prompt = int(requests.prompt[finished].sum())
     events, iterations = sum(it.events for it in engines), sum(it.iterations for it in engines)
     blocks = sum(it.config.kv_blocks for it in engines)

@@ -18,7 +18,7 @@ from libra.sim.outcome.result import SimulationResult
 FIELDS = {
     "number": "the request, unique in a workload",
     "engine": "name of the engine that it was sent to",
-    "status": "finished, cancelled, refused or unfinished",
+    "status": "finished, interrupted, cancelled, refused or unfinished",
     "reason": "why it did not finish; null also where its caller gave it up",
     "arrival": "s",
     "scheduled": "s, start of its first iteration",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from libra.sim.engine.request import Request, Status
 from libra.sim.workload.caller import TrajectoryCaller
 
-ENDS: tuple[Status, ...] = ("finished", "cancelled", "refused", "unfinished")
+ENDS: tuple[Status, ...] = ("finished", "interrupted", "cancelled", "refused", "unfinished")
 
 Column = NDArray[np.int64]
 

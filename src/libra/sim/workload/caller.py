@@ -5,7 +5,8 @@ Invariant: a caller says of itself what was known when its request was made, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 from libra.route import policy
 from libra.sim.engine.chain import Chain
@@ -13,15 +14,36 @@ from libra.sim.workload.calls import Call
 from libra.trajectory import Trajectory
 
 
-@dataclass(frozen=True, slots=True)
-class TrajectoryCaller:
+@dataclass(slots=True)
+class Caller(ABC):
     """The owner of a request that a trajectory makes."""
 
     trajectory: Trajectory
+    generated_before: int = field(default=0, kw_only=True)  # tokens of the turn before this request was made
+    engine: int | None = field(default=None, kw_only=True)  # of its latest request; kept only where KV moves
+
+    @property
+    @abstractmethod
+    def last(self) -> bool:
+        """Whether the trajectory makes no other call after this one."""
+
+    @abstractmethod
+    def routing_request(self) -> policy.Request: ...
+
+    @abstractmethod
+    def returned(self) -> policy.ToolReturn | None:
+        """The tool return that the request follows, unless the policy was told of it before."""
+
+
+@dataclass(slots=True)
+class TrajectoryCaller(Caller):
+    """A caller of a replayed trajectory: each turn is one request."""
+
     calls: tuple[Call, ...]  # all that the trajectory makes
     position: int  # of this one in `calls`
     prompt: Chain  # what the trajectory began with
     first_number: int  # of the request of its first call
+    told: bool = False  # the policy knows of the return before this call
 
     @property
     def call(self) -> Call:
@@ -36,15 +58,25 @@ class TrajectoryCaller:
         return self.position == len(self.calls) - 1
 
     def routing_request(self) -> policy.Request:
+        trajectory = self.trajectory
         return policy.Request(
-            self.trajectory.id, self.trajectory.prompt_id, self.trajectory.prompt_tokens, self.call.context_tokens
+            trajectory.id,
+            trajectory.prompt_id,
+            trajectory.prompt_tokens,
+            self.call.context_tokens + self.generated_before,
+            trajectory.task,
         )
 
     def returned(self) -> policy.ToolReturn | None:
-        # A policy has not heard of a trajectory before its first request, so a return before that means nothing to it.
-        if self.position == 0:
-            return None
-        before = self.trajectory.turns[self.turn - 1]
-        if before.tool is None or before.status is None:
-            return None
-        return policy.ToolReturn(before.tool, before.status, before.returned_tokens)
+        return None if self.told else returned_before(self.trajectory, self.calls, self.position)
+
+
+def returned_before(trajectory: Trajectory, calls: tuple[Call, ...], position: int) -> policy.ToolReturn | None:
+    """The tool return before a call. A policy has not heard of a trajectory before its first request, so a return
+    before that means nothing to it."""
+    if position == 0:
+        return None
+    before = trajectory.turns[calls[position].turn - 1]
+    if before.tool is None or before.status is None:
+        return None
+    return policy.ToolReturn(before.tool, before.status, before.returned_tokens)

@@ -1,0 +1,134 @@
+"""Histograms of remaining tokens by context, forgotten exponentially.
+
+Invariant: a context's histogram is the sum, over what was added to it since it was last evicted, of the weight it was
+added with times `2 ** (-n / half_life)`; n is how many trajectories have been counted since, or, for one of an older
+policy version, since the first of a newer version. There are never more than `max_contexts` histograms.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from libra.route.remaining import BINS, Histogram
+
+Context = tuple[Hashable, ...]  # of strings, numbers and tuples of them
+
+# 320 bytes for the histogram of a context, and as much again for its name and its place in the table.
+MAX_CONTEXTS = 65_536
+# Trajectories: the last two policy versions at 512 a version.
+HALF_LIFE = 1024.0
+
+_KEPT_VERSIONS = 64
+_REBASE = 64  # half-lives after which the stored weights are made small again: single precision holds 2 ** 127
+
+
+class Evidence:
+    """Weights by context and bin. Adding to a context makes it the latest used; the least lately used go first."""
+
+    def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
+        """`half_life` is in trajectories."""
+        if not 0 < half_life < math.inf:
+            raise ValueError(f"half_life is {half_life}; it is a number of trajectories, above 0 and finite")
+        if max_contexts < 1:
+            raise ValueError(f"max_contexts is {max_contexts}; give 1 or more")
+        self.half_life = half_life
+        self.max_contexts = max_contexts
+        self._clock = 0  # trajectories counted
+        self._base = 0  # the clock at which one added is stored with its own weight, later ones with more
+        self.fading = 1.0  # present weight of what is stored with weight 1
+        self._versions: list[int] = []  # that were the newest when they were first counted, in order
+        self._since: list[int] = []  # the clock at which each of them was
+        self._rows: dict[Context, int] = {}  # least lately used first
+        # Row 0 stays empty: it is that of contexts without evidence.
+        self._table: Histogram = np.zeros((1, BINS + 1), np.float32)
+
+    def __len__(self) -> int:
+        """Contexts held."""
+        return len(self._rows)
+
+    @property
+    def trajectories(self) -> int:
+        """Counted so far, forgotten ones too."""
+        return self._clock
+
+    def count(self, version: int, histograms: Mapping[Context, Mapping[int, float]]) -> None:
+        """Count one trajectory of this policy version: weights by bin to add to each context, in this order."""
+        self._clock += 1
+        if self._clock - self._base > _REBASE * self.half_life:
+            self._table *= np.float32(2 ** ((self._base - self._clock) / self.half_life))
+            self._base = self._clock
+        self.fading = 2 ** ((self._base - self._clock) / self.half_life)
+        stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
+        for context, weights in histograms.items():
+            row = self._row(context)
+            for bin_, weight in weights.items():
+                self._table[row, bin_] += weight * stored
+            self._table[row, BINS] += sum(weights.values()) * stored
+
+    def histograms(self, contexts: Sequence[Context]) -> Histogram:
+        """Stored weights by context and bin, and their sum in one more column: times `fading`, the present ones. Zeros
+        for a context without evidence."""
+        get = self._rows.get
+        return self._table.take([get(context, 0) for context in contexts], 0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON values; weights as they are stored, by context in order of use."""
+        contexts = []
+        for context, row in self._rows.items():
+            bins = np.flatnonzero(self._table[row])
+            contexts.append([context, bins.tolist(), self._table[row, bins].tolist()])
+        return {
+            "half_life": self.half_life,
+            "max_contexts": self.max_contexts,
+            "clock": self._clock,
+            "base": self._base,
+            "fading": self.fading,
+            "versions": list(self._versions),
+            "since": list(self._since),
+            "contexts": contexts,
+        }
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, Any]) -> Self:
+        evidence = cls(snapshot["half_life"], snapshot["max_contexts"])
+        evidence._clock, evidence._base, evidence.fading = snapshot["clock"], snapshot["base"], snapshot["fading"]
+        evidence._versions, evidence._since = list(snapshot["versions"]), list(snapshot["since"])
+        for context, bins, weights in snapshot["contexts"]:
+            row = evidence._row(as_context(context))  # makes the table larger
+            evidence._table[row, bins] = weights
+        return evidence
+
+    def _standing(self, version: int) -> int:
+        """The clock from which a trajectory of this version ages."""
+        if not self._versions or version > self._versions[-1]:
+            self._versions.append(version)
+            self._since.append(self._clock)
+            if len(self._versions) > _KEPT_VERSIONS:
+                del self._versions[0], self._since[0]
+        newer = bisect_right(self._versions, version)
+        return self._clock if newer == len(self._versions) else self._since[newer]
+
+    def _row(self, context: Context) -> int:
+        """The row of a context, an empty one if it is new, now the latest used."""
+        row = self._rows.pop(context, None)
+        if row is None:
+            if len(self._rows) < self.max_contexts:
+                row = len(self._rows) + 1
+                if row == len(self._table):
+                    more = min(len(self._table), self.max_contexts + 1 - row)
+                    self._table = np.concatenate([self._table, np.zeros((more, BINS + 1), np.float32)])
+            else:
+                row = self._rows.pop(next(iter(self._rows)))
+                self._table[row] = 0
+        self._rows[context] = row
+        return row
+
+
+def as_context(values: Iterable[Any]) -> Context:
+    """A context from the lists that JSON makes of it."""
+    return tuple(as_context(value) if isinstance(value, (list, tuple)) else value for value in values)

@@ -1,0 +1,193 @@
+"""What is known of a trajectory's remaining tokens: contexts from general to specific, each blended with the next.
+
+Invariant: an estimate is a mixture of the histograms of the trajectory's contexts. In it a context of n trajectories
+weighs n / (n + `SHRINKAGE`) against what the more general ones say, so one old sample never decides, and without
+evidence of its own a context says what they say.
+
+Each trajectory counts once in a context, however often it came there: its visits share one weight, because they
+repeat one another. A prompt's own earlier samples are the two most specific contexts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+
+from libra.route.causal_tree import PayloadClass, ToolState, payload_class
+from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS, Context, Evidence
+from libra.route.policy import Request
+from libra.route.remaining import BINS, Histogram, Remaining, bin_of
+from libra.route.running import Running, redistributed
+from libra.trajectory import ToolStatus, Trajectory
+
+# Trajectories of evidence of its own with which a context weighs as much as all that is more general.
+SHRINKAGE = 4.0
+
+RECENT = 3  # tool-return states that are looked at
+
+_FIRST_OF_A_RETURN = 2  # the contexts before it are of all moments of a trajectory, the others of one
+
+
+@lru_cache(maxsize=4096)
+def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
+    """The state of a tool return: one object for all that are alike, which are kept and compared often."""
+    return ToolState(tool, payload, status)
+
+
+def contexts_of(
+    prompt_id: str, task: str, recent: tuple[ToolState, ...], returns: int, context_tokens: int
+) -> tuple[Context, ...]:
+    """Contexts of a trajectory after `returns` tool returns, of which the last three are `recent`; general ones first.
+
+    Returns so far and context tokens count by doublings, which is what few samples can tell apart.
+    """
+    last = recent[-1:]
+    depth = returns.bit_length()
+    return (
+        ("all",),
+        ("task", task),
+        ("return", last),
+        ("return of task", task, last),
+        ("and depth", task, last, depth),
+        ("two returns and depth", task, recent[-2:], depth),
+        ("three returns", task, recent),
+        ("return and context", task, last, context_tokens.bit_length()),
+        ("return of prompt", prompt_id, last),
+        ("two returns of prompt", prompt_id, recent[-2:]),
+    )
+
+
+class Hierarchy:
+    """The evidence of finished trajectories, with those that run as lower bounds, and the estimates made of it.
+
+    Running ones count for a trajectory before its first tool return, where it matters most: the samples of a prompt
+    start together, and the short ones finish first. After a return there is only what has finished.
+    """
+
+    def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
+        """`half_life` is in trajectories; see `Evidence`."""
+        self._evidence = Evidence(half_life, max_contexts)
+        self._running = Running()
+        self._turns = self._generated = 0.0  # of all trajectories, forgotten like them, in order of arrival
+
+    @property
+    def trajectories(self) -> int:
+        """Finished ones learned from, forgotten ones too."""
+        return self._evidence.trajectories
+
+    @property
+    def turn_tokens(self) -> float:
+        """Mean tokens generated in a turn; 0 before any trajectory has finished."""
+        return self._generated / self._turns if self._turns else 0.0
+
+    def learn(self, trajectory: Trajectory) -> None:
+        """Count a finished trajectory at its start and after each of its tool returns; O(turns)."""
+        if not trajectory.finished:
+            raise ValueError(
+                f"trajectory {trajectory.id!r} is unfinished, so its remainders are unknown: forget it instead"
+            )
+        self._running.end(trajectory.id)
+        kept = 2 ** (-1 / self._evidence.half_life)
+        self._turns = kept * self._turns + len(trajectory.turns)
+        self._generated = kept * self._generated + trajectory.generated_tokens
+        visits: dict[Context, list[int]] = defaultdict(list)
+        starts = trajectory.contexts()
+        remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
+        recent: tuple[ToolState, ...] = ()
+        returns = 0
+        prompt_id, task = trajectory.prompt_id, trajectory.task
+        for context in contexts_of(prompt_id, task, recent, returns, starts[0]):
+            visits[context].append(bin_of(remaining))
+        for number, turn in enumerate(trajectory.turns, start=1):
+            remaining -= turn.generated_tokens + turn.returned_tokens
+            if turn.tool is None or turn.status is None:
+                continue
+            recent = (*recent, state_of(turn.tool, payload_class(turn.returned_tokens), turn.status))[-RECENT:]
+            returns += 1
+            bin_ = bin_of(remaining)
+            for context in contexts_of(prompt_id, task, recent, returns, starts[number]):
+                visits[context].append(bin_)
+        self._evidence.count(
+            trajectory.policy_version,
+            {  # general contexts last, to be evicted last
+                context: {bin_: number / len(bins) for bin_, number in Counter(bins).items()}
+                for context, bins in reversed(visits.items())
+            },
+        )
+
+    def started(self, request: Request) -> None:
+        """A trajectory runs from now on, with this as its first request."""
+        contexts = contexts_of(request.prompt_id, request.task, (), 0, request.context_tokens)
+        self._running.start(request.trajectory_id, contexts[_FIRST_OF_A_RETURN:])
+
+    def reached(self, request: Request, generated_tokens: int = 0) -> None:
+        """A trajectory that runs has come to this context, and so many tokens more."""
+        tokens = request.context_tokens + generated_tokens - request.prompt_tokens
+        self._running.reached(request.trajectory_id, max(0, tokens))
+
+    def ended(self, trajectory_id: str) -> None:
+        """It runs no longer, and nothing is learned from it; no error if it did not run."""
+        self._running.end(trajectory_id)
+
+    def predict(self, request: Request, states: Sequence[ToolState]) -> Remaining | None:
+        """What remains for a trajectory whose tool returns so far were `states`; None before any has finished."""
+        return self.predict_recent(request, tuple(states[-RECENT:]), len(states))
+
+    def predict_recent(self, request: Request, recent: tuple[ToolState, ...], returns: int) -> Remaining | None:
+        """`predict`, of the latest `RECENT` states and the number of all."""
+        if not self._evidence.trajectories:
+            return None
+        contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
+        finished = self._evidence.histograms(contexts)
+        fading = self._evidence.fading
+        counts = [weight * fading for weight in finished[:, BINS].tolist()]
+        running = None if returns else self._running.histograms(contexts)
+        if running is None:  # shares are all that counts, so what has faded alike need not be made to
+            return Remaining((_mixture(counts) @ finished)[:BINS])
+        started = running.sum(axis=1).tolist()
+        parts = _mixture([count + more for count, more in zip(counts, started, strict=True)])
+        return Remaining(redistributed((parts @ finished)[:BINS] * np.float32(fading), parts @ running))
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "evidence": self._evidence.snapshot(),
+            "running": self._running.snapshot(),
+            "turns": self._turns,
+            "generated": self._generated,
+        }
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, Any]) -> Self:
+        hierarchy = cls()
+        hierarchy._evidence = Evidence.restore(snapshot["evidence"])
+        hierarchy._running = Running.restore(snapshot["running"])
+        hierarchy._turns, hierarchy._generated = snapshot["turns"], snapshot["generated"]
+        return hierarchy
+
+
+def _mixture(counts: Sequence[float]) -> Histogram:
+    """What one unit of the evidence of each context, as `contexts_of` lists them, weighs in the estimate.
+
+    A context of count n keeps the share n / (n + `SHRINKAGE`) of what comes to it, so 1 / (n + `SHRINKAGE`) for each
+    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two.
+    """
+    everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = counts
+    of_prompt_two = 1 / (prompt_two + SHRINKAGE)
+    of_prompt = of_prompt_two * SHRINKAGE / (prompt + SHRINKAGE)
+    half = of_prompt * SHRINKAGE / 2
+    of_size = half / (size + SHRINKAGE)
+    of_three = half / (three + SHRINKAGE)
+    of_two = of_three * SHRINKAGE / (two + SHRINKAGE)
+    of_depth = of_two * SHRINKAGE / (depth + SHRINKAGE)
+    of_last = (of_depth + of_size) * SHRINKAGE / (last + SHRINKAGE)
+    half = of_last * SHRINKAGE / 2
+    of_anywhere = half / (anywhere + SHRINKAGE)
+    of_task = half / (task + SHRINKAGE)
+    of_everyone = (of_task + of_anywhere) * SHRINKAGE / everyone
+    parts = (of_everyone, of_task, of_anywhere, of_last, of_depth, of_two, of_three, of_size, of_prompt, of_prompt_two)
+    return np.array(parts, np.float32)

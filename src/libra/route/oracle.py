@@ -1,0 +1,145 @@
+"""The oracle: knows every trajectory to its end, and so shows what better predictions could at most be worth.
+
+Invariant: an instance's work is what is truly left of the live trajectories whose latest turn went there, from the
+start of that turn on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from libra.route.bucket import FORMAT, Bucketed
+from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn, require_snapshot
+from libra.trajectory import Trajectory
+
+TOKEN_SECONDS = 0.02  # of an instance that does not say; among requests due at once any value gives the same order
+
+Known = Mapping[str, Trajectory] | Callable[[str], Trajectory]
+
+
+@dataclass(slots=True)
+class _Progress:
+    trajectory: Trajectory
+    turn: int  # the latest that was to be placed
+    instance: str | None = None  # to whose work the rest is counted
+
+
+class Oracle(Bucketed):
+    """The `oracle` policy: the right bucket from the start, and there the instance with the least work truly left.
+
+    `known` gives the trajectory of an id. The final context of a trajectory is the most tokens it ever holds. Priority
+    is least slack in milliseconds: when its group is due (0 where that is not known) less the time it truly still
+    needs, its tokens to generate times `token_seconds` of the instance and the recorded seconds of its tools. So among
+    trajectories due at once the longest is first. A decision is O(instances + turns).
+
+    Raises ValueError for a trajectory that it does not know, and for a turn that this trajectory does not have.
+    """
+
+    NAME = "oracle"
+    REASON = "bucket of the true final context"
+
+    def __init__(self, known: Known, *, sticky: bool = True) -> None:
+        super().__init__(sticky=sticky)
+        self._trajectory = known.__getitem__ if isinstance(known, Mapping) else known
+        self._progress: dict[str, _Progress] = {}
+        self._work: Counter[str] = Counter()  # tokens generated and returned, by instance
+
+    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+        progress = self._progress.get(request.trajectory_id)
+        if progress is None:
+            progress = _Progress(self._known(request.trajectory_id), 0)
+        self._advance(progress, progress.turn, request)
+        self._progress[request.trajectory_id] = progress
+        return self._counted(progress, super().place(request, fleet))
+
+    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+        self._placed(request)
+        progress = self._progress[request.trajectory_id]
+        self._advance(progress, progress.turn + 1, request)
+        return self._counted(progress, super().tool_returned(request, returned, fleet))
+
+    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        return None  # where it went it was known to end
+
+    def forget(self, trajectory_id: str) -> None:
+        progress = self._progress.pop(trajectory_id, None)
+        if progress is not None:
+            self._uncount(progress)
+        super().forget(trajectory_id)
+
+    def instance_gone(self, instance: str) -> None:
+        for progress in self._progress.values():
+            if progress.instance == instance:
+                self._uncount(progress)
+        del self._work[instance]  # not an error where it had none
+        super().instance_gone(instance)
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any], known: Known | None = None) -> Self:
+        """A snapshot does not carry what the oracle knows, so `known` must be given again."""
+        require_snapshot(snapshot, cls.NAME, FORMAT)
+        if known is None:
+            raise ValueError("known is missing: give the trajectories, which a snapshot of the oracle does not carry")
+        return cls(known, sticky=snapshot["sticky"])._resumed(snapshot)
+
+    def _known(self, trajectory_id: str) -> Trajectory:
+        try:
+            return self._trajectory(trajectory_id)
+        except KeyError:
+            raise ValueError(
+                f"trajectory {trajectory_id!r} is not known to the oracle: give all that will be routed"
+            ) from None
+
+    def _advance(self, progress: _Progress, least: int, request: Request) -> None:
+        """Go to the first turn from `least` on that starts as the request does: turns that generate nothing may have
+        been left out."""
+        contexts = progress.trajectory.contexts()
+        turn = next((turn for turn in range(least, len(contexts)) if contexts[turn] == request.context_tokens), None)
+        if turn is None:
+            raise ValueError(
+                f"trajectory {request.trajectory_id!r}: from turn {least} on none starts at {request.context_tokens}"
+                " tokens: give the oracle the trajectories as they will be routed"
+            )
+        self._uncount(progress)
+        progress.turn = turn
+
+    def _counted(self, progress: _Progress, placement: Placement | None) -> Placement | None:
+        if placement is not None:
+            progress.instance = placement.instance
+            self._work[placement.instance] += _tokens_left(progress)
+        return placement
+
+    def _uncount(self, progress: _Progress) -> None:
+        if progress.instance is not None:
+            self._work[progress.instance] -= _tokens_left(progress)
+            progress.instance = None
+
+    def _expected(self, request: Request) -> int:
+        return self._progress[request.trajectory_id].trajectory.peak_context
+
+    def _load(self, instance: Instance) -> float:
+        return self._work[instance.id]
+
+    def _priority(self, request: Request, instance: Instance) -> int:
+        progress = self._progress[request.trajectory_id]
+        turns = progress.trajectory.turns[progress.turn :]
+        token_seconds = TOKEN_SECONDS if instance.token_seconds is None else instance.token_seconds
+        left = token_seconds * sum(turn.generated_tokens for turn in turns)
+        left += sum(turn.tool_seconds for turn in turns if turn.tool_seconds is not None)
+        return round(1_000 * ((0.0 if request.due is None else request.due) - left))
+
+    def _rule(self) -> list[list[Any]]:
+        return [[id, progress.turn, progress.instance] for id, progress in self._progress.items()]
+
+    def _resume(self, rule: list[list[Any]]) -> None:
+        for id, turn, instance in rule:
+            progress = self._progress[id] = _Progress(self._known(id), turn, instance)
+            if instance is not None:
+                self._work[instance] += _tokens_left(progress)
+
+
+def _tokens_left(progress: _Progress) -> int:
+    return sum(turn.generated_tokens + turn.returned_tokens for turn in progress.trajectory.turns[progress.turn :])

@@ -1,0 +1,116 @@
+"""How many tokens a trajectory still needs, as a distribution over bins that widen with the length.
+
+Invariant: mean, quantiles and probabilities of a distribution are those of one set of shares, each spread evenly over
+its bin, of what has not been outlived.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Histogram = NDArray[np.float32]  # weights by bin; single precision, because there are many of them
+
+# Edges at 16 * (2 ** (i / 4) - 1) tokens: bins of 3 tokens at first, of a fifth of the length from some hundred on. The
+# last edge is at 16.8 million tokens.
+BINS = 80
+BINS_PER_OCTAVE = 4
+EDGES: tuple[float, ...] = tuple(16.0 * (2 ** (edge / BINS_PER_OCTAVE) - 1) for edge in range(BINS + 1))
+
+_OUTLIVED = 1e-5  # so small a share is no evidence of what comes after: single-precision sums are off by 1e-6
+
+
+def bin_of(tokens: int) -> int:
+    """The bin of a number of tokens, 0 or more; what is beyond the last edge is in the last bin."""
+    return min(BINS, bisect_right(EDGES, tokens)) - 1
+
+
+def _at_edges() -> Histogram:
+    """Linear maps of weights to what holds at each edge: the weight that reaches it, and the tokens before it."""
+    reach = np.tri(BINS, BINS + 1)
+    before = np.zeros((BINS, BINS + 1))
+    before[:, 1:] = ((reach[:, :-1] + reach[:, 1:]) / 2 * np.diff(EDGES)).cumsum(axis=1)
+    return np.hstack([reach, before]).astype(np.float32)
+
+
+_AT_EDGES = _at_edges()
+_BEFORE = BINS + 1  # where the second map begins
+
+
+class Remaining:
+    """Tokens that a trajectory generates and is returned from some moment to its end; immutable.
+
+    `weights` are by bin, each 0 or more, with any sum above 0.
+    """
+
+    __slots__ = ("_at", "_past", "_past_before", "_past_reach")
+
+    def __init__(self, weights: Histogram) -> None:
+        self._at = weights @ _AT_EDGES
+        self._past = 0.0  # tokens, already outlived
+        self._past_before = 0.0
+        self._past_reach = self._at.item(0)
+        if not self._past_reach > 0:
+            raise ValueError(f"the weights sum to {self._past_reach}: a distribution needs one above 0")
+
+    @classmethod
+    def about(cls, tokens: float) -> Self:
+        """All in the bin of this number of tokens."""
+        weights = np.zeros(BINS, np.float32)
+        weights[bin_of(int(tokens))] = 1.0
+        return cls(weights)
+
+    def after(self, tokens: float) -> Remaining:
+        """What remains once `tokens` more have passed, of those that needed more than these.
+
+        Where none did, nothing is known but the past, and what remains is taken to be about as much again.
+        """
+        past = self._past + tokens
+        before, reach = self._raw(past)
+        if reach <= _OUTLIVED * self._at.item(0):
+            return Remaining.about(past)
+        later = object.__new__(Remaining)
+        later._at = self._at
+        later._past, later._past_before, later._past_reach = past, before, reach
+        return later
+
+    @property
+    def mean(self) -> float:
+        """Tokens."""
+        return (self._at.item(_BEFORE + BINS) - self._past_before) / self._past_reach
+
+    def beyond(self, tokens: float) -> float:
+        """Probability that more than `tokens` remain."""
+        return self.cut(tokens)[1]
+
+    def cut(self, tokens: float) -> tuple[float, float]:
+        """Mean of the smaller of what remains and `tokens`, and the probability that more than these remain."""
+        if tokens <= 0:
+            return 0.0, 1.0
+        before, reach = self._raw(self._past + tokens)
+        return (before - self._past_before) / self._past_reach, reach / self._past_reach
+
+    def quantile(self, q: float) -> float:
+        """The tokens that a share `q` of 0 to 1 does not exceed."""
+        if not 0 <= q <= 1:
+            raise ValueError(f"q is {q}; a share lies between 0 and 1")
+        wanted = (1 - q) * self._past_reach
+        reach = self._at[:_BEFORE]
+        bin_ = max(0, min(BINS, int(np.searchsorted(-reach, -wanted, side="right"))) - 1)  # the last that so many reach
+        low, high = reach.item(bin_), reach.item(min(BINS, bin_ + 1))
+        part = (low - wanted) / (low - high) if low > high else 0.0
+        return max(0.0, EDGES[bin_] + part * (EDGES[min(BINS, bin_ + 1)] - EDGES[bin_]) - self._past)
+
+    def _raw(self, tokens: float) -> tuple[float, float]:
+        """The weighted tokens before, and the weight that reaches, a length that counts what has been outlived."""
+        item = self._at.item
+        bin_ = bisect_right(EDGES, tokens) - 1
+        if bin_ >= BINS:
+            return item(_BEFORE + BINS), 0.0
+        start, edge = EDGES[bin_], item(bin_)
+        into = tokens - start
+        reach = edge + (item(bin_ + 1) - edge) * into / (EDGES[bin_ + 1] - start)
+        return item(_BEFORE + bin_) + (edge + reach) / 2 * into, reach

@@ -1,0 +1,99 @@
+"""Trajectories under way: how far they have come, at the contexts that they started in.
+
+Invariant: each one marks each of its contexts with one bin, the first of the octave of the tokens it has had so far;
+one that ends leaves no mark, and a context without marks is not kept. By octaves a mark seldom moves, and is a lower
+bound still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from libra.route.evidence import Context, as_context
+from libra.route.remaining import BINS, BINS_PER_OCTAVE, Histogram, bin_of
+
+
+class Running:
+    """Counts of running trajectories by context and bin. Memory is that of the trajectories that run."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[tuple[Context, ...], int]] = {}  # contexts and bin, by trajectory
+        self._marks: dict[Context, dict[int, int]] = {}
+
+    def start(self, trajectory_id: str, contexts: Iterable[Context], bin_: int = 0) -> None:
+        """From now on it runs; its contexts are where it started."""
+        place = tuple(contexts), bin_
+        self._places[trajectory_id] = place
+        self._mark(*place, 1)
+
+    def reached(self, trajectory_id: str, tokens: int) -> None:
+        """It has had so many tokens, generated and returned. One that does not run is ignored; none comes back down."""
+        place = self._places.get(trajectory_id)
+        if place is None:
+            return
+        contexts, bin_ = place
+        now = bin_of(tokens) // BINS_PER_OCTAVE * BINS_PER_OCTAVE
+        if now > bin_:
+            self._mark(contexts, bin_, -1)
+            self._mark(contexts, now, 1)
+            self._places[trajectory_id] = contexts, now
+
+    def end(self, trajectory_id: str) -> None:
+        """It has finished or was given up; no error if it does not run."""
+        place = self._places.pop(trajectory_id, None)
+        if place is not None:
+            self._mark(*place, -1)
+
+    def histograms(self, contexts: Sequence[Context]) -> Histogram | None:
+        """How many run, by context and bin; None where none of them has more than started."""
+        marks = [self._marks.get(context) for context in contexts]
+        if not any(mark is not None and (len(mark) > 1 or 0 not in mark) for mark in marks):
+            return None
+        found = np.zeros((len(contexts), BINS), np.float32)
+        for row, mark in zip(found, marks, strict=True):
+            for bin_, number in (mark or {}).items():
+                row[bin_] = number
+        return found
+
+    def snapshot(self) -> list[Any]:
+        """JSON values."""
+        return [[id, contexts, bin_] for id, (contexts, bin_) in self._places.items()]
+
+    @classmethod
+    def restore(cls, snapshot: Iterable[Any]) -> Running:
+        running = cls()
+        for id, contexts, bin_ in snapshot:
+            running.start(id, (as_context(context) for context in contexts), bin_)
+        return running
+
+    def _mark(self, contexts: Iterable[Context], bin_: int, by: int) -> None:
+        for context in contexts:
+            mark = self._marks.setdefault(context, {})
+            number = mark.get(bin_, 0) + by
+            if number:
+                mark[bin_] = number
+            else:
+                del mark[bin_]
+                if not mark:
+                    del self._marks[context]
+
+
+def redistributed(finished: Histogram, running: Histogram) -> Histogram:
+    """Shares by bin of the lengths of all, when some have `finished` in their bins and others are `running` in theirs.
+
+    The product-limit estimator (Kaplan and Meier 1958). One that runs counts as at risk below its bin: in it, it may
+    end any time. What is longer than all that have finished is put an octave beyond the longest that runs: as long
+    again. The weights must not all be 0.
+    """
+    later = np.append(running[1:], np.float32(0))
+    at_risk = (finished + later)[::-1].cumsum()[::-1]
+    hazard = np.divide(finished, at_risk, out=np.zeros_like(finished), where=at_risk > 0).clip(0, 1)
+    survive = (1 - hazard).cumprod()
+    shares: Histogram = np.append(np.float32(1), survive[:-1]) * hazard
+    if survive[-1] > 0:
+        longest = int(np.flatnonzero(finished + running).max())
+        shares[min(BINS - 1, longest + BINS_PER_OCTAVE)] += survive[-1]
+    return shares

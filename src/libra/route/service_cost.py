@@ -1,0 +1,125 @@
+"""What it costs to serve the rest of a trajectory on an instance, in expectation.
+
+Invariant: a cost depends on the instance, the longer ones that could take over, and what remains; not on where the
+trajectory is. Only the price of bringing its context does. So with the same evidence and loads, what was worth a move
+is not worth moving back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from libra.route.policy import Fleet, Instance
+from libra.route.remaining import Remaining
+
+# Seconds to a generated token where an instance does not tell, the same for all of them. Of the order of a 14 B model
+# on one A100, whose 28 GB of weights at 2 TB/s are read in 14 ms.
+TOKEN_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationCost:
+    """Seconds in which a context of n tokens is at hand on another instance: `fixed + per_token * n`.
+
+    The default is what the published C-MLFQ states for a move to another node as an upper bound: 40K tokens in less
+    than 733 ms.
+    """
+
+    fixed_seconds: float = 0.0
+    seconds_per_token: float = 0.733 / 40_000
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("fixed_seconds", self.fixed_seconds), ("seconds_per_token", self.seconds_per_token)):
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"{name} is {seconds}; give seconds, 0 or more and finite")
+
+    def seconds(self, context_tokens: float, load_tokens: float) -> float:
+        """Of the trajectory and of all that it holds up: an instance with a load of m tokens serves m / n others of
+        its size, and they wait as long as it does."""
+        if context_tokens <= 0:
+            return self.fixed_seconds
+        others = load_tokens / context_tokens
+        return (self.fixed_seconds + self.seconds_per_token * context_tokens) * (1 + others)
+
+
+class Offer(NamedTuple):
+    """What an instance would serve at."""
+
+    instance: Instance
+    load_tokens: int
+    token_seconds: float  # seconds to a generated token, congestion included
+    reach: float  # largest context that it is meant for; infinite where there is no longer bucket
+    onward: Offer | None  # the fastest of a longer bucket, which would take over beyond `reach`
+
+
+def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Offer], Offer | None]:
+    """Of each bucket the least loaded instance that holds `needed` tokens, ties by id, longest bucket first; and the
+    instance `prefix_at`, if it is there and holds them. O(instances).
+
+    `token_seconds` speaks of sequences that generate, `load_tokens` also of those that wait, for memory or a place. So
+    an instance is taken to need the seconds it tells at the mean load of all that hold `needed` tokens, half of them
+    when idle, and half more for each mean load more. Only ratios of loads are used: what load makes an instance slow
+    is not known here.
+    """
+    best: dict[int, tuple[int, str, Instance]] = {}
+    home: tuple[int, str, Instance] | None = None
+    total = count = 0
+    for instance in fleet.instances:
+        if instance.capacity_tokens < needed:
+            continue
+        load, bucket = instance.load_tokens, instance.bucket
+        total += load
+        count += 1
+        least = best.get(bucket)
+        if least is None or load <= least[0]:
+            id = instance.id
+            if least is None or load < least[0] or id < least[1]:
+                best[bucket] = load, id, instance
+        if prefix_at is not None and instance.id == prefix_at:
+            home = load, prefix_at, instance
+    if not count:
+        return [], None
+    per_load = count / total if total else 0.0
+    limits = fleet.limits
+    offers: list[Offer] = []
+    held: Offer | None = None
+    onward: Offer | None = None
+    for bucket in sorted(best, reverse=True):
+        offer = _offer(best[bucket], per_load, limits, onward)
+        offers.append(offer)
+        if home is not None and home[2].bucket == bucket:
+            held = offer if home[1] == best[bucket][1] else _offer(home, per_load, limits, onward)
+        if onward is None or offer.token_seconds < onward.token_seconds:
+            onward = offer
+    return offers, held
+
+
+def _offer(chosen: tuple[int, str, Instance], per_load: float, limits: Sequence[int], onward: Offer | None) -> Offer:
+    load, _, instance = chosen
+    seconds = instance.token_seconds
+    return Offer(
+        instance,
+        load,
+        (TOKEN_SECONDS if seconds is None else seconds) * (1 + load * per_load) / 2,
+        math.inf if onward is None else min(limits[instance.bucket], instance.capacity_tokens),
+        onward,
+    )
+
+
+def service_cost(
+    remaining: Remaining, context_tokens: int, offer: Offer, migration: MigrationCost, share: float = 1.0
+) -> float:
+    """Seconds: the tokens that fit are served here; the others, if any, onward, for which the context has to move.
+
+    Of the service itself only `share` counts, as far ahead as the offers can be relied on; the move counts in full.
+    """
+    onward = offer.onward
+    if onward is None:
+        return share * remaining.mean * offer.token_seconds
+    here, beyond = remaining.cut(offer.reach - context_tokens)
+    return share * (here * offer.token_seconds + (remaining.mean - here) * onward.token_seconds) + (
+        beyond * migration.seconds(max(offer.reach, context_tokens), onward.load_tokens)
+    )

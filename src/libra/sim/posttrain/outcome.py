@@ -1,0 +1,93 @@
+"""What became of a post-training run.
+
+Invariant: tokens and trajectories are counted when they have been trained on, once; seconds are simulated ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Bound = Literal["training", "rollout", "latency"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimiser step."""
+
+    version: int  # that it made
+    started: float  # seconds at which its batch was complete and the trainer began
+    waited: float  # seconds that the trainer had been idle before, with nothing else to do but wait
+    training: float  # seconds
+    trajectories: int
+    generated_tokens: int
+    final_context_tokens: int  # sum over trajectories: what is trained on
+    longest_context: int
+    staleness: float  # versions, mean over trajectories, of the one that they started with to the one that trains
+    worst_staleness: int
+    training_devices: int
+    generating_devices: int  # of engines in service when it began
+
+    @property
+    def ended(self) -> float:
+        return self.started + self.training
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """One change of the plan while the run went on."""
+
+    version: int
+    seconds: float  # at which it was decided
+    stopped: int  # engines
+    started: int
+    training_devices: int  # of the new plan
+    generating_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostTraining:
+    """One simulated run."""
+
+    system: str
+    steps: tuple[StepRecord, ...]
+    changes: tuple[PlanChange, ...]
+    seconds: float  # until the last step's weights were published
+    device_seconds: float  # of all devices of the cluster
+    engine_busy: float  # device seconds in which engines had work
+    trainer_busy: float  # device seconds in which trainers had work
+    placements: int  # of turns, and of what was left of those that were stopped
+    migrations: int  # of these, the ones that ran elsewhere than what came before
+    migrated_tokens: int  # context of the migrations
+    moved_tokens: int  # of these, the ones whose KV was moved; the others were computed again, or had been lost
+    interrupted: int  # turns that were stopped to go on elsewhere
+    preemptions: int
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(step.generated_tokens for step in self.steps)
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens that were trained on, a second."""
+        return self.generated_tokens / self.seconds
+
+    @property
+    def migrated_share(self) -> float:
+        """Context tokens of migrations, over all tokens that were trained on."""
+        return self.migrated_tokens / sum(step.final_context_tokens for step in self.steps)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds from one published version to the next."""
+        return self.seconds / len(self.steps)
+
+    @property
+    def trainer_share(self) -> float:
+        """Share of the time in which the trainer computes."""
+        return sum(step.training for step in self.steps) / self.seconds
+
+    @property
+    def engine_share(self) -> float:
+        """Share of the engines' device seconds in which they have work; of all devices where they are shared."""
+        return self.engine_busy / (self.device_seconds - self.trainer_busy)

@@ -1,0 +1,249 @@
+"""Buckets: what belongs where, who serves it, and what every rule that expects a final context keeps to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sessions import LIMITS, OK, Event, events, instances, requests, tell, views
+
+from libra.route.attained import AttainedService
+from libra.route.bucket import Bucketed, bucket_of, server
+from libra.route.by_length import LengthByPrompt
+from libra.route.policy import InstanceView, Placement, Policy, Request, View
+from libra.route.predictor import LengthPredictor
+from libra.trajectory import Trajectory, Turn
+
+RULES: list[type[Bucketed]] = [LengthByPrompt, LengthPredictor, AttainedService]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=[rule.NAME for rule in RULES])
+
+A0 = InstanceView("a0", bucket=0, capacity_tokens=110, load_tokens=50)
+B0 = InstanceView("b0", bucket=0, capacity_tokens=110, load_tokens=20)
+C1 = InstanceView("c1", bucket=1, capacity_tokens=1_010, load_tokens=90)
+D1 = InstanceView("d1", bucket=1, capacity_tokens=1_010, load_tokens=70)
+E2 = InstanceView("e2", bucket=2, capacity_tokens=9_010, load_tokens=10)
+EVERY = (A0, B0, C1, D1, E2)
+
+
+def view(*there: InstanceView) -> View:
+    return View(there, LIMITS, 10)
+
+
+def done(prompt_tokens: int, final_context: int, *, id: str = "done", prompt_id: str = "p") -> Trajectory:
+    turns = (Turn(final_context - prompt_tokens, None, None, 0),)
+    return Trajectory(id, prompt_id, "task", prompt_tokens, turns, None, 0, finished=True)
+
+
+@pytest.mark.parametrize(
+    ("final_context", "wanted"),
+    [(0, 0), (99.5, 0), (100, 0), (100.5, 1), (101, 1), (1_000, 1), (1_001, 2), (9_000, 2), (9_001, 2), (10**20, 2)],
+)
+def test_bucket_of(final_context: float, wanted: int) -> None:
+    assert bucket_of(final_context, LIMITS) == wanted
+
+
+@given(st.integers(0, 50), st.lists(st.integers(1, 40), min_size=1, unique=True).map(sorted))
+def test_a_bucket_is_the_shortest_that_holds_it(final_context: int, limits: Sequence[int]) -> None:
+    holding = [bucket for bucket, limit in enumerate(limits) if final_context <= limit]
+    assert bucket_of(final_context, limits) == (holding[0] if holding else len(limits) - 1)
+
+
+@given(
+    st.lists(instances, max_size=6, unique_by=lambda instance: instance.id),
+    st.sampled_from([50, 90, 950, 9_001]),
+    st.integers(0, 2),
+    st.none() | st.sampled_from("abcdefg"),
+)
+def test_the_server_is_in_the_wanted_bucket_or_the_next_longer_or_the_nearest_shorter(
+    there: list[InstanceView], needed: int, wanted: int, prefix_at: str | None
+) -> None:
+    for bucket in [*range(wanted, 3), *range(wanted - 1, -1, -1)]:
+        fit = [it for it in there if it.bucket == bucket and needed <= it.capacity_tokens]
+        holder = [it for it in fit if it.id == prefix_at]
+        if fit:
+            expected = holder[0] if holder else min(fit, key=lambda it: (it.load_tokens, it.id))
+            assert server(there, needed, wanted, prefix_at) == expected
+            return
+    assert server(there, needed, wanted, prefix_at) is None
+
+
+def test_the_server_may_be_chosen_by_another_load() -> None:
+    work = {"a0": 1.0, "b0": 2.0}
+    assert server([A0, B0], 10, 0, None, lambda instance: work[instance.id]) == A0
+
+
+# What the rules share.
+
+
+@every_rule
+def test_before_any_trajectory_has_finished_the_prompt_is_all_that_is_expected(rule: type[Bucketed]) -> None:
+    for context, wanted in [(10, "b0"), (101, "d1"), (1_001, "e2")]:
+        placement = rule().place(Request("t", "p", context, context), view(*EVERY))
+        assert placement is not None
+        assert (placement.instance, placement.reason, placement.migrated) == (wanted, rule.REASON, False)
+
+
+@every_rule
+def test_a_bucket_is_kept_until_it_is_outgrown(rule: type[Bucketed]) -> None:
+    policy, fleet = rule(), view(*EVERY)
+    policy.place(Request("t", "p", 10, 10), view(A0))
+    stays = policy.tool_returned(Request("t", "p", 10, 100), OK, fleet)
+    assert stays == Placement("a0", 0, False, "holds the prefix", ask_again=1)
+    moved = policy.tool_returned(Request("t", "p", 10, 101), OK, fleet)
+    assert moved == Placement("d1", 1, True, rule.REASON, ask_again=900)
+    # A context that was compacted had outgrown the shorter bucket, and may again.
+    assert policy.tool_returned(Request("t", "p", 10, 20), OK, fleet) == Placement(
+        "d1", 1, False, "holds the prefix", ask_again=981
+    )
+
+
+@every_rule
+def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one(rule: type[Bucketed]) -> None:
+    policy, fleet, request = rule(), view(*EVERY), Request("t", "p", 10, 10)
+    assert policy.place(request, fleet) == Placement("b0", 0, False, rule.REASON, ask_again=91)
+    early = policy.outlived(request, 90, fleet)
+    assert early == Placement("b0", 0, False, "holds the prefix", ask_again=91)
+    assert policy.outlived(request, 91, fleet) == Placement("d1", 1, True, rule.REASON, ask_again=991)
+    assert policy.outlived(request, 991, fleet) == Placement("e2", 2, True, rule.REASON, ask_again=None)
+    back = policy.tool_returned(Request("t", "p", 10, 1_020), OK, fleet)
+    assert back == Placement("e2", 2, False, "holds the prefix")
+
+
+@every_rule
+def test_a_turn_that_nothing_longer_can_take_stays(rule: type[Bucketed]) -> None:
+    policy, request = rule(), Request("t", "p", 10, 10)
+    policy.place(request, view(A0))
+    there = policy.outlived(request, 91, view(A0, B0))
+    assert there == Placement("a0", 0, False, "holds the prefix; bucket 1 has no instance that holds it", ask_again=991)
+    assert policy.outlived(request, 991, view(A0, B0)) is None  # neither holds as much
+
+
+@every_rule
+@pytest.mark.parametrize("sticky", [True, False])
+def test_a_turn_under_way_is_not_moved_for_load_alone(rule: type[Bucketed], sticky: bool) -> None:
+    policy, request = rule(sticky=sticky), Request("t", "p", 10, 10)
+    policy.place(request, view(A0))
+    staying = policy.outlived(request, 50, view(A0, B0))
+    assert staying is not None and staying.instance == "a0"
+    next_turn = policy.tool_returned(request, OK, view(A0, B0))
+    assert next_turn is not None and next_turn.instance == ("a0" if sticky else "b0")
+
+
+@every_rule
+def test_a_prefix_that_is_gone_is_not_followed(rule: type[Bucketed]) -> None:
+    policy, request = rule(), Request("t", "p", 10, 10)
+    policy.place(request, view(A0))
+    policy.instance_gone("a0")
+    assert policy.place(request, view(A0, B0)) == Placement("b0", 0, True, rule.REASON, ask_again=91)
+
+
+@every_rule
+def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type[Bucketed]) -> None:
+    policy, request = rule(), Request("t", "p", 10, 10)
+    assert policy.place(request, view()) is None
+    placement = policy.tool_returned(request, OK, view(C1))
+    assert placement is not None
+    assert placement.instance == "c1" and not placement.migrated
+    assert placement.reason == f"{rule.REASON}; bucket 0 has no instance that holds it"
+
+
+@every_rule
+def test_what_was_never_placed_is_refused(rule: type[Bucketed]) -> None:
+    policy, request = rule(), Request("t", "p", 10, 10)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'t' was never placed: call place"):
+            policy.tool_returned(request, OK, view(A0))
+        with pytest.raises(ValueError, match="'t' was never placed: call place"):
+            policy.outlived(request, 5, view(A0))
+        policy.place(request, view(A0))
+        policy.forget("t")
+        policy.forget("t")
+
+
+@every_rule
+def test_finished_lets_go_of_the_routing_state(rule: type[Bucketed]) -> None:
+    policy = rule()
+    policy.place(Request("done", "p", 10, 10), view(A0))
+    assert [entry[0] for entry in policy.snapshot()["live"]] == ["done"]
+    policy.finished(done(10, 50))
+    assert policy.snapshot()["live"] == []
+
+
+@every_rule
+@pytest.mark.parametrize("field", [{"format": 2}, {"policy": "cmlfq-published"}])
+def test_a_snapshot_of_another_policy_is_refused(rule: type[Bucketed], field: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"this is '{rule.NAME}' format 1"):
+        rule.restore(rule().snapshot() | field)
+
+
+# Every decision, over random sessions.
+
+outlives = st.tuples(requests, st.integers(1, 2_000), views)
+
+
+def follow(policy: Policy, event: Event | tuple[Request, int, View]) -> Placement | None:
+    if isinstance(event, tuple) and isinstance(event[1], int):
+        known = {entry[0] for entry in policy.snapshot()["live"]}
+        return policy.outlived(event[0], event[1], event[2]) if event[0].trajectory_id in known else None
+    return tell(policy, event)  # type: ignore[arg-type]
+
+
+@every_rule
+@given(session=st.lists(st.one_of(events, outlives), max_size=25), sticky=st.booleans())
+def test_every_decision_is_eligible_told_truly_and_asks_again_in_time(
+    rule: type[Bucketed], session: list[Event | tuple[Request, int, View]], sticky: bool
+) -> None:
+    policy = rule(sticky=sticky)
+    served: dict[str, str] = {}
+    longest: dict[str, int] = {}
+    for event in session:
+        placement = follow(policy, event)
+        if isinstance(event, Trajectory):
+            served.pop(event.id, None)
+            longest.pop(event.id, None)
+        elif isinstance(event, tuple):
+            request, asked, now = event
+            generated = asked if isinstance(asked, int) else 0
+            id, attained = request.trajectory_id, request.context_tokens + generated
+            if generated == 0 or id in longest:
+                longest[id] = max(longest.get(id, 0), attained)
+            if placement is None:
+                continue
+            chosen = {it.id: it for it in now.instances}[placement.instance]
+            needed = max(request.context_tokens + now.turn_tokens, attained + (generated > 0))
+            assert needed <= chosen.capacity_tokens
+            assert placement.bucket == chosen.bucket
+            assert placement.migrated == (served.get(id, placement.instance) != placement.instance)
+            # As long as a long enough bucket has an instance that can take it, a trajectory is in one.
+            fits = bucket_of(longest[id], LIMITS)
+            if any(it.bucket >= fits and needed <= it.capacity_tokens for it in now.instances):
+                assert placement.bucket >= fits
+            if placement.ask_again is not None:
+                assert placement.ask_again > generated
+                limit = request.context_tokens + placement.ask_again - 1
+                assert limit in LIMITS[:-1] and attained <= limit
+            served[id] = placement.instance
+
+
+@every_rule
+@given(
+    before=st.lists(st.one_of(events, outlives), max_size=15),
+    after=st.lists(st.one_of(events, outlives), max_size=15),
+    sticky=st.booleans(),
+)
+def test_a_restored_policy_decides_as_the_original(
+    rule: type[Bucketed],
+    before: list[Event | tuple[Request, int, View]],
+    after: list[Event | tuple[Request, int, View]],
+    sticky: bool,
+) -> None:
+    policy = rule(sticky=sticky)
+    for event in before:
+        follow(policy, event)
+    twin = rule.restore(json.loads(json.dumps(policy.snapshot())))
+    for event in after:
+        assert follow(twin, event) == follow(policy, event)
+    assert twin.snapshot() == policy.snapshot()

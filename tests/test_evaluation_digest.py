@@ -1,0 +1,123 @@
+"""What a module's digest depends on: every file that it can reach by imports, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.evaluation.digest import Code, code_of, imported, versions
+
+FILES = {
+    "__init__.py": "",
+    "a.py": "import pack.b\n",
+    "b.py": "from pack import c\nfrom . import d\n",
+    "c.py": "def later():\n    from .sub import deep\n",
+    "d.py": "import numpy, json\nfrom __future__ import annotations\n",
+    "sub/__init__.py": "from ..e import thing\n",
+    "sub/deep.py": "from .sibling import x\nfrom pack import a\n",  # a circle
+    "sub/sibling.py": "x = 1\n",
+    "e.py": "thing = 2\n",
+    "alone.py": "import pack.nothing_of_this_name\n",
+}
+
+
+def _write(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("module", "reached"),
+    [
+        (
+            "pack.a",
+            ["pack", "pack.a", "pack.b", "pack.c", "pack.d", "pack.e", "pack.sub", "pack.sub.deep", "pack.sub.sibling"],
+        ),
+        ("pack.d", ["pack", "pack.d"]),
+        ("pack.sub.sibling", ["pack", "pack.e", "pack.sub", "pack.sub.sibling"]),
+        ("pack.alone", ["pack", "pack.alone"]),
+        ("pack", ["pack"]),
+    ],
+)
+def test_imports_are_followed(tmp_path: Path, module: str, reached: list[str]) -> None:
+    found = imported(module, {"pack": _write(tmp_path / "pack")})
+    assert sorted(found) == reached
+    assert all(path.is_file() for path in found.values())
+
+
+@pytest.mark.parametrize("changed", FILES)
+def test_a_change_counts_where_it_can_be_reached(tmp_path: Path, changed: str) -> None:
+    folder = _write(tmp_path / "pack")
+    code = Code(tuple(imported("pack.a", {"pack": folder}).items()))
+    before = code.digest()
+    (folder / changed).write_text(FILES[changed] + "# changed\n")
+    assert (code.digest() != before) == (changed != "alone.py")
+
+
+def test_the_place_of_the_packages_does_not_count(tmp_path: Path) -> None:
+    here, there = (
+        Code(tuple(sorted(imported("pack.a", {"pack": _write(tmp_path / place / "pack")}).items())))
+        for place in ("here", "there")
+    )
+    assert here != there
+    assert here.digest() == there.digest()
+
+
+def test_inputs_count_by_their_contents_and_order(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("1")
+    other.write_text("2")
+    digests = {code_of("libra.units", files).digest() for files in ([], [one], [other], [one, other], [other, one])}
+    assert len(digests) == 5
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"workload\.json: No such file"):
+        code_of("libra.units", [tmp_path / "workload.json"]).digest()
+
+
+@pytest.mark.parametrize("module", ["elsewhere.module", "pack.missing"])
+def test_a_module_of_no_package_is_refused(tmp_path: Path, module: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no module {module} in pack"):
+        imported(module, {"pack": _write(tmp_path / "pack")})
+
+
+def test_nothing_that_python_imports_is_missed() -> None:
+    """Whatever a new interpreter has loaded of our packages after the import was found without running anything."""
+    program = "import sys, libra.plan.layouts; print(*(name for name in sys.modules if name.startswith('libra')))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    found = {name for name, _ in code_of("libra.plan.layouts").modules}
+    assert len(loaded) > 15
+    assert set(loaded) <= found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdefg"), st.sets(st.sampled_from("abcdefg"), max_size=3), min_size=1))
+def test_reached_is_the_closure_of_the_imports(
+    tmp_path_factory: pytest.TempPathFactory, imports: dict[str, set[str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("random") / "pack"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    for name, others in imports.items():
+        (folder / f"{name}.py").write_text("".join(f"from pack import {other}\n" for other in sorted(others)))
+    start = min(imports)
+    reached, left = set(), [start]
+    while left:
+        name = left.pop()
+        if name in imports and name not in reached:
+            reached.add(name)
+            left += imports[name]
+    assert set(imported(f"pack.{start}", {"pack": folder})) == {"pack", *(f"pack.{name}" for name in reached)}
+
+
+def test_versions_of_what_computes_are_told() -> None:
+    assert set(versions()) == {"python", "numpy", "ortools", "aiconfigurator-core"}
+    assert versions()["numpy"][0].isdigit()

@@ -1,0 +1,289 @@
+"""The page, the registry and the command: tables reach their places, and nothing else moves."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.evaluation import __main__ as command
+from benchmarks.evaluation import registry
+from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.engines import a800_nodes, engines_of
+from benchmarks.evaluation.experiment import Experiment
+from benchmarks.evaluation.page import markdown_table, with_tables
+from benchmarks.evaluation.spread_requests import PROMPT, spread_requests
+from benchmarks.evaluation.time_by_length import EXPERIMENT as TIME_BY_LENGTH
+from benchmarks.evaluation.tp_by_length import EXPERIMENT as TP_BY_LENGTH
+from benchmarks.evaluation.tp_by_length import crossover
+from benchmarks.rows import Row
+from libra.model_file import load_model
+from libra.plan.engines import engine_kv_tokens
+from libra.recipe import Recipe
+
+PAGE = """# Page
+before
+<!-- table: one/a -->
+old
+<!-- end -->
+between
+<!-- table: two/a -->
+
+| kept |
+
+<!-- end -->
+<!-- a comment -->
+<!-- table: one/b -->
+<!-- end -->
+after"""
+
+
+def test_tables_reach_their_places_and_the_rest_stays() -> None:
+    written = with_tables(PAGE, {"one/a": "| A |\n", "one/b": "| B |"}, ["one", "two"])
+    assert written == PAGE.replace("old\n", "\n| A |\n\n").replace(
+        "<!-- table: one/b -->\n", "<!-- table: one/b -->\n\n| B |\n\n"
+    )
+    assert with_tables(written, {"one/a": "| A |", "one/b": "| B |"}, ["one", "two"]) == written
+    assert with_tables(PAGE, {}, ["one", "two"]) == PAGE
+
+
+_TEXT = st.text(st.sampled_from("ab <>|-!\r\n"), max_size=30).filter(lambda it: "<!--" not in it)
+
+
+@given(st.lists(_TEXT, min_size=2, max_size=5), st.lists(_TEXT, min_size=4, max_size=4))
+@settings(max_examples=50)
+def test_what_is_outside_of_the_markers_stays(outside: list[str], inside: list[str]) -> None:
+    def page(contents: list[str]) -> str:
+        places = [f"\n<!-- table: x/t{number} -->\n{text}<!-- end -->\n" for number, text in enumerate(contents)]
+        return "".join(part for pair in zip(outside, [*places, ""], strict=True) for part in pair)
+
+    count = len(outside) - 1
+    tables = {f"x/t{number}": f"| {number} |" for number in range(count)}
+    before = page([f"{text}\n" for text in inside[:count]])
+    assert with_tables(before, tables, ["x"]) == page([f"\n{text}\n\n" for text in tables.values()])
+
+
+@pytest.mark.parametrize(
+    ("page", "tables", "message"),
+    [
+        ("", {"one/a": ""}, "no place for one/a; add <!-- table: one/a -->"),
+        (PAGE, {"one/a": ""}, "line 13: one makes no table one/b"),
+        (PAGE, {"one/a": "", "one/b": "", "one/c": ""}, "no place for one/c"),
+        ("<!-- table: three/a -->\n<!-- end -->", {}, "line 1: there is no experiment three; known are one, two"),
+        ("<!-- table: one/a -->\n", {}, "table one/a does not end"),
+        ("<!-- end -->\n", {}, "line 1: <!-- end --> ends nothing"),
+        ("<!-- table: one/a -->\n<!-- table: one/b -->\n", {}, "line 2: table one/b begins inside of one/a"),
+        ("<!-- table: one/a -->\n<!-- end -->\n" * 2, {}, "line 3: table one/a has a place already"),
+        ("<!--table: one/a-->\n", {}, "line 1: '<!--table: one/a-->' is no marker"),
+        ("<!-- table one/a -->\n", {}, "is no marker"),
+        ("<!-- table: one -->\n", {}, "is no marker"),
+        ("text <!-- table: one/a -->\n", {}, "is no marker"),
+        ("<!-- table: one/a -->\n<!-- end --> text\n", {}, "line 2: .* is no marker"),
+    ],
+)
+def test_a_page_that_does_not_fit_is_refused(page: str, tables: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_tables(page, tables, ["one", "two"])
+
+
+def test_a_table_is_one_line_a_row() -> None:
+    assert markdown_table(["a", "b"], [["x|y", "1\n2"], ["z", ""]]).splitlines() == [
+        "| a | b |",
+        "| --- | ---: |",
+        "| x\\|y | 1 2 |",
+        "| z |  |",
+    ]
+    with pytest.raises(ValueError, match=r"rows have \[1\] cells for 2 headings"):
+        markdown_table(["a", "b"], [["1"]])
+
+
+def test_every_experiment_is_registered_under_its_own_name() -> None:
+    known = registry.experiments()
+    assert [one.name.replace("-", "_") for one in known] == list(registry.MODULES)
+    assert registry.experiments([known[1].name]) == (known[1],)
+    assert registry.experiments([one.name for one in reversed(known)]) == known
+    with pytest.raises(ValueError, match="did you mean tp-by-length"):
+        registry.experiments(["tp-by-lenght"])
+
+
+@pytest.mark.parametrize("experiment", registry.experiments(), ids=lambda one: one.name)
+def test_the_cells_of_every_experiment_can_be_told_apart(experiment: Experiment) -> None:
+    quick, full = experiment.cells(True), experiment.cells(False)
+    for cells in (quick, full):
+        assert cells
+        assert len({cell.name for cell in cells}) == len(cells)
+        calls = {(cell.function_name, json.dumps(cell.arguments, sort_keys=True)) for cell in cells}
+        assert len(calls) == len(cells)
+        assert all(path.is_file() for cell in cells for path in cell.inputs)
+    assert {cell.name for cell in quick} <= {cell.name for cell in full}
+
+
+@pytest.mark.parametrize(("tp", "count"), [(1, 48), (2, 24), (8, 6)])
+def test_engines_fill_the_cluster_and_have_the_memory_that_plans_price(tp: int, count: int) -> None:
+    model, cluster = load_model("Qwen/Qwen3-14B"), a800_nodes(6)
+    recipe = Recipe(batch=512, samples_per_prompt=16, max_length=32_768)
+    engines = engines_of(model, cluster, recipe, tp, 64, source="roofline")
+    kv = engine_kv_tokens(model, cluster.nodes[0], recipe, tp)
+    assert len(engines) == len({engine.name for engine in engines}) == count
+    assert {engine.config.kv_blocks * engine.config.block_size for engine in engines} == {kv}
+    assert {(engine.config.max_model_len, engine.config.max_num_seqs) for engine in engines} == {(32_768, 64)}
+
+
+@given(st.integers(0, 20_000), st.integers(1, 20_000), st.integers(0, 9))
+def test_requests_are_spread_over_their_range(low: int, width: int, seed: int) -> None:
+    high = max(low + width, PROMPT + 1)
+    requests = list(spread_requests(50, low, high, seed).start())
+    contexts = [request.prompt_tokens + request.output_tokens for request in requests]
+    assert all(max(low, PROMPT) < context <= high for context in contexts)
+    assert {request.arrival for request in requests} == {0}
+    again = [request.output_tokens for request in spread_requests(50, low, high, seed).start()]
+    assert again == [request.output_tokens for request in requests]
+
+
+def _made_up(cell: Cell) -> dict[str, Any]:
+    """Throughput and seconds that are powers of the arguments, and differ a little by seed."""
+    asked = cell.arguments
+    tp, seed = asked.get("tp", 1), asked["seed"]
+    if "high" in asked:
+        length = (asked["low"] + asked["high"]) / 2
+        return {"tokens_per_second": 1e7 / length * (length / 8192) ** (tp / 8) * (1 + seed / 100)}
+    return {"seconds": asked["mean"] ** 1.5 / tp * (1 + seed / 100)}
+
+
+def _results(experiment: Experiment) -> list[Result]:
+    return [Result(cell, _made_up(cell), 1.0, found=False) for cell in experiment.cells(True)]
+
+
+@pytest.mark.parametrize("experiment", [TP_BY_LENGTH, TIME_BY_LENGTH], ids=lambda one: one.name)
+def test_rows_tables_and_figures_are_made_of_the_results(experiment: Experiment) -> None:
+    results = _results(experiment)
+    rows, tables, figures = experiment.rows(results), experiment.tables(results), experiment.figures(results)
+    assert len({(row.case, row.metric) for row in rows}) == len(rows)
+    assert tables and figures
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in (*tables, *figures))
+    page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
+    assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
+    assert all(svg.startswith("<svg") for svg in figures.values())
+
+
+def test_growth_and_crossover_are_found_where_they_were_put() -> None:
+    growth = [row.value for row in TIME_BY_LENGTH.rows(_results(TIME_BY_LENGTH)) if row.metric == "32K over 1K tokens"]
+    assert growth == pytest.approx([32**1.5] * 5)
+    found = [row.value for row in TP_BY_LENGTH.rows(_results(TP_BY_LENGTH)) if "overtakes" in row.metric]
+    assert found == pytest.approx([8192] * 2)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "length"),
+    [
+        ([(1, 0.5), (4, 2.0)], 2.0),
+        ([(1, 0.25), (4, 2.0), (16, 3.0)], 4 ** (2 / 3)),
+        ([(1, 2.0), (4, 0.5), (16, 2.0)], 8.0),  # the last time
+        ([(1, 0.5), (4, 1.0)], 4.0),
+        ([(1, 1.5), (4, 2.0)], None),
+        ([(1, 0.5), (4, 0.9)], None),
+    ],
+)
+def test_a_crossover_is_where_the_advantage_turns_for_good(
+    advantages: list[tuple[float, float]], length: float | None
+) -> None:
+    assert crossover(advantages) == (None if length is None else pytest.approx(length))
+
+
+def _tiny(quick: bool) -> list[Cell]:
+    from tinywork import work  # type: ignore[import-not-found]
+
+    return [Cell("tiny", work, {"tokens": 300, "seconds": 7})]
+
+
+def _value(results: Any) -> float:
+    (result,) = results
+    return float(result.values["tokens_per_second"])
+
+
+TINY = Experiment(
+    "tiny",
+    "A tiny one",
+    "Does it run?",
+    _tiny,
+    lambda results: [Row("tiny", "throughput", _value(results), "tokens/s")],
+    lambda results: {"all": f"| {_value(results):.6f} |"},
+    lambda results: {"all": f"<svg>{_value(results):.6f}</svg>\n"},
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """One small experiment, a page with a place for its table, and nothing kept."""
+    (tmp_path / "tinywork").mkdir()
+    (tmp_path / "tinywork" / "__init__.py").write_text(
+        "def work(tokens, seconds):\n    return {'tokens_per_second': tokens / seconds}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(command, "experiments", lambda names=(): (TINY,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "page.md").write_text("above\n<!-- table: tiny/all -->\n<!-- end -->\nbelow\n")
+    (tmp_path / "figures").mkdir()
+    yield tmp_path
+    sys.modules.pop("tinywork", None)
+
+
+def test_one_command_runs_and_writes_everything(tiny: Path) -> None:
+    page, rows = tiny / "page.md", tiny / "rows.json"
+    asked = ["--processes", "1", "--json", str(rows), "--markdown", str(page), "--figures", str(tiny / "figures")]
+    assert command.main(asked) == 0
+    first = page.read_text(), rows.read_text(), (tiny / "figures" / "tiny-all.svg").read_text()
+    (row,) = json.loads(first[1])
+    assert row["value"] == pytest.approx(300 / 7)
+    assert first[0] == f"above\n<!-- table: tiny/all -->\n\n| {row['value']:.6f} |\n\n<!-- end -->\nbelow\n"
+    assert first[2] == f"<svg>{row['value']:.6f}</svg>\n"
+    assert command.main(asked) == 0  # from what was kept: the same, to the byte
+    assert first == (page.read_text(), rows.read_text(), (tiny / "figures" / "tiny-all.svg").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "0"], "--processes is 0; give 1 or more"),
+        (["--markdown", "missing.md"], "missing.md is no file"),
+        (["--quick", "--markdown", "page.md"], "a first look is not for the page"),
+        (["--figures", "missing"], "missing is no folder"),
+        (["--json", "missing/rows.json"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_at_once(
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tiny)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 1
+    assert message in capsys.readouterr().err
+    assert not (tiny / "cache").exists()
+
+
+def test_a_list_runs_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    assert "tiny: Does it run?" in capsys.readouterr().out
+    assert not (tiny / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"name": "Tiny One"}, "name is 'Tiny One'"), ({"title": " "}, "title is empty"), ({"question": ""}, "question")],
+)
+def test_an_experiment_says_what_it_is(changes: dict[str, str], message: str) -> None:
+    given_: dict[str, Any] = {"name": "a", "title": "A", "question": "Q"}
+    with pytest.raises(ValueError, match=message):
+        Experiment(**(given_ | changes), cells=_tiny, rows=lambda _: [], tables=lambda _: {}, figures=lambda _: {})
