@@ -1,14 +1,16 @@
-"""How near the planner's price of a synchronous rollout is to the simulated one.
+"""How near the planner's price of a synchronous rollout is to the simulated one; and the tables that correct prices.
 
-Invariant: families of trajectories and seeds that the table of corrections was fitted to are not those of the verdict.
+Invariant: families of trajectories and seeds that a table of corrections was fitted to are not those of any verdict.
 
-    python -m benchmarks.rollout_price [--quick] [--json FILE] [--fit]
+    python -m benchmarks.rollout_price [--quick] [--json FILE] [--fit [{batch,overlap}]]
 
 A case is a random cluster (GPUs, nodes, tensor-parallel degrees), model, recipe and distribution of trajectories. The
 planner is told of 4,096 trajectories and plans synchronous training; then batches drawn anew are rolled out by the
 simulator on the plan's engines, all at once, with every trajectory sent to its bucket. Predicted seconds are an
-expectation, so they are compared with the mean of as many batches as it takes to know that. `--fit` makes the table
-anew, from other families, and writes it to `src/libra/cost/corrections.py`.
+expectation, so they are compared with the mean of as many batches as it takes to know that. `--fit` makes the tables
+anew, or one of them, from other families, and writes them to `src/libra/cost/corrections.py`: `batch` from such
+rollouts, `overlap` from the steps of whole runs with staleness. The verdict on steps is the experiment `step-price` of
+`benchmarks.evaluation`.
 """
 
 from __future__ import annotations
@@ -18,31 +20,33 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
-from benchmarks.rollout_price_fit import Sample, fit, rollout_seconds
+from benchmarks.rollout_price_fit import Sample, fit, fit_overlap, priced_seconds
+from benchmarks.rollout_price_plan import plan_case
 from benchmarks.rollout_price_simulation import Rollout, roll_out
+from benchmarks.rollout_price_steps import simulate_steps
 from benchmarks.rows import Row, report
 from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
-from libra.plan.placement import place
-from libra.plan.plan import Plan, answer
-from libra.plan.planner import Planner
+from libra.plan.plan import Plan
 from libra.plan.problem import InfeasiblePlanError, Problem
-from libra.plan.solve import solve
 
 TABLE = Path(__file__).parents[1] / "src/libra/cost/corrections.py"
 MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
 
 _CASES = 100
 _FIT_SEEDS = 20  # of each family
+_OVERLAP_SEEDS = 8  # likewise, where each sample is a run of many steps
+_STALENESS = (1, 2, 4)  # in turn
 # Batches of a case are simulated until the standard error of their mean is known to be small, or there are many.
 _BATCHES = (4, 32)
 _FEW_BATCHES = (3, 8)
 _STANDARD_ERROR = 0.02  # of the mean
-_FIRST_TEST_SEED = 1000  # those of the fit are below
+_FIRST_OVERLAP_SEED = 500
+_FIRST_TEST_SEED = 1000  # those of the fits are below
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Priced:
 
     @property
     def predicted(self) -> float:
-        return rollout_seconds(self.problem, self.plan.allocation)
+        return priced_seconds(self.problem, self.plan.allocation)
 
     @property
     def simulated(self) -> float:
@@ -68,9 +72,7 @@ class Priced:
 
     @property
     def sample(self) -> Sample:
-        request = self.plan.request
-        assert request.kind == "cluster"
-        return Sample(request, self.problem, self.plan.allocation, self.simulated)
+        return _sample(self.plan, self.problem, self.simulated)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,12 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="few cases: a first look, not a verdict")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
-    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
+    tables = ("batch", "overlap")
+    parser.add_argument(
+        "--fit", nargs="?", choices=tables, const="both", help="make the tables of corrections anew, or one, and write"
+    )
     options = parser.parse_args(arguments)
-    if options.fit:
-        factors = fit_table(2 if options.quick else _FIT_SEEDS)
-        write_table(factors, TABLE)
-        print(f"{TABLE}: {factors}")
+    if options.fit is not None:
+        for name in tables if options.fit == "both" else (options.fit,):
+            make, seeds = (fit_table, _FIT_SEEDS) if name == "batch" else (fit_overlap_table, _OVERLAP_SEEDS)
+            factors = make(2 if options.quick else seeds)
+            write_table(factors, TABLE, name.upper())
+            print(f"{TABLE}: {factors}")
         return 0
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
@@ -110,18 +117,43 @@ def fit_table(seeds: int) -> BatchFactors:
     return factors
 
 
-def write_table(factors: BatchFactors, path: Path) -> None:
-    """Put the factors where `BATCH` has them in that file."""
-    lines = "".join(f"    {name}={value!r},\n" for name, value in asdict(factors).items())
+def fit_overlap_table(seeds: int) -> BatchFactors:
+    """Likewise, from seeds of their own."""
+    samples: list[Sample] = []
+    factors = UNCORRECTED
+    for first in (_FIRST_OVERLAP_SEED, _FIRST_OVERLAP_SEED + seeds):
+        for turn, (family, seed) in enumerate((f, s) for s in range(first, first + seeds) for f in FITTED):
+            case = make_case(family, seed, _STALENESS[(turn + turn // len(FITTED)) % len(_STALENESS)])
+            try:
+                plan, menu = plan_case(case, replace(BATCH, overlapping=factors))
+            except InfeasiblePlanError:
+                continue
+            samples.append(_sample(plan, menu.problem, simulate_steps(case, plan).seconds))
+        factors = fit_overlap(samples)
+    return factors
+
+
+def write_table(factors: BatchFactors, path: Path, name: str = "BATCH") -> None:
+    """Put the factors where that table has them in the file. What overlaps is a table of its own."""
+    values = {field: repr(value) for field, value in asdict(factors).items() if field != "overlapping"}
+    if name == "BATCH":
+        values["overlapping"] = "OVERLAP"
+    lines = "".join(f"    {field}={value},\n" for field, value in values.items())
     text, found = re.subn(
-        r"^BATCH = BatchFactors\(\n.*?^\)$",
-        f"BATCH = BatchFactors(\n{lines})",
+        rf"^{name} = BatchFactors\(\n.*?^\)$",
+        f"{name} = BatchFactors(\n{lines})",
         path.read_text(encoding="utf-8"),
         flags=re.MULTILINE | re.DOTALL,
     )
     if found != 1:
-        raise ValueError(f"{path} defines BATCH {found} times; it must be once, from `BATCH = BatchFactors(` to `)`")
+        raise ValueError(f"{path} defines {name} {found} times; it must be once, from `{name} = BatchFactors(` to `)`")
     path.write_text(text, encoding="utf-8")
+
+
+def _sample(plan: Plan, problem: Problem, seconds: float) -> Sample:
+    request = plan.request
+    assert request.kind == "cluster"
+    return Sample(request, problem, plan.allocation, seconds)
 
 
 def price_all(cases: Iterable[Case], batches: tuple[int, int], factors: BatchFactors = BATCH) -> Iterable[Priced]:
@@ -137,20 +169,7 @@ def price_case(
     case: Case, batches: tuple[int, int], factors: BatchFactors = BATCH, *, unknown_at_first: bool = False
 ) -> Priced:
     """Plan for the case and simulate batches, from the fewest to the most. Raises `InfeasiblePlanError`."""
-    planner = Planner(case.cluster, case.model, case.recipe, case.profiles)
-    tracker = planner.tracker(half_life_steps=1e6)  # all that is observed counts
-    for trajectory in case.observed():
-        tracker.observe(trajectory)
-    request = planner.request(tracker)
-    menu = request.menu(factors)
-    solution = solve(menu.problem)
-    plan = answer(
-        request,
-        menu.problem,
-        solution,
-        layout=menu.layouts[solution.allocation.layout, solution.allocation.replicas],
-        placement=place(menu.problem, solution.allocation, ()),
-    )
+    plan, menu = plan_case(case, factors)
     fewest, most = batches
     rollouts: list[Rollout] = []
     while len(rollouts) < fewest or (len(rollouts) < most and _standard_error(rollouts) > _STANDARD_ERROR):

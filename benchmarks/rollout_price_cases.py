@@ -33,7 +33,8 @@ _MODELS = (
     "Qwen/Qwen3-30B-A3B",
     "meta-llama/Llama-3.1-8B",
 )
-_GPUS = ("A800", "H800", "H100", "H200")
+GPU_KINDS = ("A800", "H800", "H100", "H200")
+SAMPLES = (4, 8, 16)  # of one prompt
 
 Make = Callable[[int, int, int], tuple[Trajectory, ...]]  # (prompts, seed, samples of each) -> trajectories
 
@@ -59,21 +60,29 @@ class Case:
         return self.make(self.recipe.prompts, 2_000 + number, self.recipe.samples_per_prompt)
 
 
-def make_case(family: str, seed: int) -> Case:
-    """Cluster, model and recipe are drawn from the seed, and so are the family's parameters."""
+def make_case(
+    family: str,
+    seed: int,
+    staleness: int = 0,
+    *,
+    gpus: tuple[str, ...] = GPU_KINDS,
+    samples: tuple[int, ...] = SAMPLES,
+) -> Case:
+    """Cluster, model and recipe are drawn from the seed, and so are the family's parameters; staleness is not."""
     draw = random.Random(f"{family} {seed}")
     model = load_model(draw.choice(_MODELS))
     max_length = draw.choice((8192, 16384, 32768))
-    samples = draw.choice((4, 8, 16))
-    batch = samples * draw.choice((16, 32, 64))
+    samples_per_prompt = draw.choice(samples)
+    batch = samples_per_prompt * draw.choice((16, 32, 64))
     recipe = Recipe(
         batch=batch,
-        samples_per_prompt=samples,
+        samples_per_prompt=samples_per_prompt,
         max_length=max_length,
-        mode="sync",
+        mode="async" if staleness else "sync",
+        staleness=staleness,
         max_buckets=draw.choice((1, 2, 4)),
     )
-    kinds = draw.sample(_GPUS, draw.choice((1, 1, 2)))
+    kinds = draw.sample(gpus, draw.choice((1, 1, 2)))
     nodes = tuple(
         NodeClass(gpu.lower(), draw.choice((2, 4, 6, 8)), 8, GPUS[gpu], GPUS[gpu].link, draw.choice(_ETHERNET))
         for gpu in kinds
@@ -85,7 +94,8 @@ def make_case(family: str, seed: int) -> Case:
     def make(prompts: int, number: int, samples_per_prompt: int) -> tuple[Trajectory, ...]:
         return _mixed(agents, prompts, seed * 10_000 + number, samples_per_prompt)
 
-    return Case(f"{family} {seed}", Cluster(nodes), model, recipe, profiles, make)
+    name = f"{family} {seed}" + (f", staleness {staleness}" if staleness else "")
+    return Case(name, Cluster(nodes), model, recipe, profiles, make)
 
 
 def logged_cases() -> list[Case]:

@@ -6,7 +6,7 @@ Invariant: nothing but the price of given allocations is asked here, so the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +17,7 @@ from libra.cost.corrections import UNCORRECTED, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.engines import engine_options
-from libra.plan.price import bucket_prices
+from libra.plan.price import bucket_prices, price
 from libra.plan.problem import Allocation, EngineOption, Problem
 
 Floats = NDArray[np.float64]
@@ -26,12 +26,13 @@ _ROUNDS = 6
 _STEP = 0.02  # of a factor, to see how the price follows
 _TRUST = 0.3  # a factor changes by no more in a round
 _RANGE = (0.05, 2.0)
+_PARTS = ("decode", "decode_beside_tools", "prefill", "eviction", "memory", "generation", "tools")
 _PRIOR = 0.05  # weight of 1 for each factor, in mean squared logarithms: what the samples say little of stays there
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One allocation, and how long it was simulated to roll out a batch."""
+    """One allocation, and how long it was simulated to take: see `priced_seconds`."""
 
     request: ClusterRequest
     problem: Problem
@@ -39,8 +40,7 @@ class Sample:
     seconds: float
 
     def price(self, factors: BatchFactors) -> float:
-        problem = replace(self.problem, engines=self._options(factors))
-        return rollout_seconds(problem, self.allocation)
+        return priced_seconds(replace(self.problem, engines=self._options(factors)), self.allocation)
 
     def _options(self, factors: BatchFactors) -> tuple[EngineOption, ...]:
         request = self.request
@@ -64,29 +64,46 @@ class Sample:
         return found
 
 
-def rollout_seconds(problem: Problem, allocation: Allocation) -> float:
-    """Predicted seconds of a batch's rollout, weights loaded before."""
+def priced_seconds(problem: Problem, allocation: Allocation) -> float:
+    """Predicted seconds of a batch's rollout, weights loaded before; where batches overlap, of a step."""
+    if problem.staleness:
+        return price(problem, allocation).step
     prices = bucket_prices(problem, allocation)
     return max(max(price.load, price.residence) - price.option.stall for price in prices)
 
 
 def fit(samples: Sequence[Sample]) -> BatchFactors:
-    """Least squares of the logarithms of predicted by simulated seconds, by Gauss and Newton's method."""
-    factors = np.array(astuple(UNCORRECTED))
+    """Of batches that do not overlap: see `_fit`."""
+    return _fit(samples, tuple((name,) for name in _PARTS))
+
+
+def fit_overlap(samples: Sequence[Sample]) -> BatchFactors:
+    """Of batches that do, where there is always another trajectory that generates while one waits for tools: what
+    others generate counts the same with tools and without."""
+    return _fit(samples, (("decode", "decode_beside_tools"), *((name,) for name in _PARTS[2:])))
+
+
+def _fit(samples: Sequence[Sample], groups: Sequence[tuple[str, ...]]) -> BatchFactors:
+    """Least squares of the logarithms of predicted by simulated seconds, by Gauss and Newton's method, with one value
+    for each group of factors."""
+
+    def factors_of(values: Floats) -> BatchFactors:
+        named = {name: value for group, value in zip(groups, values.tolist(), strict=True) for name in group}
+        return replace(UNCORRECTED, **named)
+
+    def errors(values: Floats) -> Floats:
+        factors = factors_of(values)
+        return np.array([np.log(sample.price(factors) / sample.seconds) for sample in samples])
+
+    before = np.ones(len(groups))
+    factors = before
     for _ in range(_ROUNDS):
-        errors = _errors(samples, factors)
-        slopes = np.array(
-            [(_errors(samples, factors + _STEP * unit) - errors) / _STEP for unit in np.eye(len(factors))]
-        ).T
+        now = errors(factors)
+        slopes = np.array([(errors(factors + _STEP * unit) - now) / _STEP for unit in np.eye(len(groups))]).T
         # A heavy-tailed batch is no reason to misprice all others.
-        weights = 1 / np.sqrt(np.maximum(np.abs(errors), 0.05))
-        rows = np.vstack([slopes * weights[:, None], _PRIOR * np.sqrt(len(samples)) * np.eye(len(factors))])
-        wanted = np.concatenate([-errors * weights, _PRIOR * np.sqrt(len(samples)) * (1 - factors)])
+        weights = 1 / np.sqrt(np.maximum(np.abs(now), 0.05))
+        rows = np.vstack([slopes * weights[:, None], _PRIOR * np.sqrt(len(samples)) * np.eye(len(groups))])
+        wanted = np.concatenate([-now * weights, _PRIOR * np.sqrt(len(samples)) * (before - factors)])
         change = np.linalg.lstsq(rows, wanted, rcond=None)[0]
         factors = np.clip(factors + np.clip(change, -_TRUST, _TRUST), *_RANGE)
-    return BatchFactors(*(round(float(factor), 2) for factor in factors))
-
-
-def _errors(samples: Sequence[Sample], factors: Floats) -> Floats:
-    given = BatchFactors(*factors.tolist())
-    return np.array([np.log(sample.price(given) / sample.seconds) for sample in samples])
+    return factors_of(factors.round(2))

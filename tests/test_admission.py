@@ -127,6 +127,53 @@ def test_what_is_refused() -> None:
             admission.publish(version)
 
 
+def test_a_batch_is_taken_in_parts_as_its_groups_are_complete() -> None:
+    admission: Admission[int] = Admission(groups_per_step=2, group_size=1, max_staleness=1)
+    started(admission, "a", "b", "c", "d")
+    assert (admission.take_part(), admission.lacks) == ([], 2)
+    completed(admission, "c")
+    assert (names(admission.take_part()), admission.lacks, admission.taken) == (["c"], 1, 0)
+    assert admission.in_flight == 4
+    completed(admission, "d")
+    assert names(admission.take_part()) == ["d"]
+    assert (admission.lacks, admission.taken) == (2, 1)
+    admission.publish(1)
+    started(admission, "e", "f")
+    completed(admission, "e", "f")
+    assert admission.take_part() == []  # a and b were started under version 0: they are the next batch
+    completed(admission, "b")
+    assert names(admission.take_part()) == ["b"]
+    with pytest.raises(ValueError, match="1 groups of the next batch are taken already"):
+        admission.take()
+
+
+@given(st.data())
+def test_parts_keep_every_group_in_time_and_never_stand_still(data: st.DataObject) -> None:
+    groups_per_step, staleness = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
+    admission: Admission[str] = Admission(groups_per_step, 1, staleness)
+    started_at: dict[str, int] = {}
+    running: list[str] = []
+    trained: dict[str, int] = {}
+    for _ in range(data.draw(st.integers(1, 60))):
+        while admission.may_start():
+            name = f"g{len(started_at)}"
+            admission.start(name)
+            started_at[name] = admission.published
+            running.append(name)
+        if running:
+            name = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            admission.finish(name, name)
+        version = admission.taken + 1
+        for name, episodes in admission.take_part():
+            assert episodes == [name] and name not in trained
+            trained[name] = version
+            assert version <= started_at[name] + 1 + staleness
+        assert running or admission.lacks == groups_per_step, "all is complete, and yet a batch lacks something"
+        if data.draw(st.booleans()) or not running:
+            admission.publish(admission.taken)
+        assert admission.in_flight <= (1 + staleness) * groups_per_step
+
+
 @dataclass
 class Model:
     """What happened, in plain lists."""

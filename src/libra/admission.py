@@ -3,7 +3,8 @@
 Invariant: at most `(1 + max_staleness) * groups_per_step` groups are between their start and the publication of the
 version they helped to make, and a group that was started under version v is in the batch that makes version
 v + 1 + max_staleness at the latest. So no token is more than `max_staleness` versions older than the policy that trains
-on it, and nothing is ever discarded: the trainer waits.
+on it, and nothing is ever discarded: the trainer waits. That holds for batches that are taken whole, and for those
+that are taken in parts, as their groups are complete.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class Admission(Generic[Episode]):
         self.groups_per_step, self.group_size, self.max_staleness = groups_per_step, group_size, max_staleness
         self.published = version  # what every engine holds
         self.taken = version  # batches taken so far: the version in the making, or published
+        self._parts = 0  # groups taken of the batch after these
         self._groups: dict[str, _Group[Episode]] = {}  # ordered by start
 
     @property
     def in_flight(self) -> int:
         """Groups between their start and the publication of the version they helped to make."""
-        return len(self._groups) + (self.taken - self.published) * self.groups_per_step
+        return len(self._groups) + self._parts + (self.taken - self.published) * self.groups_per_step
 
     def may_start(self) -> bool:
         return self.in_flight < (1 + self.max_staleness) * self.groups_per_step
@@ -61,11 +63,41 @@ class Admission(Generic[Episode]):
         return self._choose() is not None
 
     def take(self) -> list[tuple[str, list[Episode]]]:
-        """The next batch. Raises ValueError when it is not `ready`."""
+        """The next batch. Raises ValueError when it is not `ready`, or a part of it is taken already."""
+        if self._parts:
+            raise ValueError(f"{self._parts} groups of the next batch are taken already: go on with take_part")
         chosen = self._choose()
         if chosen is None:
             raise ValueError("the next batch is not complete")
         self.taken += 1
+        return [(group, self._groups.pop(group).episodes) for group in chosen]
+
+    @property
+    def lacks(self) -> int:
+        """Groups that the next batch still lacks, 1 or more."""
+        return self.groups_per_step - self._parts
+
+    def take_part(self, least: int = 1) -> list[tuple[str, list[Episode]]]:
+        """The complete groups, oldest first, that may be in the next batch whatever becomes of the others; none where
+        they are fewer than `least` and the batch would lack more. With the last that it lacks the batch is `taken`."""
+        started = [group.started_at for group in self._groups.values()]
+        chosen: list[str] = []
+        for name, group in self._groups.items():
+            if not group.complete:
+                continue
+            place = list(self._groups).index(name) - len(chosen)
+            left = started[:place] + started[place + 1 :]
+            if self._in_time(left, self.lacks - len(chosen) - 1):
+                chosen.append(name)
+                started = left
+            if len(chosen) == self.lacks:
+                break
+        if len(chosen) < min(least, self.lacks):
+            return []
+        self._parts += len(chosen)
+        if self._parts == self.groups_per_step:
+            self._parts = 0
+            self.taken += 1
         return [(group, self._groups.pop(group).episodes) for group in chosen]
 
     def publish(self, version: int) -> None:
@@ -80,9 +112,15 @@ class Admission(Generic[Episode]):
         chosen = [name for name, group in self._groups.items() if group.complete][: self.groups_per_step]
         if len(chosen) < self.groups_per_step:
             return None
-        left = [group for name, group in self._groups.items() if name not in set(chosen)]
-        for index, group in enumerate(left):
-            earliest = self.taken + 2 + index // self.groups_per_step  # version that this group can help to make
-            if earliest > group.started_at + 1 + self.max_staleness:
-                return None
-        return chosen
+        taken = set(chosen)
+        left = [group.started_at for name, group in self._groups.items() if name not in taken]
+        return chosen if self._in_time(left, 0) else None
+
+    def _in_time(self, started: list[int], room: int) -> bool:
+        """Whether groups that were started under these versions, oldest first, can be trained on in time if the next
+        batch has room for so many of them."""
+        for index, version in enumerate(started):
+            batches = 0 if index < room else 1 + (index - room) // self.groups_per_step
+            if self.taken + 1 + batches > version + 1 + self.max_staleness:
+                return False
+        return True

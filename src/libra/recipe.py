@@ -48,6 +48,10 @@ class Recipe(Section):
     mode: Mode = "async"
     # Versions that a trajectory's oldest token may lag behind: 1 when async unless given, 0 otherwise.
     staleness: int = Field(default_factory=lambda given: 1 if given["mode"] == "async" else 0, strict=True, ge=0)
+    # Trajectories that are generated at the same time, at most; null: as many as staleness admits.
+    concurrency: _Count | None = None
+    # Whether training begins with the groups that are complete, and adds up gradients while others are still generated.
+    early_gradients: bool = Field(default=False, strict=True)
     # Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
     kv_on_update: Literal["keep", "refresh"] = "keep"
     # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
@@ -75,6 +79,15 @@ class Recipe(Section):
             raise ValueError("dtype is fp32, but engines are priced in 8 or 16 bits: set rollout_dtype to bf16 or fp8")
         if self.mode != "async" and self.staleness:
             raise ValueError(f"staleness is {self.staleness}, but mode is {self.mode}: set it to 0, or mode to async")
+        if self.concurrency is not None and self.concurrency < self.samples_per_prompt:
+            raise ValueError(
+                f"concurrency is {self.concurrency}, less than a group: set it to samples_per_prompt"
+                f" ({self.samples_per_prompt}) or more"
+            )
+        if self.mode == "colocated" and self.early_gradients:
+            raise ValueError(
+                "early_gradients is true, but mode is colocated: devices that generate cannot train; leave it out"
+            )
         return self
 
     @property

@@ -13,7 +13,6 @@ from libra.cost.device import EngineCost
 from libra.cost.grid import IterationLine
 from libra.cost.rollout import (
     EngineTiming,
-    affordable_seats,
     concurrency,
     expected_largest,
     measured_timing,
@@ -164,18 +163,3 @@ def test_the_largest_of_several_draws_against_drawing() -> None:
     generator = random.Random(1)
     drawn = [max(generator.gauss(0, 1) for _ in range(30)) for _ in range(4000)]
     assert expected_largest(30.0) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("kv_tokens", "most", "wanted"),
-    [
-        (100, 1, (1,)),
-        (1, 64, (1,)),
-        (100, 8, (1, 2, 4, 8)),
-        (100, 12, (1, 2, 4, 8, 12)),
-        (5, 512, (1, 2, 4, 5)),
-        (10**6, 3, (1, 2, 3)),
-    ],
-)
-def test_seats_worth_telling_apart(kv_tokens: int, most: int, wanted: tuple[int, ...]) -> None:
-    assert affordable_seats(kv_tokens, most) == wanted

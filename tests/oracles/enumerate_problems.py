@@ -105,7 +105,11 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
     work = max(_asked(row, reach, own, bucket) for row in option.work for reach in routers)
     squared = max(_asked(option.refresh, reach, own, bucket) for reach in routers)
     residence = max([option.residence[j] for j in own if problem.met[j]], default=0.0)
-    after = training.seconds + training.publish + 2 * problem.switch * problem.colocated
+    after = (
+        (training.seconds if training.tail is None else training.tail)
+        + training.publish
+        + 2 * problem.switch * problem.colocated
+    )
     waits = after / (1 + problem.staleness) if problem.batched or problem.staleness == 0 else 0.0
     late = (residence + after) / (1 + problem.staleness)
     return max(
@@ -281,7 +285,10 @@ def _training(draw: st.DrawFn, pools: tuple[Pool, ...]) -> tuple[TrainingOption,
         devices = draw(st.sampled_from([1, 1, 2]))
         for replicas in sorted(draw(st.sets(st.integers(1, 3), min_size=1))):
             seconds, publish = draw(_SECONDS), draw(st.sampled_from([0.0, 0.25]))
-            options.append(TrainingOption(f"layout-{layout}", pool, devices * replicas, replicas, seconds, publish))
+            tail = draw(st.sampled_from([None, None, 0.0, seconds / 2]))
+            options.append(
+                TrainingOption(f"layout-{layout}", pool, devices * replicas, replicas, seconds, publish, tail)
+            )
     return tuple(options)
 
 

@@ -1,25 +1,31 @@
-"""Engine options where a step waits for its whole batch: what they are for, and what the optimiser sees of it."""
+"""Engine options of batches that start together: what they are for, and what the optimiser sees of it.
+
+Options are uncorrected unless a test is about the factors, so that their formulas can be worked out.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
-from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, SHORT
+from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, SHORT, kv_of
 
 from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
+from libra.cost.grid import prefill_line
 from libra.cost.roofline import roofline
 from libra.cost.transfer import weight_sync
 from libra.lengths import TrajectoryClass
 from libra.model import Experts, ModelSpec
 from libra.plan.engines import engine_options, most_buckets, tensor_degrees
 from libra.plan.planner import Planner
-from libra.plan.price import bucket_prices, price
+from libra.plan.price import bucket_prices, fits, price
 from libra.plan.problem import Allocation, Bucket, EngineOption, Problem
 from libra.recipe import Recipe
 
 SYNC = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", max_buckets=2)
+STALENESS = (0, 1, 3)
 MIDDLE = replace(
     SHORT, share=0.1, peak_context=2000, mean_context=1800.0, generated=250.0, context_sum=250_000.0, tool_seconds=6.0
 )
@@ -31,39 +37,52 @@ def options_of(
     classes: tuple[TrajectoryClass, ...] = THREE, model: ModelSpec = QWEN_14B, recipe: Recipe = SYNC
 ) -> tuple[EngineOption, ...]:
     profile = roofline(A800.gpu, model, tensor_degrees(model, A800), intra_bandwidth=A800.intra_bandwidth)
-    return engine_options(model, A800, recipe, classes, profile, recipe.max_length)[0]
+    return engine_options(model, A800, recipe, classes, profile, recipe.max_length, UNCORRECTED)[0]
 
 
-def problem_of(model: ModelSpec = QWEN_14B) -> Problem:
-    return Planner(CLUSTER, model, SYNC).problem(THREE)
+def stale(staleness: int, recipe: Recipe = SYNC) -> Recipe:
+    return recipe.model_copy(update={"mode": "async" if staleness else "sync", "staleness": staleness})
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocated"])
+def problem_of(model: ModelSpec = QWEN_14B, recipe: Recipe = SYNC) -> Problem:
+    return Planner(CLUSTER, model, recipe).request(THREE).menu(UNCORRECTED).problem
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
 def test_nothing_is_gained_by_fewer_seats(mode: str) -> None:
-    options = options_of(recipe=SYNC.model_copy(update={"mode": mode}))
+    options = options_of(recipe=SYNC.model_copy(update={"mode": mode, "staleness": int(mode == "async")}))
     assert {option.seats for option in options} == {512}
     assert {option.devices for option in options} == {1, 2, 4, 8}
 
 
-def test_an_option_is_for_a_longest_class_and_waits_for_the_longest_of_it() -> None:
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_an_option_is_for_a_longest_class_and_waits_for_the_longest_of_it(staleness: int) -> None:
     stall = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800)).stall
+    batches = 1 + staleness
     for tp in (1, 2, 4, 8):
-        short, middle, long = (option for option in options_of() if option.devices == tp)
+        short, middle, long = (option for option in options_of(recipe=stale(staleness)) if option.devices == tp)
         assert short.alone < middle.alone < long.alone
         for option in (short, middle, long):
             assert option.stall - option.alone == pytest.approx(stall)
-        # Within its classes an option's longest trajectory takes what the option waits; beyond, as long as can be.
-        assert middle.residence[:2] == pytest.approx((short.alone, middle.alone))
-        assert middle.residence[2] == pytest.approx(
-            max(sum(row) for option in (short, middle, long) for row in option.work) + long.stall
-        )
+        # Within its classes an option's longest trajectory takes what the option waits in as many steps as batches are
+        # under way; beyond, as long as can be.
+        assert middle.residence[:2] == pytest.approx((batches * short.alone, batches * middle.alone))
+        by_one = max(sum(row) for option in (short, middle, long) for row in option.work) + long.stall
+        assert middle.residence[2] == pytest.approx(batches * by_one)
 
 
+@pytest.mark.parametrize("staleness", STALENESS)
 @pytest.mark.parametrize("engines", [1, 2, 3])
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)])
-def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(first: int, last: int, engines: int) -> None:
+def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(
+    first: int, last: int, engines: int, staleness: int
+) -> None:
     problem = replace(
-        problem_of(), reach_tried=((1.0,) * 3,), reach_untried=((1.0,) * 3,), use_all_devices=False, most_buckets=None
+        problem_of(recipe=stale(staleness)),
+        reach_tried=((1.0,) * 3,),
+        reach_untried=((1.0,) * 3,),
+        use_all_devices=False,
+        most_buckets=None,
     )
     peaks = (*problem.peaks[:-1], problem.longest_context)
     buckets = [Bucket("a800/tp2", engines, peaks[first - 1] if first else 0, peaks[last])]
@@ -73,7 +92,7 @@ def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(first: 
     found = bucket_prices(problem, Allocation(training.replicas, tuple(buckets), training.layout))[-1]
     own = [option for option in problem.engines if option.shape == "a800/tp2"]
     work = max(sum(row[first : last + 1]) for row in own[last].work) / engines
-    assert max(found.load, found.residence) == pytest.approx(work + own[last].stall)
+    assert max(found.load, found.residence / (1 + staleness)) == pytest.approx(work + own[last].stall)
     # Whoever runs the engine is told how long weights take, not how long a trajectory does.
     assert (found.option.stall, found.option.alone) == (pytest.approx(own[0].stall - own[0].alone), 0.0)
 
@@ -108,16 +127,62 @@ def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_half_
     assert for_each(crowd) > 1.2 * for_each(SYNC)
 
 
-def test_every_class_counts_where_the_whole_batch_is_waited_for() -> None:
-    rare = (replace(SHORT, share=0.999), replace(LONG, share=0.001))
-    assert Planner(CLUSTER, QWEN_06B, SYNC).problem(rare).met == (True, True)
-    overlapping = SYNC.model_copy(update={"mode": "async", "staleness": 1})
-    assert Planner(CLUSTER, QWEN_06B, overlapping).problem(rare).met == (True, False)
-    # It counts by how often it is met: in one step of sixteen.
-    alone = {
-        cls: options_of(cls)[-1].alone for cls in (rare, (replace(SHORT, share=1.0),), (replace(LONG, share=1.0),))
-    }
-    assert alone[(replace(SHORT, share=1.0),)] < alone[rare] < alone[(replace(LONG, share=1.0),)]
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
+    """Of trajectories that each take what their class takes, so that only how many there are is left to chance."""
+    short, long = (replace(cls, generated_std=0.0, tool_seconds_std=0.0) for cls in CLASSES)
+    recipe = stale(staleness)
+
+    def waits(rare: float) -> list[float]:
+        classes = (replace(short, share=1 - rare), replace(long, share=rare))
+        assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).met == (True, True)
+        return [(1 + staleness) * option.alone for option in options_of(classes, recipe=recipe)[:2]]
+
+    each_short, each_long = waits(0.5)
+    # There are one or two buckets, and as many batches as are under way wait for the same trajectory, or only its own.
+    met = math.sqrt(2 * (1 + staleness)) * 64 * 0.001
+    none = math.exp(-met)
+    assert waits(0.001) == pytest.approx([each_short, (1 - none) * each_long + none * each_short])
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_a_step_by_hand(staleness: int) -> None:
+    """Trajectories that are all alike and use no tools, without the factors of a batch: 64 of 4 turns that generate 400
+    tokens at a mean context of 2,000 and prefill 2,000 tokens, half of 3,500 before them."""
+    alike = replace(LONG, share=1.0, generated_std=0.0, tool_seconds=0.0, tool_seconds_std=0.0)
+    recipe = stale(staleness)
+    request = Planner(CLUSTER, QWEN_14B, recipe).request((alike,))
+    problem = request.menu(UNCORRECTED).problem
+    grid = request.profiles[0].grid(4)
+    prefill = prefill_line(grid, recipe.max_batched_tokens)
+    prefilled = 2000 * (prefill.per_token + prefill.per_token_context * 1750)
+    kv = kv_of(recipe, QWEN_14B, 4)
+    full = kv / 2000  # sequences, more than the batch has
+    work = 64 * (400 * grid.decode_seconds(full, 2000) / full + prefilled)
+    alone = 400 * grid.decode_seconds(1, 2000) + prefilled
+    stall = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800)).stall
+    training = problem.training[0]
+    found = price(problem, Allocation(training.replicas, (Bucket("a800/tp4", 2, 0, 8192),), training.layout))
+    follows = alone + training.seconds + training.publish
+    assert found.rollout == pytest.approx(work / 2 + stall + alone / (1 + staleness), rel=1e-6)
+    assert found.step == pytest.approx(max(training.seconds, work / 2 + stall + follows / (1 + staleness)), rel=1e-6)
+
+
+def test_a_longer_lag_never_makes_a_step_longer_where_nobody_waits_for_tools() -> None:
+    generating = tuple(replace(cls, tool_seconds=0.0, tool_seconds_std=0.0) for cls in THREE)
+    steps: dict[Allocation, list[float]] = {}
+    for staleness in range(6):
+        problem = Planner(CLUSTER, QWEN_14B, stale(staleness)).request(generating).menu(UNCORRECTED).problem
+        for training in problem.training:
+            buckets = (Bucket("a800/tp1", 1, 0, 1000), Bucket("a800/tp4", 1, 1000, 8192))
+            allocation = Allocation(training.replicas, buckets, training.layout)
+            if fits(problem, allocation) is None:
+                steps.setdefault(allocation, []).append(price(problem, allocation).step)
+    assert steps
+    for found in steps.values():
+        assert len(found) == 6
+        assert found == sorted(found, reverse=True)
+        assert found[-1] < found[0]
 
 
 def test_factors_reach_the_price() -> None:

@@ -79,16 +79,18 @@ def menus(draw: st.DrawFn) -> Problem:
         for seats in range(1, draw(st.integers(1, 2)) + 1):
             rows = tuple(draw(st.lists(vectors, min_size=1, max_size=2)))
             refresh = draw(st.sampled_from([(0.0,) * classes, (3.0,) * classes]))
+            stall = draw(st.sampled_from([0.0, 1.0]))
             option = EngineOption(
                 f"s{shape}",
                 pool,
                 devices,
                 seats,
                 holds,
-                draw(st.sampled_from([0.0, 1.0])),
+                stall,
                 rows,
                 refresh,
                 draw(vectors),
+                alone=draw(st.sampled_from([0.0, stall])),
             )
             engines.append(option)
     training = tuple(
@@ -109,6 +111,7 @@ def menus(draw: st.DrawFn) -> Problem:
         reach_tried=(reach,),
         reach_untried=(reach,),
         staleness=staleness,
+        batched=draw(st.booleans()),
         colocated=staleness == 0 and draw(st.booleans()),
         switch=1.0,
         one_bucket_per_shape=draw(st.booleans()),
@@ -255,6 +258,13 @@ BOUNDS = [
     # The parts of a synchronous step are residence, load and training themselves, not sums.
     ("sync, rollout", (4.0, 6.0), (1.0, 1.0), {"staleness": 0}, ("rollout", 5.0, "training", 4.0)),
     ("sync, latency", (4.0, 3.0), (1.0, 6.0), {"staleness": 0}, ("latency", 6.0, "training", 4.0)),
+    # Of batches that start together, half of each part: a step of 4.5 + (4 + 0.5) / 2,
+    ("batches, rollout", (6.0, 3.0), (1.0, 1.0), {"batched": True}, ("rollout", 4.5, "training", 2.0)),
+    ("batches, latency", (4.0, 3.0), (1.0, 10.0), {"batched": True}, ("latency", 5.0, "rollout", 3.5)),
+    # of 1.8 + 2.25, just longer than training,
+    ("batches, mostly training", (3.0, 0.6), (1.0, 1.0), {"batched": True}, ("training", 2.0, "rollout", 1.8)),
+    # and of 1.5 + 2.25, for which training has no time.
+    ("batches, training", (2.0, 1.0), (1.0, 1.0), {"batched": True}, ("training", 4.0, "rollout", 3.75)),
 ]
 
 
@@ -285,6 +295,44 @@ def test_a_node_is_priced_anew_where_the_problem_with_it_is_given() -> None:
     # 12 s of work on 4 engines beside 2 or on 5 beside 1 of six devices.
     assert (node.step, anew.step) == (pytest.approx(4.0), pytest.approx(2.4))
     assert node.change == "one more node of p (2 devices)"
+
+
+def test_buckets_of_batches_show_what_their_engines_take_and_what_follows() -> None:
+    """Two engines of 9 s of work, 1 s for weights and 6 s for the longest trajectory, half of it in a step."""
+    problem = one_shape((6.0, 3.0), (1.0, 6.0), batched=True)
+    engines = (replace(problem.engines[0], stall=4.0, alone=3.0),)
+    problem = replace(problem, engines=engines)
+    for replicas, end, share in ((2, 10.75, 1.0), (1, 12.75, 1.0)):
+        allocation = Allocation(replicas, (Bucket("e", 2, 0, 100),), "t")
+        solution = Solution(allocation, price(problem, allocation), Proof("feasible", 0.0, 1.0))
+        (bucket,) = explain(problem, solution).buckets
+        assert (bucket.load, bucket.residence, bucket.latency) == (8.5, 6.0, end)
+        assert bucket.share == share == bucket.latency / solution.predicted.step
+    slow = replace(problem, training=(TrainingOption("t", "p", 2, 2, 30.0, 0.5),))
+    allocation = Allocation(2, (Bucket("e", 2, 0, 100),), "t")
+    (bucket,) = explain(slow, Solution(allocation, price(slow, allocation), Proof("feasible", 0.0, 1.0))).buckets
+    assert (bucket.latency, bucket.share) == (8.5 + 15.25, (8.5 + 15.25) / 30)
+
+
+def test_without_the_longest_trajectories_nothing_waits_for_them() -> None:
+    problem = one_shape((6.0, 3.0), (1.0, 6.0), batched=True)
+    problem = replace(problem, engines=(replace(problem.engines[0], stall=4.0, alone=3.0),))
+    change = next(c for c in relaxations(problem, {}) if c.what == "no waiting for a step's longest trajectories")
+    allocation = Allocation(2, (Bucket("e", 2, 0, 100),), "t")
+    assert price(problem, allocation).step - price(change.problem, allocation).step == pytest.approx(3.0)
+
+
+def test_another_version_of_staleness_is_priced_anew_where_that_problem_is_given() -> None:
+    problem = one_shape((6.0, 3.0), (1.0, 6.0), batched=True)
+    anew = replace(problem, staleness=2, engines=(replace(problem.engines[0], work=((2.0, 1.0),)),))
+    found = {
+        given: next(r for r in explain(problem, solve(problem), staler=given).reliefs if "staleness" in r.change)
+        for given in (None, anew)
+    }
+    assert {relief.change for relief in found.values()} == {"staleness 2 instead of 1"}
+    assert is_close(found[None].step, solve(replace(problem, staleness=2)).predicted.step)
+    assert is_close(found[anew].step, solve(anew).predicted.step)
+    assert found[anew].step < found[None].step
 
 
 def test_splits_are_thinned_evenly_and_keep_both_ends() -> None:

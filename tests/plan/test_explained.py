@@ -47,6 +47,21 @@ def test_what_the_statistics_were_made_with_cannot_be_assumed_otherwise(plan: Pl
         assume_otherwise(plan, CLUSTER, RECIPE.model_copy(update=change))
 
 
+@pytest.mark.parametrize("mode", ["async", "sync", "colocated"])
+def test_another_version_of_staleness_is_what_a_plan_with_it_would_take(mode: str) -> None:
+    staleness = int(mode == "async")
+    recipe = RECIPE.model_copy(update={"mode": mode, "staleness": staleness})
+    later = RECIPE.model_copy(update={"mode": "async", "staleness": staleness + 1})
+    planned = Planner(CLUSTER, QWEN_06B, recipe).plan(CLASSES)
+    reliefs = {relief.change: relief for relief in explain_plan(planned).reliefs}
+    change = f"staleness {staleness + 1} instead of {staleness}"
+    if mode == "colocated":
+        assert change not in reliefs
+    else:
+        wanted = Planner(CLUSTER, QWEN_06B, later).plan(CLASSES).predicted.step
+        assert reliefs[change].step == pytest.approx(wanted, rel=1e-3)
+
+
 def test_a_plan_that_does_not_answer_its_request_is_not_explained(plan: Plan) -> None:
     (nodes,) = CLUSTER.nodes
     larger = override(CLUSTER, {nodes.name: 1000})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import priced, problems, step_of
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, SHORT_MANY, TWO, one_bucket, two_buckets
 
-from libra.plan.price import bucket_prices, devices_used, fits, price
-from libra.plan.problem import Allocation, Bucket, Pool, Prediction, Problem
+from libra.plan.price import bucket_prices, devices_used, fits, fixed_seconds, parts, price, training_option
+from libra.plan.problem import Allocation, Bucket, Pool, Prediction, Problem, TrainingOption
 
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))
 SYNC = replace(PROBLEM, staleness=0)
@@ -20,7 +20,16 @@ UNMET = replace(PROBLEM, met=(True, False))
 PATIENT = replace(PROBLEM, staleness=7)
 REFRESH = replace(PATIENT, engines=(replace(LONG, refresh=(4.0, 2.0)),))
 SYNC_REFRESH = replace(REFRESH, staleness=0)
-OTHER_REFRESH = replace(REFRESH, reach_untried=((1.0, 0.5), (0.0, 1.0)))
+
+
+def batched(staleness: int, training: TrainingOption = ONE, residence: float = 10.0) -> Problem:
+    """Batches that start together: a long engine takes new weights in 1 s, and its longest trajectory 10 s alone."""
+    alone = 10.0 / (1 + staleness)
+    option = replace(LONG, stall=1.0 + alone, alone=alone, residence=(5.0, residence))
+    return replace(PROBLEM, engines=(option,), training=(training,), staleness=staleness, batched=True)
+
+
+BATCHED_REFRESH = replace(batched(1), engines=(replace(batched(1).engines[0], refresh=(4.0, 2.0)),))
 
 # Two buckets, 2 short engines and 1 long. Work of the first, with 4 seats, by routers (1, 0.5) and (0.5, 0):
 #   by seats 8 + 0.5 * 16 = 16 and 8 + 16 = 24, by memory 6 + 10 = 16 and 6 + 20 = 26; loads 26 / 2 + 0.5
@@ -54,6 +63,25 @@ PRICES = [
     # step = 16 + 6 / step + 9
     ("synchronous refresh", SYNC_REFRESH, one_bucket(1, 1),
      Prediction(12.5 + 162.25**0.5, 3.5 + 162.25**0.5, 8.0, 12.5 + 162.25**0.5, "rollout")),
+    # On two engines (5 + 10) / 2 + 1 + 10 / 2, then (8 + 1) / 2; with three versions more halved again
+    ("batches", batched(1), one_bucket(1, 2), Prediction(18.0, 13.5, 8.0, 18.0, "rollout")),
+    ("batches, staler", batched(3), one_bucket(1, 2), Prediction(13.25, 11.0, 8.0, 13.25, "rollout")),
+    ("batches, synchronous", batched(0), one_bucket(1, 2), Prediction(27.5, 18.5, 8.0, 27.5, "rollout")),
+    # (40 + 9) / 2, which is more than the 18 above
+    ("batches, the longest", batched(1, residence=40.0), one_bucket(1, 2),
+     Prediction(24.5, 13.5, 8.0, 24.5, "latency")),
+    # On three engines 5 + 1 + 10 / 4; training takes longer than that and a quarter of itself
+    ("batches, training alone", batched(3, replace(ONE, seconds=30.0)), one_bucket(1, 3),
+     Prediction(30.0, 8.5, 30.0, 16.25, "training")),
+    # 11 + (24 + 3) / 2: half of it is more than the engines' 11, and all of it just less than the sum
+    ("batches, mostly training", batched(1, replace(ONE, seconds=24.0, publish=3.0)), one_bucket(1, 3),
+     Prediction(24.5, 11.0, 24.0, 24.5, "training")),
+    # Training takes longer than the engines, but of a step of 11 + (12 + 3) / 2 it is the smaller part
+    ("batches, some training", batched(1, replace(ONE, seconds=12.0, publish=3.0)), one_bucket(1, 3),
+     Prediction(18.5, 11.0, 12.0, 18.5, "rollout")),
+    # step = 15 + 6 + 9 / 2 + 6 / step
+    ("batches, refresh", BATCHED_REFRESH, one_bucket(1, 1),
+     Prediction(12.75 + 168.5625**0.5, 8.25 + 168.5625**0.5, 8.0, 12.75 + 168.5625**0.5, "rollout")),
     # A first bucket without a class takes what goes astray: with 8 seats by memory 0.5 * 6 + 12
     ("an idle first bucket", PATIENT, two_buckets(1, 2, 2, cut=500), Prediction(8.0, 8.0, 8.0, 19 / 8, "rollout")),
 ]  # fmt: skip
@@ -107,8 +135,54 @@ def test_synchronous_steps_are_a_sum(problem: Problem) -> None:
         )
         generation = max(max(b.load, b.residence) for b in bucket_prices(synchronous, plan.allocation))
         switches = 2 * problem.switch if problem.colocated else 0.0
-        wanted = generation + training.seconds + training.publish + switches
+        follows = training.seconds if training.tail is None else training.tail
+        wanted = max(training.seconds, generation + follows + training.publish + switches)
         assert price(synchronous, plan.allocation).step == pytest.approx(wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_batches_without_staleness_are_synchronous(problem: Problem, data: st.DataObject) -> None:
+    synchronous = replace(problem, staleness=0, batched=False)
+    plan = data.draw(st.sampled_from(priced(synchronous)))
+    assert price(replace(synchronous, batched=True), plan.allocation) == price(synchronous, plan.allocation)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(0, 4), st.data())
+def test_a_longer_lag_never_makes_a_step_longer(problem: Problem, staleness: int, data: st.DataObject) -> None:
+    """Also of engines whose wait for the longest trajectory is shared by more batches."""
+    longest = data.draw(st.sampled_from([0.0, 3.0, 50.0]))
+
+    def lagging(by: int) -> Problem:
+        engines = tuple(
+            replace(option, stall=option.stall + longest / (1 + by), alone=longest / (1 + by))
+            for option in problem.engines
+        )
+        return replace(problem, engines=engines, staleness=by, batched=True, colocated=False, switch=0.0)
+
+    plans = priced(lagging(staleness))
+    if plans:
+        allocation = data.draw(st.sampled_from(plans)).allocation
+        sooner, later = (price(lagging(by), allocation).step for by in (staleness, staleness + 1))
+        assert later <= sooner * (1 + 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_the_bottleneck_is_the_largest_part(problem: Problem, data: st.DataObject) -> None:
+    """Where nothing but training bounds the step it is as long, else the parts add up to no more than the step."""
+    allocation = data.draw(st.sampled_from(priced(problem))).allocation
+    predicted, found = price(problem, allocation), parts(problem, allocation)
+    assert found[predicted.bottleneck] == max(found.values()) <= predicted.step
+    if predicted.training > predicted.latency and predicted.training > predicted.rollout:
+        assert (predicted.bottleneck, found["training"]) == ("training", predicted.step)
+    elif problem.adds_up:
+        option = training_option(problem, allocation)
+        assert option is not None
+        follows = fixed_seconds(problem, option) - option.publish - 2 * problem.switch * problem.colocated
+        assert found["training"] == pytest.approx(follows / (1 + problem.staleness))
+        assert found["training"] + max(found["rollout"], found["latency"]) <= predicted.step * (1 + 1e-12)
 
 
 MISFITS = [

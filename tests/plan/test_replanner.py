@@ -13,6 +13,7 @@ from oracles.small_cluster import RECIPE as SMALL_BATCHES
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
+from libra.plan.moves import Move
 from libra.plan.planner import Planner
 from libra.plan.price import fits, price
 from libra.plan.problem import Allocation
@@ -133,11 +134,23 @@ def test_a_run_goes_on_from_its_plan_and_tracker() -> None:
     tracker = LengthTracker(128.0)
     tracker.observe_running(())
     resumed = Replanner(PLANNER, replanner.plan, tracker=tracker, switch=NEVER_WORTH_IT)
-    decision = resumed.step(trajectories(0, 2), [])
+    decision = resumed.step(trajectories(0, 1), [])
     assert decision.current is not None
     assert not decision.taken
     assert resumed.plan is not None
     assert resumed.plan.allocation == before
+
+
+def test_other_ranges_of_the_same_engines_cost_nothing_where_no_start_is_ever_worth_it() -> None:
+    replanner, best = started(NEVER_WORTH_IT)
+    assert replanner.plan is not None
+    first, last = best.buckets
+    uneven = replace(best, buckets=(replace(first, up_to=300), replace(last, above=300)))
+    resumed = Replanner(PLANNER, replace(replanner.plan, allocation=uneven), switch=NEVER_WORTH_IT)
+    decision = resumed.step(trajectories(0, 1), [])
+    assert (decision.taken, decision.cost, decision.moves) == (True, 0.0, (Move("rebucket"),))
+    assert resumed.plan is not None
+    assert resumed.plan.allocation == best
 
 
 def test_the_proposal_is_as_good_as_the_planner_s_for_what_is_forecast() -> None:

@@ -1,17 +1,19 @@
-"""The price of a synchronous rollout against the simulator, on a few cases of the benchmark that reports on many."""
+"""The price of rollouts and steps against the simulator, on a few cases of the benchmarks that report on many."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.rollout_price import TABLE, price_case, write_table
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, make_case
-from benchmarks.rollout_price_fit import fit
+from benchmarks.rollout_price_fit import Sample, fit, fit_overlap
+from benchmarks.rollout_price_plan import plan_case, plan_of, request_of
 from benchmarks.rollout_price_simulation import roll_out
-from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
+from benchmarks.rollout_price_steps import CaseEpisodes, measured_steps, simulate_steps
+from libra.cost.corrections import BATCH, OVERLAP, UNCORRECTED, BatchFactors
 
 SEEDS = [("proof", 1000), ("terminal", 1000), ("blend", 1000)]
 
@@ -61,13 +63,97 @@ def test_the_table_is_written_where_it_is_read(tmp_path: Path) -> None:
     copy = tmp_path / "corrections.py"
     copy.write_text(TABLE.read_text(encoding="utf-8"), encoding="utf-8")
     write_table(BATCH, copy)
+    write_table(OVERLAP, copy, "OVERLAP")
     assert copy.read_text(encoding="utf-8") == TABLE.read_text(encoding="utf-8")
-    others = BatchFactors(*(round(factor + 0.5, 2) for factor in astuple(BATCH)))
+    others = changed(BATCH)
     write_table(others, copy)
     text = copy.read_text(encoding="utf-8")
     table = text[text.index("\nBATCH = ") :]
-    assert all(f"    {name}={factor!r},\n" in table for name, factor in asdict(others).items())
+    assert all(f"    {name}={factor!r},\n" in table for name, factor in asdict(others).items() if name != "overlapping")
+    assert "    overlapping=OVERLAP,\n)" in table
     assert text.startswith(TABLE.read_text(encoding="utf-8").partition("\nBATCH = ")[0])
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match="defines BATCH 0 times"):
-        write_table(BATCH, tmp_path / "empty.py")
+    for name in ("BATCH", "OVERLAP"):
+        with pytest.raises(ValueError, match=f"defines {name} 0 times"):
+            write_table(BATCH, tmp_path / "empty.py", name)
+
+
+def changed(factors: BatchFactors) -> BatchFactors:
+    names = [field.name for field in fields(factors) if field.name != "overlapping"]
+    return replace(factors, **{name: round(getattr(factors, name) + 0.5, 2) for name in names})
+
+
+@pytest.mark.parametrize(("staleness", "wanted"), [(0, BATCH), (1, OVERLAP), (4, OVERLAP)])
+def test_batches_that_overlap_have_factors_of_their_own(staleness: int, wanted: BatchFactors) -> None:
+    assert BATCH.at(staleness) is wanted
+    assert UNCORRECTED.at(staleness) is UNCORRECTED
+
+
+def overlapping() -> Case:
+    return make_case("reasoning", 2, 2)
+
+
+@pytest.mark.parametrize(("staleness", "left_out", "measured"), [(0, 1, 8), (1, 2, 8), (2, 3, 12), (4, 5, 20)])
+def test_measured_steps_are_several_times_as_many_as_start_together(
+    staleness: int, left_out: int, measured: int
+) -> None:
+    assert measured_steps(staleness) == (left_out, measured)
+
+
+def test_groups_are_the_batches_of_the_case_in_order() -> None:
+    case = overlapping()
+    prompts, samples = case.recipe.prompts, case.recipe.samples_per_prompt
+    episodes = CaseEpisodes(case, first=3)
+    assert (episodes.samples_per_prompt, episodes.max_context) == (samples, case.recipe.max_length)
+    groups = [episodes.group(number, 7) for number in range(2 * prompts)]
+    for which in (0, 1):
+        drawn = [trajectory for group in groups[which * prompts : (which + 1) * prompts] for trajectory in group]
+        assert [it.turns for it in drawn] == [it.turns for it in case.batch(3 + which)]
+    for number, group in enumerate(groups):
+        assert [it.id for it in group] == [f"{number}/{sample}" for sample in range(samples)]
+        assert {(it.prompt_id, it.policy_version) for it in group} == {(str(number), 7)}
+        assert all(episodes.known[it.id] is it for it in group)
+    assert episodes.group(1, 7) == groups[1]
+
+
+@pytest.mark.parametrize(("family", "seed", "staleness"), [("proof", 1001, 1), ("terminal", 1001, 4)])
+def test_a_step_is_near_what_is_simulated(family: str, seed: int, staleness: int) -> None:
+    case = make_case(family, seed, staleness)
+    plan, _ = plan_case(case)
+    steps = simulate_steps(case, plan)
+    assert sum(steps.each) / len(steps.each) == pytest.approx(steps.seconds)
+    assert 0 < steps.training <= steps.seconds
+    assert abs(plan.predicted.step / steps.seconds - 1) <= 0.15
+
+
+def test_synchronous_steps_are_a_rollout_and_training_one_after_the_other() -> None:
+    """Of a run whose batches all start on idle engines, the rollouts are those that are simulated by themselves."""
+    case = make_case("proof", 1000)
+    plan, _ = plan_case(case)
+    steps = simulate_steps(case, plan, measured=2, first=10)
+    # The first batch is left out, and training of a batch is in its own step.
+    rollouts = [roll_out(plan, case.batch(11 + which)).seconds for which in range(2)]
+    assert steps.seconds == pytest.approx(sum(rollouts) / 2 + steps.training, rel=0.05)
+    assert all(seconds > rollout for seconds, rollout in zip(steps.each, rollouts, strict=True))
+
+
+def test_overlap_is_fitted_to_steps() -> None:
+    case = overlapping()
+    plan, menu = plan_case(case, replace(BATCH, overlapping=UNCORRECTED))
+    seconds = simulate_steps(case, plan, measured=4).seconds
+    sample = Sample(request_of(case), menu.problem, plan.allocation, seconds)
+    assert sample.price(UNCORRECTED) == pytest.approx(plan.predicted.step)
+    found = fit_overlap([sample])
+    assert found == fit_overlap([sample])
+    assert (found.decode_beside_tools, found.overlapping) == (found.decode, None)
+    before, after = (abs(sample.price(factors) / seconds - 1) for factors in (UNCORRECTED, found))
+    assert after < before
+
+
+def test_a_plan_stands_for_its_allocation() -> None:
+    case = overlapping()
+    plan, menu = plan_case(case)
+    request = request_of(case)
+    again = plan_of(request, menu, plan.allocation)
+    assert (again.predicted, again.placement, again.layout) == (plan.predicted, plan.placement, plan.layout)
+    assert (again.proof.status, again.proof.gap) == ("feasible", 1.0)

@@ -29,8 +29,13 @@ HEADLINES = [
     ),
     (
         {"bound": Bound("latency", 58.0, "training", 57.0, 0.05)},
-        "Latency-bound by 5.0 %: a step takes 1 min 40 s, 58.0 s of it the longest episodes; training alone would need"
-        " 57.0 s. No plan is shorter by more than 0.01 %.",
+        "Latency-bound by 5.0 %: a step takes 1 min 40 s, 58.0 s of it the longest episodes and 57.0 s training."
+        " No plan is shorter by more than 0.01 %.",
+    ),
+    (
+        {"bound": Bound("latency", 58.0, "rollout", 29.0, 0.5)},
+        "Latency-bound by 50 %: a step takes 1 min 40 s, 58.0 s of it the longest episodes; generation alone would need"
+        " 29.0 s. No plan is shorter by more than 0.01 %.",
     ),
     (
         {"bound": Bound("training", 100.0, "latency", 50.0, 0.5), "proof": Proof("feasible", 97.0, 0.03)},

@@ -102,6 +102,20 @@ def test_the_step_names_the_bottleneck_and_the_slack_of_the_rest() -> None:
     ]
 
 
+def test_a_step_that_is_a_sum_shows_the_sum() -> None:
+    """Also beside a larger part; where the longest episodes are waited for they are what is named."""
+    generating, late = (
+        replace(CLUSTER_PLAN, predicted=Prediction(12.0, 9.0, 3.0, 12.0, bottleneck))
+        for bottleneck in ("rollout", "latency")
+    )
+    assert [row[0::2] for row in cells(plan_tables(generating)[1])] == [
+        ("generation", "bottleneck"),
+        ("training", "75.0 %"),
+        ("both, with publication", "0.0 %"),
+    ]
+    assert cells(plan_tables(late)[1])[2] == ("the longest episodes", "12.0000", "bottleneck")
+
+
 def test_a_step_of_no_length_has_no_slack() -> None:
     nothing = replace(PLAN, predicted=Prediction(0.0, 0.0, 0.0, 0.0, "rollout"))
     assert [row[2] for row in cells(plan_tables(nothing)[1])] == ["bottleneck", "-", "-"]

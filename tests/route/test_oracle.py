@@ -175,8 +175,8 @@ def test_what_it_does_not_know_is_refused() -> None:
         ask(policy, trajectory("u"), 0)
     with pytest.raises(ValueError, match="'t' was never placed: call place"):
         ask(policy, trajectory("t", (30, 7)), 1)
-    with pytest.raises(ValueError, match="'t': from turn 0 on none starts at 11 tokens"):
-        policy.place(Request("t", "p", 10, 11), FLEET)
+    with pytest.raises(ValueError, match="'t': from turn 0 on none starts at 9 tokens"):
+        policy.place(Request("t", "p", 10, 9), FLEET)
     assert policy.snapshot() == Oracle({}).snapshot()
     ask(policy, trajectory("t", (30, 7)), 0)
     before = policy.snapshot()

@@ -29,6 +29,7 @@ _OUTCOME = [
     *map(attrgetter, ("cached_tokens", "preemptions", "output_tokens", "ask_at")),
 ]
 Order = Callable[[Engine, int], object]  # what comes to an engine at a tick
+LOOKED = "nothing is to be decided anew"  # what an order returns that only looked
 
 
 def drive(
@@ -40,16 +41,18 @@ def drive(
     """Until nothing is left to do. At one tick: what ends is committed, then the orders come in theirs, then plans."""
     coming = deque(sorted(orders, key=lambda order: order[0]))
     while coming or engine.busy:
+        changed = False
         now = min([engine.end] * engine.busy + [tick for tick, _ in list(coming)[:1]])
         while True:
             while engine.busy and engine.end == now:
                 engine.commit()
                 after_commit(engine)
+                changed = True
             if not coming or coming[0][0] > now:
                 break
             while coming and coming[0][0] == now:
-                coming.popleft()[1](engine, now)
-        if not engine.busy or engine.open:
+                changed |= coming.popleft()[1](engine, now) is not LOOKED
+        if changed and (not engine.busy or engine.open):
             planned = engine.plan(now)
             assert (planned is not None) == engine.busy
             after_plan(engine, now)
@@ -246,7 +249,7 @@ class Served:
             ended = isinstance(context, Request) and context.finish is not None
             self.adopted.append(0 if ended else self.engine.adopt(context, tokens, now))
 
-    def _look(self, look: Look, now: int) -> None:
+    def _look(self, look: Look, now: int) -> str:
         there = [request for request in self.requests if request.engine is not None and request.finish is None]
         self.looked.append(now)
         self.looked.append([self.engine.generated_by(request, now) for request in there])
@@ -259,6 +262,7 @@ class Served:
                 self.engine.ask(request, tokens, now)
             except ValueError as error:
                 self.looked.append(str(error))
+        return LOOKED
 
     def _committed(self, engine: Engine) -> None:
         for request in engine.asked:

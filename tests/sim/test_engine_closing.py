@@ -221,6 +221,20 @@ def test_a_pipelined_engine_lets_its_batches_come_to_their_ends() -> None:
     assert (engine.closed, engine.pool.held, engine.load_tokens) == (True, 0, 0)
 
 
+@pytest.mark.parametrize("now", range(5, 100, 5))
+def test_when_time_is_up_a_jump_has_come_as_far(now: int) -> None:
+    seen = []
+    for exact in (False, True):
+        engine = Engine(CONFIG, TEN, exact=exact)
+        request = Request(0, 0, 8, 9)
+        engine.submit(request, 0)
+        while engine.plan(engine.end) is not None and engine.end <= now:
+            engine.commit()
+        engine.stop(now)
+        seen.append((request.generated, request.status, engine.iterations, engine.busy_ticks))
+    assert seen == [(now // 10, "running" if now < 90 else "finished", now // 10, min(now, 90))] * 2
+
+
 def assert_as_naive(case: Case) -> None:
     wanted = case.naive()
     for exact in (False, True):
@@ -238,14 +252,14 @@ def assert_as_naive(case: Case) -> None:
         assert (served.engine.load_tokens, served.engine.pool.held) == (0, 0)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(adopting=False, closing=True, asking=True))
 def test_the_same_as_the_naive_engine(case: Case) -> None:
     """Also what was cancelled: `generated` is right wherever a request ends."""
     assert_as_naive(case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases(adopting=True, closing=True, asking=True, pausing=True))
 def test_jumping_or_not(case: Case) -> None:
     jumping, exact = case.serve(), case.serve(exact=True)

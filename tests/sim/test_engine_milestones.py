@@ -173,6 +173,58 @@ def test_everybody_is_asked_when_the_token_comes(case: Case) -> None:
         assert sorted(case.serve(exact=exact).asked) == wanted
 
 
+@settings(max_examples=150, deadline=None)
+@given(cases(adopting=False, closing=False, asking=True))
+def test_also_who_has_to_sit_out_an_iteration(case: Case) -> None:
+    """Blocks are short, and of low priority is who has to go: those after it do nothing until the next iteration."""
+    config = replace(
+        case.config,
+        policy="priority",
+        kv_blocks=-(-32 // case.config.block_size),
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        enable_prefix_caching=False,
+        watermark=0.0,
+    )
+    turns = tuple(
+        replace(turn, asked=tuple(range(1, 33)), priority=3 - turn.priority, interrupted_after=None)
+        for turn in case.turns
+    )
+    case = replace(case, config=config, turns=turns, looks=())
+    wanted = milestones(case, case.naive().tokens)
+    assert sorted(case.serve().asked) == wanted
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_request_that_sits_out_is_asked_about_an_iteration_later(exact: bool) -> None:
+    """At 40 all three need a block. The first has the last one; the second is of low priority and goes; the third, who
+    has two tokens, comes to nothing in this iteration."""
+    config = EngineConfig(
+        max_model_len=20,
+        kv_blocks=5,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=20,
+        policy="priority",
+        enable_prefix_caching=False,
+    )
+    engine = Engine(config, TEN, exact=exact)
+    requests = [
+        Request(0, 0, 5, 5, priority=1),
+        Request(1, 10, 2, 4, priority=2),
+        Request(2, 20, 3, 5, priority=1, ask_at=3),
+    ]
+    asked = []
+    drive(
+        engine,
+        [(it.arrival, lambda engine, now, it=it: engine.submit(it, now)) for it in requests],
+        lambda engine: asked.extend((engine.end, it.number, it.generated) for it in engine.asked),
+        lambda engine, now: None,
+    )
+    assert [it.preemptions for it in requests] == [0, 1, 0]
+    assert asked == [(60, 2, 3)]
+
+
 def but_for_asking(served: Served) -> dict[str, Any]:
     *fields, ask_at = served.outcome["requests"]
     assert len(ask_at) == len(served.requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from driven_engine import Case, cases
+from driven_engine import Case, cases, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -67,10 +67,10 @@ class AdoptingMachine(PoolMachine):
 
 
 TestAdoption = AdoptingMachine.TestCase
-TestAdoption.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestAdoption.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(adopting=True, closing=True, asking=True))
 def test_the_same_as_the_naive_engine(case: Case) -> None:
     """Which adopts in the middle of its iterations, block by block."""
@@ -227,24 +227,47 @@ def test_a_jump_has_the_blocks_and_tokens_of_the_tick() -> None:
     assert [free for now, _, free in seen[0] if now % 10] == [free for now, _, free in seen[1] if now % 10]
 
 
-def test_one_that_waits_may_fit_now() -> None:
-    """Its whole prompt is more than the budget leaves beside the other request, until most of it has come."""
-    config = replace(CONFIG, max_model_len=32, kv_blocks=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
-    ends = []
-    for exact in (False, True):
-        engine = Engine(config, TEN, exact=exact)
-        engine.submit(Request(0, 0, 4, 25), 0)
-        engine.plan(0)
-        engine.commit()
-        chain = Chain("a")
-        waiting = Request(1, 10, 32 - 1, 1, chain=chain)
-        engine.submit(Request(2, 10, 4, 25), 10)
-        engine.submit(waiting, 10)
-        while engine.plan(engine.end) is not None and engine.end < 100:
-            engine.commit()
-        assert waiting.status == "waiting" or waiting.scheduled == 20
-        ends.append((engine.adopt(chain, 28, 94), waiting.status))
-    assert ends[0] == ends[1]
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_that_waits_may_fit_now(exact: bool) -> None:
+    """Its prompt is more than the budget leaves beside two others, until most of it has come."""
+    config = replace(CONFIG, kv_blocks=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
+    engine = Engine(config, TEN, exact=exact)
+    chain = Chain("a")
+    waiting = Request(2, 10, 31, 1, chain=chain)
+    drive(
+        engine,
+        [
+            (0, lambda engine, now: engine.submit(Request(0, 0, 4, 25), now)),
+            (10, lambda engine, now: engine.submit(Request(1, 10, 4, 25), now)),
+            (10, lambda engine, now: engine.submit(waiting, now)),
+            (94, lambda engine, now: engine.adopt(chain, 28, now)),
+        ],
+        lambda engine: None,
+        lambda engine, now: None,
+    )
+    assert (waiting.scheduled, waiting.cached_tokens) == (100, 28)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_look_at_a_boundary_leaves_room_for_who_comes_then(exact: bool) -> None:
+    """At tick 50 the third block is full; who follows it there is behind it, and who arrives is admitted at once."""
+    engine = Engine(CONFIG, TEN, exact=exact)
+    chain = Chain("a")
+    fork, late = Chain("b", chain, 12), Request(1, 50, 4, 1)
+    seen: list[object] = []
+    drive(
+        engine,
+        [
+            (0, lambda engine, now: engine.submit(Request(0, 0, 8, 20, chain=chain), now)),
+            (50, lambda engine, now: seen.append(engine.adopt(fork, 16, now))),
+            (50, lambda engine, now: seen.append(engine.cached_tokens(fork, now))),
+            (50, lambda engine, now: engine.submit(late, now)),
+        ],
+        lambda engine: None,
+        lambda engine, now: None,
+    )
+    assert seen == [4, 16]
+    assert late.scheduled == 50
 
 
 def test_without_a_prefix_cache_nothing_is_adopted() -> None:

@@ -1,4 +1,4 @@
-"""What closed forms of a synchronous batch are multiplied by, so that they come near the simulated seconds.
+"""What closed forms of batches are multiplied by, so that they come near the simulated seconds.
 
 Invariant: each factor corrects one named mechanism of `libra.cost.rollout`, and all are fitted together, on families of
 trajectories and seeds that no test uses: `python -m benchmarks.rollout_price --fit` says how far and writes them here.
@@ -7,11 +7,12 @@ trajectories and seeds that no test uses: `python -m benchmarks.rollout_price --
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFactors:
-    """Factors of the parts of a batch's seconds; the parts are those of `batch_work` and `batch_alone`."""
+    """Factors of the parts of a step's seconds; the parts are those of `batch_work` and `batch_alone`."""
 
     # Generation of others slows the longest trajectory while it generates itself, but not while its tools run.
     decode: float  # of all, where the longest uses no tools
@@ -21,9 +22,26 @@ class BatchFactors:
     memory: float  # waiting for memory, which others use meanwhile
     generation: float  # of the longest trajectory: as the batch drains, and its draws are not normal
     tools: float  # of the longest trajectory
+    overlapping: Self | None = None  # those of batches that overlap; None: the same
+
+    def at(self, staleness: int) -> BatchFactors:
+        """Those of batches that start so many versions ahead."""
+        return self.overlapping if staleness and self.overlapping is not None else self
 
 
 UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+# Work, longest trajectory and training are added up, though where batches overlap some of them are at the same time:
+# the factors are smaller for that, too.
+OVERLAP = BatchFactors(
+    decode=0.77,
+    decode_beside_tools=0.77,
+    prefill=0.17,
+    eviction=1.19,
+    memory=1.05,
+    generation=0.82,
+    tools=0.91,
+)
 
 BATCH = BatchFactors(
     decode=0.9,
@@ -33,4 +51,5 @@ BATCH = BatchFactors(
     memory=0.44,
     generation=0.98,
     tools=0.97,
+    overlapping=OVERLAP,
 )

@@ -211,9 +211,3 @@ def expected_largest(draws: float) -> float:
     Blom's approximation (Statistical Estimates and Transformed Beta-Variables, 1958), within 2 % from two draws on.
     """
     return 0.0 if draws <= 1 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
-
-
-def affordable_seats(kv_tokens: int, most: int) -> tuple[int, ...]:
-    """Numbers of seats worth telling apart: powers of two up to `most`, and `most` itself, that memory can hold."""
-    least = min(most, kv_tokens)
-    return tuple(sorted({2**k for k in range(int(math.log2(least)) + 1)} | {least}))

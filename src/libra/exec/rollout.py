@@ -146,7 +146,7 @@ class Rollout:
         policy = self._fleet.policy
         told = returned is None
         while True:
-            request = Request(draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens))
+            request = Request(draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._environment.name)
             view = self._fleet.view()
             if told or returned is None:
                 placement = policy.place(request, view)

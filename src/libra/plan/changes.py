@@ -20,11 +20,12 @@ class Change:
     node_of: str | None = None  # the pool, if the change is one more node
 
 
-def relaxations(problem: Problem, larger: Mapping[str, Problem]) -> Iterator[Change]:
+def relaxations(problem: Problem, larger: Mapping[str, Problem], staler: Problem | None = None) -> Iterator[Change]:
     """Every constraint that can be relaxed, by one unit or, where it has none, altogether.
 
     `larger[pool]` is the problem priced anew with one more node in the pool; for a pool without it the node is added
-    and the menu stays, so that larger training layouts are missing.
+    and the menu stays, so that larger training layouts are missing. `staler` is the problem priced anew with one more
+    version of staleness; without it the menu stays, though more trajectories are then under way.
     """
     for pool in problem.pools:
         pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
@@ -34,7 +35,7 @@ def relaxations(problem: Problem, larger: Mapping[str, Problem]) -> Iterator[Cha
     if not problem.colocated:
         yield Change(
             f"staleness {problem.staleness + 1} instead of {problem.staleness}",
-            replace(problem, staleness=problem.staleness + 1),
+            replace(problem, staleness=problem.staleness + 1) if staler is None else staler,
         )
     if problem.most_buckets is not None:
         more = f"at most {problem.most_buckets + 1} buckets instead of {problem.most_buckets}"
@@ -49,7 +50,7 @@ def relaxations(problem: Problem, larger: Mapping[str, Problem]) -> Iterator[Cha
         yield Change(what, _holding(problem, shorter))
     if any(option.holds < longest for option in problem.engines):
         yield Change("memory for the longest context on every engine", _holding(problem, 0))
-    yield Change("no waiting for a step's longest trajectories", replace(problem, met=(False,) * len(problem.met)))
+    yield Change("no waiting for a step's longest trajectories", _without_longest(problem))
 
 
 def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Change]:
@@ -70,6 +71,12 @@ def without_strays(problem: Problem) -> Problem:
     """The problem with a router that brings all work to its own bucket."""
     everything = ((1.0,) * len(problem.peaks),)
     return replace(problem, reach_tried=everything, reach_untried=everything)
+
+
+def _without_longest(problem: Problem) -> Problem:
+    """The problem in which engines have their work, and no trajectory takes longer than its share of it."""
+    engines = tuple(replace(option, stall=option.stall - option.alone, alone=0.0) for option in problem.engines)
+    return replace(problem, engines=engines, met=(False,) * len(problem.met))
 
 
 def _holding(problem: Problem, at_least: int) -> Problem:

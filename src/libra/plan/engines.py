@@ -1,7 +1,8 @@
 """Every way to generate on one class of nodes, priced for one request.
 
-Invariant: an option is listed only if an engine of it can serve some class, and its price is never below what the
-profile says for the classes it serves, to the tolerance that `libra.cost.grid.iteration_lines` states.
+Invariant: an option is listed only if an engine of it can serve some class, and before `BatchFactors` correct it its
+price is never below what the profile says for the classes it serves, to the tolerance that
+`libra.cost.grid.iteration_lines` states.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_
 from libra.cost.rates import Calibration
 from libra.cost.rollout import (
     EngineTiming,
-    affordable_seats,
     batch_alone,
     batch_work,
     longest_alone,
@@ -143,7 +143,7 @@ def _shape_options(
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
     weights = model.parameters * recipe.rollout_weight_bytes
     stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
-    seats = affordable_seats(int(kv / shortest), grid.batches[-1])[-1]
+    seats = min(int(kv / shortest), grid.batches[-1])
     lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     generated = sum(cls.share * cls.generated for cls in served)
@@ -176,9 +176,11 @@ def _batch_options(
     """One option for each class that may be the longest of a bucket, as far as these take different times."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
+    factors = factors.at(recipe.staleness)
     # A plan lets all its buckets end together, so the last trajectory is the longest of as many more draws. How many
-    # buckets it has is not known yet: the geometric mean of the fewest and the most.
-    draws = [math.sqrt(most_buckets(recipe, classes)) * batches * count for count in expected]
+    # buckets it has is not known yet: the geometric mean of the fewest and the most. Of batches that overlap, one that
+    # waits for a long trajectory gives time to those behind it: all of them wait for the same one, or each for its own.
+    draws = [math.sqrt(most_buckets(recipe, classes) * batches) * count for count in expected]
     evicted = _evicted_share(recipe, classes, kv * engines)
     alone = [batch_alone(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
     refresh = [0.0] * len(classes)

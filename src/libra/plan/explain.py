@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from libra.plan.changes import Change, relaxations, restrictions, without_strays
 from libra.plan.moves import engines_by_shape
-from libra.plan.price import bucket_prices, devices_used, fixed_seconds, price, training_option
+from libra.plan.price import bucket_prices, devices_used, fixed_seconds, parts, price, training_option
 from libra.plan.problem import (
     Allocation,
     Bottleneck,
@@ -36,7 +36,8 @@ _DIFFERS = re.compile(r"[^\s,]*[\d*-][^\s,]*(?: [^\s,]*[\d*-][^\s,]*)*")  # numb
 class Bound:
     """What bounds the step, and by how much: `slack` of its seconds could go before `next` bounds it as well.
 
-    With staleness 0 the seconds of a step add up; the parts are then those it is the sum of.
+    Where the seconds of a step add up they are those it is the sum of, as far as training alone does not take longer:
+    see `libra.plan.price.parts`.
     """
 
     by: Bottleneck
@@ -59,7 +60,7 @@ class BucketView:
     up_to: int
     load: float  # seconds that each engine works for one step
     residence: float  # seconds of its longest trajectory
-    latency: float  # seconds of a step in which its longest trajectory is just not too stale
+    latency: float  # seconds of a step in which its longest trajectory is just not too stale; see `Problem.adds_up`
     share: float  # the larger of load and latency, of the step
 
 
@@ -147,6 +148,7 @@ def explain(
     solution: Solution,
     *,
     larger: Mapping[str, Problem] | None = None,
+    staler: Problem | None = None,
     rejected: Iterable[tuple[str, str]] = (),
     most_splits: int = 40,
     deterministic_limit: float = 30.0,
@@ -155,7 +157,8 @@ def explain(
     """Explain a solution of the problem by solving it again, with one thing changed at a time.
 
     `larger[pool]` is the problem priced anew with one more node in that pool; without it the node is added to the menu
-    as it is, on which larger training layouts are missing. `rejected` are names of options with the reason.
+    as it is, on which larger training layouts are missing. `staler` is the problem priced anew with one more version of
+    staleness; without it prices stay as they are. `rejected` are names of options with the reason.
     Raises ValueError if the solution's allocation does not fit the problem.
     """
 
@@ -189,7 +192,7 @@ def explain(
         binds = after < solution.proof.bound
         return Relief(relaxed.what, relaxed.node_of, after, step - after, gain, binds)
 
-    reliefs = map(relief, relaxations(problem, larger or {}))
+    reliefs = map(relief, relaxations(problem, larger or {}, staler))
     routed = without_strays(problem)
     return Explanation(
         plan=view(solution),
@@ -235,14 +238,11 @@ def _plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanVie
 
 
 def _bound(problem: Problem, allocation: Allocation) -> Bound:
-    predicted = price(problem, allocation)
-    latency = predicted.latency
-    if problem.adds_up:
-        latency = max(bucket.residence for bucket in bucket_prices(problem, allocation)) / (1 + problem.staleness)
-    parts: dict[Bottleneck, float] = {"rollout": predicted.rollout, "training": predicted.training, "latency": latency}
-    seconds = parts.pop(predicted.bottleneck)
-    after = max(parts, key=lambda name: parts[name])
-    return Bound(predicted.bottleneck, seconds, after, parts[after], 1 - parts[after] / seconds if seconds > 0 else 0.0)
+    bottleneck = price(problem, allocation).bottleneck
+    others = parts(problem, allocation)
+    seconds = others.pop(bottleneck)
+    after = max(others, key=lambda name: others[name])
+    return Bound(bottleneck, seconds, after, others[after], 1 - others[after] / seconds if seconds > 0 else 0.0)
 
 
 def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, ...]:

@@ -31,7 +31,13 @@ def explain_plan(plan: Plan) -> Explanation:
     _require_own(plan, menu.problem)
     rejected = [(rejected.layout, rejected.reason) for rejected in menu.rejected_layouts]
     rejected += [(rejected.shape, rejected.reason) for rejected in menu.rejected_engines]
-    return explain(menu.problem, plan.solution, larger=_one_node_more(request), rejected=rejected)
+    return explain(
+        menu.problem,
+        plan.solution,
+        larger=_one_node_more(request),
+        staler=_one_version_more(request),
+        rejected=rejected,
+    )
 
 
 def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
@@ -75,6 +81,15 @@ def _require_own(plan: Plan, problem: Problem) -> None:
             reason = "there is a plan below the bound that it states"
     if reason is not None:
         raise ValueError(f"the plan is not an answer to the request in it: {reason}; plan again")
+
+
+def _one_version_more(request: ClusterRequest) -> Problem | None:
+    """The problem with one more version of staleness; None where devices change sides and there can be none."""
+    recipe = request.recipe
+    if recipe.mode == "colocated":
+        return None
+    staler = recipe.model_copy(update={"mode": "async", "staleness": recipe.staleness + 1})
+    return replace(request, recipe=staler).menu().problem
 
 
 def _one_node_more(request: ClusterRequest) -> dict[str, Problem]:

@@ -9,7 +9,7 @@ The priced space is that of `libra.plan.layout_space`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from libra.cluster import GPU, NodeClass
 from libra.cost.collectives import fabric
-from libra.cost.train_batch import batch_of
+from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
 from libra.cost.train_passes import Work
 from libra.cost.train_rates import TrainingRates, training_rates
@@ -111,7 +111,8 @@ def training_layouts(
         kept[row] = True
         chosen[name, layout.dp] = layout
         publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
-        options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, price, publish))
+        tail = _tail_seconds(work, recipe, classes, layout, price)
+        options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, price, publish, tail))
     for layout in held:
         name = f"{nodes.name}/{layout.family}"
         table = LayoutTable.of([layout])
@@ -120,7 +121,8 @@ def training_layouts(
             chosen[name, layout.dp] = layout
             seconds = step_table(work, table).seconds(0)
             publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
-            options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish))
+            tail = _tail_seconds(work, recipe, classes, layout, seconds)
+            options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish, tail))
     too_large = _too_large(families, memory, nodes.gpu, devices, recipe.batch)
     slower = _slower(priced, owner, used, steps.total, best, kept)
     chosen_families = set(owner[kept].tolist())
@@ -133,6 +135,18 @@ def training_layouts(
         if reasons:
             rejected.append(Rejected(families.layout(at).family, kind, "; ".join(reasons)))
     return Layouts(tuple(options), tuple(rejected), chosen)
+
+
+def _tail_seconds(
+    work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layout: ParallelLayout, seconds: float
+) -> float | None:
+    """Where training begins early, what is left of a step's `seconds` once the last trajectory is there: its group,
+    which has the longest trajectory and others as long as they usually are, and the update."""
+    if not recipe.early_gradients:
+        return None
+    usual = batch_of(classes, recipe.samples_per_prompt)
+    last = Batch((max(cls.mean_context for cls in classes), *usual.lengths), (1.0, *usual.counts))
+    return min(seconds, step_table(replace(work, batch=last), LayoutTable.of([layout])).seconds(0))
 
 
 def _publish_seconds(

@@ -283,7 +283,7 @@ class AssignmentModel:
 
 
 def _fixed_seconds(problem: Problem, option: TrainingOption) -> float:
-    return option.seconds + option.publish + (2 * problem.switch if problem.colocated else 0.0)
+    return option.follows + option.publish + (2 * problem.switch if problem.colocated else 0.0)
 
 
 def _most_buckets(problem: Problem) -> int:

@@ -92,15 +92,32 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     rollout = max(bucket.load for bucket in prices)
     latency = max(_latency(problem, training, bucket) for bucket in prices)
     step = max(rollout, training.seconds, latency)
-    # Synchronous steps are a sum: they are named after its larger part, not after the sum.
-    bottleneck: Bottleneck
-    if problem.adds_up:
-        longest = max(bucket.residence for bucket in prices) / (1 + problem.staleness)
-        trains = training.seconds >= (max(rollout, longest) if problem.staleness == 0 else step)
-        bottleneck = "training" if trains else _slower(rollout, longest)
-    else:
-        bottleneck = "rollout" if step == rollout else "training" if step == training.seconds else "latency"
-    return Prediction(step, rollout, training.seconds, latency, bottleneck)
+    held = _parts(problem, training, prices)
+    return Prediction(step, rollout, training.seconds, latency, max(held, key=lambda name: held[name]))
+
+
+def parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
+    """Seconds of what may bound the step of an allocation that fits, to be held against each other: the largest does.
+
+    Where the seconds of a step add up they are those that it is the sum of, publication left out; else, and where
+    training alone takes longer than that sum, each is a step that this part would allow.
+    """
+    training = training_option(problem, allocation)
+    assert training is not None
+    return _parts(problem, training, bucket_prices(problem, allocation))
+
+
+def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice, ...]) -> dict[Bottleneck, float]:
+    """Of equal parts the first one is named."""
+    batches = 1 + problem.staleness
+    fixed = fixed_seconds(problem, training) / batches
+    rollout = max(bucket.load for bucket in prices)
+    longest = max(bucket.residence for bucket in prices) / batches
+    if not problem.adds_up:
+        return {"rollout": rollout, "training": training.seconds, "latency": longest + fixed}
+    if training.seconds > max(rollout, longest) + fixed:
+        return {"training": training.seconds, "rollout": rollout + fixed, "latency": longest + fixed}
+    return {"training": training.follows / batches, "rollout": rollout, "latency": longest}
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
@@ -139,7 +156,7 @@ def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) ->
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
     """Seconds from a step's last trajectory to the first that starts with the new weights."""
-    return training.seconds + training.publish + (2 * problem.switch if problem.colocated else 0.0)
+    return training.follows + training.publish + (2 * problem.switch if problem.colocated else 0.0)
 
 
 def _load(
@@ -158,7 +175,3 @@ def _load(
     # With refresh the load depends on the step itself: the smallest one with  load >= base + squared / (load + waits).
     squared = max(total(option.refresh, reach) for reach in routers) / bucket.engines
     return base if squared == 0 else (base - waits + math.sqrt((base + waits) ** 2 + 4 * squared)) / 2
-
-
-def _slower(rollout: float, longest: float) -> Bottleneck:
-    return "rollout" if rollout >= longest else "latency"

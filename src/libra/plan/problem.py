@@ -18,6 +18,8 @@ by the others, and what is not shared adds to the load of its bucket:
 
     step >= W_b / n_b + stall_b + (L + S) / (1 + staleness)
 
+(L here, and in the last line above, are the seconds of training that follow the last trajectory: all, or a `tail`)
+
 where `stall_b` has the longest trajectory's own seconds over 1 + staleness. With staleness 0, synchronous training,
 nothing overlaps: step = R + L + S with R the larger of residence and load; colocated training adds two switches.
 
@@ -127,10 +129,21 @@ class TrainingOption:
     replicas: int
     seconds: float  # one optimiser step over one step's trajectories, with all that generation has to wait for
     publish: float  # further seconds until engines have the new weights
+    # Those of `seconds` that follow the step's last trajectory; None: all, as training waits for the whole batch.
+    tail: float | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, replicas=self.replicas)
         _require_costs(f"training option {self.layout}", seconds=(self.seconds,), publish=(self.publish,))
+        if self.tail is not None and not 0 <= self.tail <= self.seconds:
+            raise ValueError(
+                f"training option {self.layout}: tail is {self.tail}; it is a part of {self.seconds} seconds"
+            )
+
+    @property
+    def follows(self) -> float:
+        """Seconds of training after the last trajectory."""
+        return self.seconds if self.tail is None else self.tail
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,9 @@ class Replanner:
     """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, says whether to change the plan.
 
     A change has to earn its cost back within the steps for which plans have held so far, on average. Prices take a
-    router to be as good as the recipe says for any ranges. With a `check` it is asked about what runs, and about the
-    best plan of each number of ranges, and its seconds decide instead of the prices.
+    router to be as good as the recipe says for any ranges. With a `check` it is asked about what runs, about the best
+    plan of each number of ranges, and about the best for lengths that are somewhat off; its seconds decide instead of
+    the prices.
 
     Threads may share a replanner: each call is one whole step of it. What it returns are values, and can be pickled.
     """
@@ -205,10 +206,12 @@ class Replanner:
         uncertainty: float,
         cost: Callable[[Allocation], float],
     ) -> Decision:
-        """By what the check says of the best plan for each number of ranges."""
+        """By what the check says of the plans that were `found`, of the best for each number of ranges, and of what
+        runs."""
         assert self._check is not None
         problem, held = menu.problem, self._plan
-        runs = None if held is None or fits(problem, held.allocation) is not None else held.allocation
+        unfit = None if held is None else fits(problem, held.allocation)
+        runs = None if held is None or unfit is not None else held.allocation
         most = problem.most_buckets or len(problem.peaks)
         fewer = [solve(replace(problem, most_buckets=buckets)).allocation for buckets in range(1, most)]
         allocations = list(dict.fromkeys([*found, *fewer, *([] if runs is None else [runs])]))
@@ -223,20 +226,23 @@ class Replanner:
             )
             for allocation in allocations
         }
-        checked = dict(zip(plans, self._check(list(plans.values()), mean_context), strict=True))
-        proposed = min(checked, key=lambda wanted: checked[wanted] * horizon + (0 if wanted == runs else cost(wanted)))
+        checked = dict(zip(plans, _sound(self._check(list(plans.values()), mean_context), len(plans)), strict=True))
+        proposed = min(checked, key=lambda wanted: checked[wanted] * horizon + cost(wanted))
         after = replace(price(problem, proposed), step=checked[proposed])
-        if held is None or runs is None:
-            reason = "nothing runs yet: the best plan is started" if held is None else "what runs no longer fits"
-            decision = Decision(None, after, (), None, horizon, 0.0, uncertainty, True, reason)
+        numbers = (horizon, cost(proposed), uncertainty)
+        way = () if held is None else changes(held.allocation, proposed)
+        if runs is None:
+            reason = "nothing runs yet: the best plan is started"
+            if unfit is not None:
+                reason = f"the current allocation no longer fits: {unfit}"
+            decision = Decision(None, after, way, None, *numbers, True, reason)
         else:
             before = replace(price(problem, runs), step=checked[runs])
             gain = before.step - after.step
-            taken, reason = weigh(before.step, gain, horizon, cost(proposed), uncertainty)
+            taken, reason = weigh(before.step, gain, *numbers)
             if proposed == runs:
                 taken, reason = False, "of what was checked, the current allocation is the best"
-            way = changes(runs, proposed)
-            decision = Decision(before, after, way, gain, horizon, cost(proposed), uncertainty, taken, reason)
+            decision = Decision(before, after, way, gain, *numbers, taken, reason)
         if decision.taken:
             self._plan = plans[proposed]
         in_force = after if decision.taken or decision.current is None else decision.current
@@ -259,6 +265,13 @@ class Replanner:
         changes = sum(look.decision.taken and look.decision.current is not None for look in self._looks)
         steps = self._period * max(1, len(self._looks)) / (1 + changes)
         return min(float(self._planner.recipe.horizon), steps)
+
+
+def _sound(seconds: Sequence[float], plans: int) -> Sequence[float]:
+    """What a check has answered, unless that is no number of seconds for each plan."""
+    if len(seconds) != plans or not all(math.isfinite(each) and each > 0 for each in seconds):
+        raise ValueError(f"the check says {list(seconds)} of {plans} plans; give the seconds of each, finite and > 0")
+    return seconds
 
 
 def _key(allocation: Allocation) -> tuple[str, int]:

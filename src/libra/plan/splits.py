@@ -51,16 +51,16 @@ def splits(
             continue
         step = max(option.seconds, generation)
         if problem.staleness == 0:
-            step = generation + fixed_seconds(problem, option)
+            step = max(step, generation + fixed_seconds(problem, option))
         found.append(Split(option.layout, option.pool, option.devices, option.seconds, generation, step))
     return tuple(found)
 
 
 def _generation(problem: Problem, option: TrainingOption, deterministic_limit: float, seed: int) -> float:
     # No step is shorter than its share of what follows generation: seconds that bound nothing, and start the search.
-    fixed = option.seconds + option.publish
+    fixed = option.follows + option.publish
     floor = fixed / (1 + problem.staleness)
-    unbound = replace(option, seconds=floor, publish=fixed - floor)
+    unbound = replace(option, seconds=floor, publish=fixed - floor, tail=None)
     alone = replace(problem, training=(unbound,))
     step = solve(alone, deterministic_limit=deterministic_limit, seed=seed, tie_break=False).predicted.step
     return step if problem.staleness else step - fixed_seconds(problem, option)

@@ -24,10 +24,9 @@ _BOUND = {"rollout": "Rollout-bound", "training": "Training-bound", "latency": "
 
 def headline(explanation: Explanation) -> str:
     """What bounds the step and by how much, and what is proven, in two sentences."""
-    bound, step = explanation.bound, explanation.plan.predicted.step
-    after = f"{BOTTLENECK_WORDS[bound.next]} alone would need {duration(bound.next_seconds)}"
+    bound = explanation.bound
     slack = percent(bound.slack, 1 if bound.slack < 0.1 else 0)
-    return f"{_BOUND[bound.by]} by {slack}: {_seconds(bound, step)}; {after}. {_proven(explanation)}"
+    return f"{_BOUND[bound.by]} by {slack}: {_seconds(bound, explanation.plan.predicted.step)}. {_proven(explanation)}"
 
 
 def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
@@ -73,9 +72,17 @@ def crossing(splits: Sequence[Split]) -> tuple[int, int] | None:
 
 
 def _seconds(bound: Bound, step: float) -> str:
+    whole, by, other = f"a step takes {duration(step)}", BOTTLENECK_WORDS[bound.by], BOTTLENECK_WORDS[bound.next]
+    alone = f"{other} alone would need {duration(bound.next_seconds)}"
     if bound.seconds == step:
-        return f"a step takes {duration(step)}"
-    return f"a step takes {duration(step)}, {duration(bound.seconds)} of it {BOTTLENECK_WORDS[bound.by]}"
+        return f"{whole}; {alone}"
+    part = f"{whole}, {duration(bound.seconds)} of it {by}"
+    # Of what adds up to a step only generation and its longest episodes go on side by side.
+    return (
+        f"{part} and {duration(bound.next_seconds)} {other}"
+        if "training" in (bound.by, bound.next)
+        else f"{part}; {alone}"
+    )
 
 
 def _proven(explanation: Explanation) -> str:

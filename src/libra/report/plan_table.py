@@ -94,6 +94,11 @@ def _step(plan: Plan) -> Table:
     table.add_column("bound by")
     table.add_column("seconds", justify="right")
     table.add_column("slack", justify="right")
+    request = plan.request
+    words = dict(BOTTLENECK_WORDS)
+    adds_up = not isinstance(request, SlotRequest) or request.workload.max_staleness == 0
+    if adds_up and predicted.bottleneck != "latency":
+        words["latency"] = "both, with publication"  # of the seconds after generation, those of one step
     parts: tuple[tuple[Bottleneck, float], ...] = (
         ("rollout", predicted.rollout),
         ("training", predicted.training),
@@ -102,9 +107,7 @@ def _step(plan: Plan) -> Table:
     for name, seconds in parts:
         # The step is the longest part. A step of no length has no share to spare.
         slack = percent(1 - seconds / predicted.step) if predicted.step > 0 else "-"
-        table.add_row(
-            BOTTLENECK_WORDS[name], f"{seconds:,.4f}", "bottleneck" if name == predicted.bottleneck else slack
-        )
+        table.add_row(words[name], f"{seconds:,.4f}", "bottleneck" if name == predicted.bottleneck else slack)
     return table
 
 

@@ -64,11 +64,18 @@ class Evidence:
             self._base = self._clock
         self.fading = 2 ** ((self._base - self._clock) / self.half_life)
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
-        for context, weights in histograms.items():
-            row = self._row(context)
+        found = [self._row(context) for context in histograms]
+        rows: list[int] = []
+        bins: list[int] = []
+        added: list[float] = []
+        for (context, weights), row in zip(histograms.items(), found, strict=True):
+            if self._rows.get(context) != row:  # it had to go for one of those after it
+                continue
             for bin_, weight in weights.items():
-                self._table[row, bin_] += weight * stored
-            self._table[row, BINS] += sum(weights.values()) * stored
+                rows += (row, row)
+                bins += (bin_, BINS)
+                added += (weight, weight)
+        np.add.at(self._table, (rows, bins), np.array(added, np.float32) * np.float32(stored))
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
         """Stored weights by context and bin, and their sum in one more column: times `fading`, the present ones. Zeros

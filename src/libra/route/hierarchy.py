@@ -113,10 +113,7 @@ class Hierarchy:
                 visits[context].append(bin_)
         self._evidence.count(
             trajectory.policy_version,
-            {  # general contexts last, to be evicted last
-                context: {bin_: number / len(bins) for bin_, number in Counter(bins).items()}
-                for context, bins in reversed(visits.items())
-            },
+            {context: _shares(bins) for context, bins in reversed(visits.items())},  # general ones evicted last
         )
 
     def started(self, request: Request) -> None:
@@ -168,6 +165,13 @@ class Hierarchy:
         hierarchy._running = Running.restore(snapshot["running"])
         hierarchy._turns, hierarchy._generated = snapshot["turns"], snapshot["generated"]
         return hierarchy
+
+
+def _shares(bins: Sequence[int]) -> Mapping[int, float]:
+    """Of the visits in each bin."""
+    if len(bins) == 1:  # as of most contexts
+        return {bins[0]: 1.0}
+    return {bin_: number / len(bins) for bin_, number in Counter(bins).items()}
 
 
 def _mixture(counts: Sequence[float]) -> Histogram:

@@ -94,10 +94,19 @@ class Oracle(Bucketed):
             ) from None
 
     def _advance(self, progress: _Progress, least: int, request: Request) -> None:
-        """Go to the first turn from `least` on that starts as the request does: turns that generate nothing may have
-        been left out."""
-        contexts = progress.trajectory.contexts()
-        turn = next((turn for turn in range(least, len(contexts)) if contexts[turn] == request.context_tokens), None)
+        """Go to the first turn from `least` on that the request is of: turns that generate nothing may have been left
+        out, and of a turn that was stopped elsewhere a part is done."""
+        trajectory, asked = progress.trajectory, request.context_tokens
+        turn = next(
+            (
+                least + later
+                for later, (start, its) in enumerate(
+                    zip(trajectory.contexts()[least:], trajectory.turns[least:], strict=True)
+                )
+                if asked == start or start < asked < start + its.generated_tokens
+            ),
+            None,
+        )
         if turn is None:
             raise ValueError(
                 f"trajectory {request.trajectory_id!r}: from turn {least} on none starts at {request.context_tokens}"

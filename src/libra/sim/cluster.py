@@ -45,9 +45,10 @@ class EngineSpec:
 class Instance:
     """An engine as a routing policy sees it: always the present."""
 
-    __slots__ = ("bucket", "capacity_tokens", "engine", "id")
+    __slots__ = ("_cluster", "bucket", "capacity_tokens", "engine", "id")
 
-    def __init__(self, spec: EngineSpec, engine: Engine) -> None:
+    def __init__(self, spec: EngineSpec, engine: Engine, cluster: Cluster) -> None:
+        self._cluster = cluster
         self.id = spec.name
         self.bucket = spec.bucket
         self.capacity_tokens = spec.config.max_model_len
@@ -59,7 +60,7 @@ class Instance:
 
     @property
     def token_seconds(self) -> float:
-        return self.engine.token_seconds
+        return self.engine.token_seconds(self._cluster.now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,9 @@ class Cluster:
         self._rest = interrupted or self._rest_of
         self._rests = 0
         self._unplaced: list[Request] = []
+        self._again: set[Request] = set()  # that arrived before, and will once more
         self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
-        self._actions = self._actions_due = 0
+        self._actions = self._actions_due = self._refreshes = 0
         self.placements = self.migrations = self.migrated_tokens = self.moved_tokens = 0
         for spec in specs:
             self._add(spec)
@@ -210,13 +212,17 @@ class Cluster:
         self.engines.append(engine)
         self.specs.append(spec)
         self._by_name[spec.name] = engine
-        self._fleet = replace(self._fleet, instances=(*self._fleet.instances, Instance(spec, engine)))
+        self._fleet = replace(self._fleet, instances=(*self._fleet.instances, Instance(spec, engine, self)))
 
     def _look_again(self) -> None:
         for request in self._unplaced:
-            request.arrival = self.now
-            self.submit(request)
+            self._arrive_again(request)
         self._unplaced.clear()
+
+    def _arrive_again(self, request: Request) -> None:
+        request.arrival = self.now
+        self._again.add(request)
+        self.submit(request)
 
     def run(self) -> None:
         """Until everything has finished, or the time limit."""
@@ -301,7 +307,7 @@ class Cluster:
                 if watch is not None:
                     watch(engine, now)
             idle.clear()
-        if self._unplaced:
+        if self._unplaced and not self.partial:
             first = self._unplaced[0]
             raise RuntimeError(
                 f"{len(self._unplaced)} requests wait for an engine for ever, first of all {first.number}:"
@@ -311,6 +317,7 @@ class Cluster:
     def _obey(self, order: Order) -> None:
         """A cancellation, new weights, or whatever is to be done."""
         if isinstance(order, WeightUpdate):
+            self._refreshes += order.refresh
             for engine in self._by_name.values():
                 if order.engines is None or engine.index in order.engines:
                     self._changed(engine, engine.pause(Pause(order.until, order.refresh), self.now))
@@ -325,14 +332,16 @@ class Cluster:
 
     def _arrive(self, request: Request) -> None:
         now = self.now
-        if self._keep:
+        again = request in self._again
+        self._again.discard(request)
+        if self._keep and not again:
             self.requests.append(request)
         cancel_at = request.cancel_at
         if cancel_at is not None and cancel_at <= now:
             request.status, request.finish = "cancelled", now
             self._ended(request)
             return
-        engine = self.engines[0] if self.route is None else self._placed(request, self.route)
+        engine = self.engines[0] if self.route is None else self._placed(request, self.route, again)
         if engine is not None:
             self._take(request, engine)
         elif self._patient:
@@ -347,40 +356,44 @@ class Cluster:
         owner = request.owner
         if self._kv_moves is not None and isinstance(owner, Caller):
             source = owner.engine
-            owner.engine = engine.index
             if source is not None and source != engine.index and not self.engines[source].closing:
                 moved = self._kv_moves.quicker(
                     self.engines[source], self.specs[source], engine, self.specs[engine.index], request, self.now
                 )
                 if moved is not None:
-                    self.at(self.now + moved.ticks, lambda _: self._received(request, engine, moved.tokens))
+                    sent = self._refreshes
+                    self.at(self.now + moved.ticks, lambda _: self._received(request, engine, moved.tokens, sent))
                     return
         self._submit(request, engine)
 
-    def _received(self, request: Request, engine: Engine, tokens: int) -> None:
-        """Its KV has arrived, unless the engine was closed on the way."""
-        if self._by_name.get(self.specs[engine.index].name) is not engine:
-            request.arrival = self.now
-            self.submit(request)
+    def _received(self, request: Request, engine: Engine, tokens: int, sent: int) -> None:
+        """Its KV has arrived, after so many refreshes when it was sent. On the way the engine may have been closed, the
+        request given up, or the KV become one of older weights."""
+        cancelled = request.cancel_at is not None and request.cancel_at <= self.now
+        if cancelled or self._by_name.get(self.specs[engine.index].name) is not engine:
+            self._arrive_again(request)
             return
-        before = engine.end
-        self.moved_tokens += engine.adopt(request, tokens, self.now)
-        self._changed(engine, engine.end < before)
+        if sent == self._refreshes:
+            before = engine.end
+            self.moved_tokens += engine.adopt(request, tokens, self.now)
+            self._changed(engine, engine.end < before)
         self._submit(request, engine)
 
     def _submit(self, request: Request, engine: Engine) -> None:
+        if self._kv_moves is not None and isinstance(request.owner, Caller):
+            request.owner.engine = engine.index
         self._changed(engine, engine.submit(request, self.now))
         if request.status == "refused":
             self._ended(request)
         elif request.cancel_at is not None:
             heappush(self._orders, (request.cancel_at, request.number, request))
 
-    def _placed(self, request: Request, route: Policy) -> Engine | None:
+    def _placed(self, request: Request, route: Policy, again: bool) -> Engine | None:
         placement = self._destined.pop(request.number, None)
         if placement is not None and placement.instance not in self._by_name:
             placement = None
         if placement is None:
-            placement = self._place(request, route)
+            placement = self._place(request, route, again)
         if placement is None:
             return None
         self.placements += 1
@@ -395,13 +408,14 @@ class Cluster:
                 request.ask_at = placement.ask_again - before
         return self._by_name[placement.instance]
 
-    def _place(self, request: Request, route: Policy) -> Placement | None:
+    def _place(self, request: Request, route: Policy, again: bool) -> Placement | None:
+        """`again`: the policy has been asked about the request before, and was told of the return that it follows."""
         owner = request.owner
         if not isinstance(owner, Caller):
             name = str(request.number)
             prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
             return route.place(policy.Request(name, prompt, request.prompt_tokens, request.prompt_tokens), self._fleet)
-        asked, returned = owner.routing_request(), owner.returned()
+        asked, returned = owner.routing_request(), None if again else owner.returned()
         if returned is None:
             return route.place(asked, self._fleet)
         return route.tool_returned(asked, returned, self._fleet)
@@ -477,6 +491,9 @@ class Cluster:
             route.finished(owner.trajectory)
         following = self.workload.finished(request, self.now)
         if following is not None:
+            after = following.owner
+            if isinstance(owner, Caller) and isinstance(after, Caller) and after.trajectory is owner.trajectory:
+                after.engine = owner.engine
             heappush(self._following, (following.arrival, following.number, following))
 
     def _stop(self, upcoming: Request | None, known: Iterator[Request]) -> None:
@@ -492,10 +509,12 @@ class Cluster:
                 if request.status == "cancelled":
                     continue
                 request.status, request.reason = "unfinished", "the time limit came first"
+        if not self._keep:
+            return
         if upcoming is not None:
             self.requests.append(upcoming)
             self.requests.extend(known)
-        self.requests.extend(request for _, _, request in sorted(self._following))
+        self.requests.extend(request for _, _, request in sorted(self._following) if request not in self._again)
         for request in self.requests:
             if request.status == "waiting":
                 request.status, request.reason = "unfinished", "the time limit came before its arrival"

@@ -5,8 +5,11 @@ Invariant: memory, times, seats and places are those that the planner priced and
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.engine_memory import BLOCK
+from libra.cost.grid import EngineGrid
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.engines import engine_kv_tokens
 from libra.plan.placement import Group
@@ -83,7 +86,13 @@ def _engine(request: ClusterRequest, group: Group, seats: int) -> tuple[EngineCo
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]
-    return config, GridCost(profile.grid(group.devices), config)
+    return config, _cost(profile.grid(group.devices), config)
+
+
+@lru_cache(maxsize=64)
+def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
+    """Plans are tried out one after the other: what one of them has read off a grid serves the next."""
+    return GridCost(grid, config)
 
 
 def _name(group: Group) -> str:

@@ -49,7 +49,8 @@ class Engine:
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when
     they moved the end forward. What ends at a tick is committed before they come, and they come before what is planned
-    at that tick. After them an engine that is not busy, or is open, is to be planned.
+    at that tick. After any of them but `ask` an engine that is not busy, or is open, is to be planned; after `adopt`
+    too.
 
     `asked` are the running requests that reached their `ask_at` with the last commit; `interrupted` those that left,
     unfinished, with the last plan. Both are cleared by the next commit or plan, whichever comes first.
@@ -197,7 +198,6 @@ class Engine:
         if self.closing:
             return False
         self.closing = True
-        self._due.clear()
         for request in self.unfinished:
             request.ask_at = None
         return self._cut(now)
@@ -304,11 +304,11 @@ class Engine:
         """Requests in the queue."""
         return len(self._waiting)
 
-    @property
-    def token_seconds(self) -> float:
+    def token_seconds(self, now: int) -> float:
         """Of an iteration that one more sequence, as long as the others are on average, takes part in."""
         generation = self._generation
-        count, context = generation.count, generation.context
+        count = generation.count
+        context = generation.context + count * self._ended(now)
         more = context + context // count if count else 1
         base, slope, _ = self._cost.line(min(count + 1, self.config.max_num_seqs), more)
         return (base + slope * more) / TICKS
@@ -465,6 +465,13 @@ class Engine:
         self.busy = True
         self.start, self.steps, self._taken = self.end, steps - ended, 0
         self._pieces, self.end = stretch(self._cost, self.start, generation.count, generation.context, self.steps)
+
+    def _ended(self, now: int) -> int:
+        """Planned iterations that have ended by now, and are not counted yet."""
+        if not self.busy or not self.steps:
+            return 0
+        steps, end = cut([*self._pieces], self.steps, now)
+        return steps if end <= now else steps - 1
 
     def _settle(self, now: int) -> int:
         """Bring counts and blocks to where they are if every iteration is visited; the plan stays as it is.

@@ -13,7 +13,7 @@ from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller, returned_before
 from libra.sim.workload.calls import Call
-from libra.trajectory import Trajectory
+from libra.trajectory import Trajectory, Turn
 
 
 @dataclass(slots=True)
@@ -73,17 +73,24 @@ class EpisodeCaller(Caller):
             self.chain = self._fork(call)
         return call
 
-    def so_far(self, generated: int) -> Trajectory:
-        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one."""
-        trajectory, turn = self.trajectory, self.call.turn
-        turns = trajectory.turns[:turn]
-        if generated:
-            turns += (
-                replace(trajectory.turns[turn], generated_tokens=generated, tool=None, status=None, returned_tokens=0),
-            )
-        return replace(trajectory, turns=turns, finished=False, reward=None)
+    def so_far(self, generated: int, *, waits: bool) -> Trajectory:
+        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one; or, where it
+        `waits` for what tools return before that, all that it has generated."""
+        turns = self.trajectory.turns[: self.call.turn]
+        if waits:
+            before = self.calls[self.position - 1].turn if self.position else None
+            turns = () if before is None else (*turns[:before], _untold(turns[before]))
+        elif generated:
+            present = replace(self.trajectory.turns[self.call.turn], generated_tokens=generated)
+            turns = (*turns, _untold(present))
+        return replace(self.trajectory, turns=turns, finished=False, reward=None)
 
     def _fork(self, call: Call) -> Chain:
         name = f"{self.trajectory.id} from turn {call.turn}"
         prompt_tokens = self.trajectory.prompt_tokens
         return Chain(name, self.prompt, prompt_tokens) if call.context_tokens >= prompt_tokens else Chain(name)
+
+
+def _untold(turn: Turn) -> Turn:
+    """A turn whose tool, if any, has returned nothing yet."""
+    return replace(turn, tool=None, status=None, returned_tokens=0, tool_seconds=None)

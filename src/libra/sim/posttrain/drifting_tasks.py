@@ -111,8 +111,8 @@ class DriftingTasks:
         # Turn by turn, so that the first ones are the same however many there are.
         draws = generator.standard_normal((int(turns.max()), 6, self.samples_per_prompt))
         size, tells, level, pick, returned, seconds = draws.swapaxes(0, 1)
-        weights = np.exp(self.shape.turn_sigma * size)
-        weights[np.arange(len(weights))[:, None] >= turns] = 0.0
+        taken = np.arange(len(size))[:, None] < turns
+        weights = np.exp(self.shape.turn_sigma * size) * taken
         tokens = generated * weights / weights.sum(axis=0)
         remaining = generated - tokens.cumsum(axis=0)
         tools = self._tools
@@ -120,10 +120,12 @@ class DriftingTasks:
         payload = _lognormal(tools.returned, outcome, returned, self.shape.returned_limit)
         # Whole milliseconds: the last bits of an exponential depend on the machine.
         duration = np.round(_lognormal(tools.seconds, outcome, seconds, self.shape.seconds_limit), 3)
+        task, prompt_tokens = self.shape.tasks[self._prompts.task[prompt]], int(self._prompts.tokens[prompt])
         whole = np.maximum(np.rint(tokens), 1).astype(np.int64)
         counts = np.maximum(np.rint(payload), 1).astype(np.int64)
+        # Where the last turn returned something, this is too much, and does no harm: `truncate` keeps what fits.
+        total = prompt_tokens + ((whole + counts) * taken).sum(axis=0)
         columns = (column.T.tolist() for column in (whole, outcome, counts, duration))
-        task, prompt_tokens = self.shape.tasks[self._prompts.task[prompt]], int(self._prompts.tokens[prompt])
         made = (
             Trajectory(
                 id=f"{number}/{sample}",
@@ -137,7 +139,10 @@ class DriftingTasks:
             )
             for sample, (count, *of_sample) in enumerate(zip(turns.tolist(), *columns, strict=True))
         )
-        return tuple(made)
+        return tuple(
+            truncate(trajectory, self.max_context) if long else trajectory
+            for trajectory, long in zip(made, (total > self.max_context).tolist(), strict=True)
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "seed": self.seed, "steps": self.steps, "shape": asdict(self.shape)}

@@ -6,19 +6,22 @@ here is who waits for whom.
 
     started -> turns and tools -> finished -> group complete -> batch -> trained -> published -> the next may start
 
-Synchronous training is the case of staleness 0; colocated training has engines and trainers take turns on all devices.
+With `early_gradients` a batch is trained on in parts, as its groups are complete, and only the last part follows the
+last trajectory. Synchronous training is the case of staleness 0; colocated training has engines and trainers take turns
+on all devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
 from libra.admission import Admission
 from libra.cost.collectives import fabric
 from libra.cost.transfer import weight_sync
+from libra.parallel import ParallelLayout
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.plan.price import training_option
@@ -38,16 +41,23 @@ from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.calls import calls
 from libra.trajectory import Trajectory
 
+_PARTS = 8  # of a batch, at most: few trajectories keep some of the replicas waiting for the one with the longest
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
 
 
 def simulate_posttraining(
-    system: System, episodes: Episodes, steps: int, *, progress: Callable[[StepRecord], None] | None = None
+    system: System,
+    episodes: Episodes,
+    steps: int,
+    *,
+    progress: Callable[[StepRecord], None] | None = None,
+    exact: bool = False,
 ) -> PostTraining:
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
-    Exactly the groups that these steps train on are started, so that systems are compared over equal work. Raises
-    ValueError where recipe and episodes do not fit together, or a trajectory does not fit any engine.
+    Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
+    visits every iteration of the engines: the same outcome, slower. Raises ValueError where recipe and episodes do not
+    fit together, or a trajectory does not fit any engine.
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}; simulate 1 step or more")
@@ -62,14 +72,49 @@ def simulate_posttraining(
             f"trajectories grow to {episodes.max_context} tokens, the recipe's max_length is {recipe.max_length}: raise"
             " it, or cut them"
         )
-    return _Run(system, episodes, steps, progress).outcome()
+    return _Run(system, episodes, steps, progress, exact).outcome()
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A step that has begun."""
+
+    version: int  # that it makes
+    began: int  # tick
+    layout: ParallelLayout  # one for the whole step: who trains changes between two steps
+    trajectories: list[Trajectory] = field(default_factory=list)
+    training: float = 0.0  # seconds
+
+    def record(self, ended: float, waited: float, generating_devices: int) -> StepRecord:
+        batch = self.trajectories
+        stale = [self.version - 1 - trajectory.policy_version for trajectory in batch]
+        return StepRecord(
+            version=self.version,
+            started=seconds(self.began),
+            ended=ended,
+            waited=waited,
+            training=self.training,
+            trajectories=len(batch),
+            generated_tokens=sum(trajectory.generated_tokens for trajectory in batch),
+            final_context_tokens=sum(trajectory.final_context for trajectory in batch),
+            longest_context=max(trajectory.final_context for trajectory in batch),
+            staleness=sum(stale) / len(stale),
+            worst_staleness=max(stale),
+            training_devices=self.layout.devices,
+            generating_devices=generating_devices,
+        )
 
 
 class _Run:
     """One simulation of one system: a workload that the cluster asks, and that makes things happen to it."""
 
     def __init__(
-        self, system: System, episodes: Episodes, steps: int, progress: Callable[[StepRecord], None] | None
+        self,
+        system: System,
+        episodes: Episodes,
+        steps: int,
+        progress: Callable[[StepRecord], None] | None,
+        exact: bool,
     ) -> None:
         request = system.request
         self._system, self._episodes, self._steps, self._progress = system, episodes, steps, progress
@@ -88,14 +133,16 @@ class _Run:
         self._trained: list[StepRecord] = []
         self._changes: list[PlanChange] = []
         self._busy = False  # the trainer
+        self._batch: _Batch | None = None  # of which a part is trained on
         self._idle_since = 0
         self._blocked_until = 0  # tick before which no step begins: trainers change their layout
         self._decided_at = (0, 0)  # version and tick of the latest decision
         self._expected = system.plan.predicted.step  # seconds of a step
         self._published_at = 0
-        self._trainer_devices = 0  # device seconds of training
+        self._publishing_until = 0  # tick at which the latest weights on their way arrive
         self._interruptions = 0
-        self._pending: dict[str, EngineSpec] = {}  # engines that are being started
+        self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
+        self._joining: tuple[ParallelLayout, int] | None = None  # more replicas that get ready, until which tick
         nodes = request.cluster.node_class(_pool(self._plan))
         self._price = TrainingPrice(request.model, self._recipe, nodes)
         self._fabric = fabric(nodes)
@@ -112,6 +159,7 @@ class _Run:
             self._policy,
             limits=_limits(self._plan),
             turn_tokens=1,
+            exact=exact,
             patient=True,
             keep=False,
             kv_moves=KVMoves(kv_bytes, self._fabric) if system.move_kv else None,
@@ -185,15 +233,16 @@ class _Run:
     def _fill(self, now: int) -> None:
         """Start what may start."""
         admission, recipe = self._admission, self._recipe
-        training = self._option.seconds + self._option.publish
+        training = self._option.follows + self._option.publish
         due = seconds(now) + (1 + recipe.staleness) * self._expected - training
-        while self._groups < self._steps * recipe.prompts and admission.may_start():
+        while self._groups < self._steps * recipe.prompts and admission.may_start() and self._has_room():
             name = str(self._groups)
             trajectories = self._episodes.group(self._groups, admission.published)
             self._groups += 1
             admission.start(name)
             prompt = Chain(f"prompt of {name}")
             for trajectory in trajectories:
+                self._require_fitting(trajectory)
                 made = calls(trajectory, recipe.tool_seconds_if_unknown)
                 if not made:
                     self._complete(trajectory, name, now)
@@ -202,48 +251,66 @@ class _Run:
                 self._live[trajectory.id] = caller
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
 
+    def _has_room(self) -> bool:
+        most = self._recipe.concurrency
+        return most is None or len(self._live) + self._recipe.samples_per_prompt <= most
+
+    def _require_fitting(self, trajectory: Trajectory) -> None:
+        most = self._episodes.max_context
+        if trajectory.peak_context > most:
+            raise ValueError(
+                f"trajectory {trajectory.id} grows to {trajectory.peak_context} tokens, more than the {most} that the"
+                " episodes promise: cut it, or raise their max_context"
+            )
+
     def _complete(self, trajectory: Trajectory, group: str, now: int) -> None:
         self._live.pop(trajectory.id, None)
         self._requests.pop(trajectory.id, None)
         self._finished.append(trajectory)
         self._admission.finish(group, trajectory)
         self._train(now)
+        if self._recipe.concurrency is not None:
+            self._fill(now)
 
     # Training
 
     def _train(self, now: int) -> None:
-        """Begin a step, if there is a batch and nothing is in its way."""
-        if self._busy or not self._admission.ready():
+        """Begin a step, or go on with it, if there is something to train on and nothing is in its way."""
+        admission = self._admission
+        if self._busy:
             return
         if now < self._blocked_until:
             self._busy = True
             self._cluster.at(self._blocked_until, self._unblock)
             return
-        version = self._admission.taken + 1
-        batch = [trajectory for _, group in self._admission.take() for trajectory in group]
-        layout = self._layout
-        assert layout is not None
-        needed = self._price.seconds([trajectory.final_context for trajectory in batch], layout)
-        stale = [version - 1 - trajectory.policy_version for trajectory in batch]
-        fleet = self._cluster.fleet.instances
-        specs = self._cluster.specs
-        step = StepRecord(
-            version=version,
-            started=seconds(now),
-            waited=seconds(now - self._idle_since),
-            training=needed,
-            trajectories=len(batch),
-            generated_tokens=sum(trajectory.generated_tokens for trajectory in batch),
-            final_context_tokens=sum(trajectory.final_context for trajectory in batch),
-            longest_context=max(trajectory.final_context for trajectory in batch),
-            staleness=sum(stale) / len(stale),
-            worst_staleness=max(stale),
-            training_devices=layout.devices,
-            generating_devices=sum(specs[instance.engine.index].devices for instance in fleet),
-        )
+        version = admission.taken + 1
+        if self._recipe.early_gradients:
+            groups = admission.take_part(-(-self._recipe.prompts // _PARTS))
+        else:
+            groups = admission.take() if admission.ready() else []
+        if not groups:
+            return
+        batch = self._batch
+        if batch is None:
+            assert self._layout is not None
+            batch = self._batch = _Batch(version, now, self._layout)
+        part = [trajectory for _, group in groups for trajectory in group]
+        complete = admission.taken == version
+        waited = seconds(now - self._idle_since) - batch.training
+        needed = self._price.seconds([it.final_context for it in part], batch.layout, update=complete)
+        batch.trajectories += part
+        batch.training += needed
         self._busy = True
-        switch = self._switch
-        self._cluster.at(now + ticks(needed + switch), lambda at: self._stepped(step, at))
+        if not complete:
+            self._cluster.at(now + ticks(needed), self._unblock)
+            return
+        step = batch.record(seconds(now) + needed, waited, self._generating_devices())
+        self._batch = None
+        self._cluster.at(now + ticks(needed + self._switch), lambda at: self._stepped(step, at))
+
+    def _generating_devices(self) -> int:
+        specs = self._cluster.specs
+        return sum(specs[instance.engine.index].devices for instance in self._cluster.fleet.instances)
 
     @property
     def _switch(self) -> float:
@@ -263,17 +330,19 @@ class _Run:
         self._idle_since = now
         if self._progress is not None:
             self._progress(step)
+        # Versions arrive in their order, also when another layout sends them faster.
+        there = max(now + ticks(self._option.publish + self._switch), self._publishing_until)
+        self._publishing_until = there
+        stall = min(ticks(self._stall), there - now)
+        self._cluster.at(there - stall, lambda at: self._load(at, stall))
+        self._cluster.at(there, lambda at: self._publish(step.version, at))
         if self._replan is not None and step.version < self._steps and step.version % self._replan.period == 0:
             self._decide(step.version, now)
-        publish = self._option.publish + self._switch
-        stall = min(self._stall, publish)
-        self._cluster.at(now + ticks(publish - stall), lambda at: self._load(at, stall))
-        self._cluster.at(now + ticks(publish), lambda at: self._publish(step.version, at))
         self._train(now)
 
-    def _load(self, now: int, stall: float) -> None:
+    def _load(self, now: int, stall: int) -> None:
         refresh = self._recipe.kv_on_update == "refresh" or self._recipe.mode == "colocated"
-        self._cluster.update(WeightUpdate(now, ticks(stall), refresh))
+        self._cluster.update(WeightUpdate(now, stall, refresh))
 
     def _publish(self, version: int, now: int) -> None:
         self._admission.publish(version)
@@ -289,17 +358,17 @@ class _Run:
         replan = self._replan
         assert replan is not None
         since, at = self._decided_at
-        running = [caller.so_far(self._generated(caller)) for caller in self._live.values()]
+        running = [self._so_far(caller, now) for caller in self._live.values()]
         moment = Moment(version, self._finished, running, self._policy, seconds(now - at) / (version - since))
         self._finished, self._decided_at = [], (version, now)
         plan = replan.decide(moment)
         if plan is not None:
             self._change(plan, version, now)
 
-    def _generated(self, caller: EpisodeCaller) -> int:
-        """Tokens of the present turn."""
+    def _so_far(self, caller: EpisodeCaller, now: int) -> Trajectory:
         request = self._requests[caller.trajectory.id]
-        return caller.generated_before + self._cluster.generated(request)
+        generated = caller.generated_before + self._cluster.generated(request)
+        return caller.so_far(generated, waits=request.arrival > now)
 
     def _change(self, plan: Plan, version: int, now: int) -> None:
         """Engines and replicas of the old plan that are not in the new one end, the others go on; new ones come into
@@ -308,45 +377,49 @@ class _Run:
         wanted = {spec.name: spec for spec in self._specs(plan)}
         # An engine's name says which GPUs it has, so one of the same name is the same.
         here = {instance.id for instance in cluster.fleet.instances}
-        self._pending = {name: wanted[name] for name in self._pending if name in wanted}
+        self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
         closing = sorted(here - wanted.keys())
         for name in closing:
             cluster.close(name)
         cluster.reallocate(_limits(plan), {name: wanted[name].bucket for name in here & wanted.keys()})
         starting = [spec for name, spec in wanted.items() if name not in here and name not in self._pending]
         for spec in starting:
-            self._pending[spec.name] = spec
-            cluster.at(now + ticks(switch.engine_start), partial(self._ready, spec))
+            self._pending[spec.name] = (spec, now + ticks(switch.engine_start))
+            cluster.at(now + ticks(switch.engine_start), partial(self._ready, spec.name))
         self._relayout(plan, now)
         self._plan = plan
         used = sum(spec.devices for spec in wanted.values())
         assert self._layout is not None and plan.layout is not None
         self._changes.append(PlanChange(version, seconds(now), len(closing), len(starting), plan.layout.devices, used))
 
-    def _ready(self, spec: EngineSpec, now: int) -> None:
-        # A later plan may want it in another bucket, or not at all.
-        latest = self._pending.pop(spec.name, None)
-        if latest is not None:
-            self._cluster.add(latest)
+    def _ready(self, name: str, now: int) -> None:
+        # A later plan may want it in another bucket, or not at all, or again and later.
+        if name in self._pending and self._pending[name][1] == now:
+            self._cluster.add(self._pending.pop(name)[0])
 
     def _relayout(self, plan: Plan, now: int) -> None:
         """Replicas of the same layout leave at once and join when they are ready; another layout stops training."""
         old, new = self._layout, plan.layout
         assert old is not None and new is not None
-        join = ticks(self._system.switch.trainer_join)
-        option = _option(plan)
+        if self._joining is not None and self._joining[0] == new:
+            return
+        self._joining = None
         if old == new:
             return
-        if replace(old, dp=new.dp) != new:
-            self._blocked_until = now + join
-        if replace(old, dp=new.dp) == new and new.dp > old.dp:
-            self._cluster.at(now + join, lambda _: self._joined(plan))
+        join = now + ticks(self._system.switch.trainer_join)
+        same = replace(old, dp=new.dp) == new
+        if same and new.dp > old.dp:
+            self._joining = new, join
+            self._cluster.at(join, partial(self._joined, _option(plan)))
             return
-        self._layout, self._option = new, option
+        if not same:
+            self._blocked_until = join
+        self._layout, self._option = new, _option(plan)
 
-    def _joined(self, plan: Plan) -> None:
-        if self._plan is plan:
-            self._layout, self._option = plan.layout, _option(plan)
+    def _joined(self, option: TrainingOption, now: int) -> None:
+        # A later plan may have been without these replicas.
+        if self._joining is not None and self._joining[1] == now:
+            (self._layout, _), self._joining, self._option = self._joining, None, option
 
     def _specs(self, plan: Plan) -> tuple[EngineSpec, ...]:
         specs = planned_engines(plan)

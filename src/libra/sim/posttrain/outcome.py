@@ -16,8 +16,9 @@ class StepRecord:
     """One optimiser step."""
 
     version: int  # that it made
-    started: float  # seconds at which its batch was complete and the trainer began
-    waited: float  # seconds that the trainer had been idle before, with nothing else to do but wait
+    started: float  # seconds at which the trainer began with its batch, or with a part of it
+    ended: float  # seconds at which the optimiser had made the version
+    waited: float  # seconds that the trainer was idle, since the step before, for want of complete groups
     training: float  # seconds
     trajectories: int
     generated_tokens: int
@@ -27,10 +28,6 @@ class StepRecord:
     worst_staleness: int
     training_devices: int
     generating_devices: int  # of engines in service when it began
-
-    @property
-    def ended(self) -> float:
-        return self.started + self.training
 
 
 @dataclass(frozen=True, slots=True)

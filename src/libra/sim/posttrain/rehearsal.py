@@ -47,8 +47,11 @@ class Rehearsal:
             raise ValueError("there is nothing to rehearse with: call prepare() with what has finished and the router")
         recipe = self.system.request.recipe
         drawn = Resampled(self._recent, recipe.samples_per_prompt, recipe.max_length, self.seed)
-        mean = math.fsum(trajectory.final_context for trajectory in self._recent) / len(self._recent)
-        episodes = _Grown(drawn, mean_context / mean)
+        # Prompts stay as they are, so the growth is all in the turns.
+        prompts = sum(trajectory.prompt_tokens for trajectory in self._recent)
+        turns = sum(trajectory.final_context for trajectory in self._recent) - prompts
+        wanted = mean_context * len(self._recent) - prompts
+        episodes = _Grown(drawn, max(0.0, wanted / turns) if turns > 0 else 1.0)
         snapshot = policy.snapshot()
         restore: Callable[[dict[str, Any]], Policy] = type(policy).restore
 

@@ -32,8 +32,9 @@ class TrainingPrice:
     recipe: Recipe
     nodes: NodeClass
 
-    def seconds(self, lengths: Sequence[int], layout: ParallelLayout) -> float:
-        """Of one step over trajectories of these final contexts, in tokens."""
+    def seconds(self, lengths: Sequence[int], layout: ParallelLayout, *, update: bool = True) -> float:
+        """Of one step over trajectories of these final contexts, in tokens; without `update` only of their gradients,
+        to which others are added."""
         work = Work(
             model=self.model,
             batch=batch_of_lengths(lengths),
@@ -43,7 +44,8 @@ class TrainingPrice:
             rates=training_rates(self.nodes.gpu, self.recipe.dtype),
             fabric=fabric(self.nodes),
         )
-        return train_step(work, layout).total
+        step = train_step(work, layout)
+        return step.total if update else step.total - step.optimiser
 
 
 def batch_of_lengths(lengths: Sequence[int]) -> Batch:

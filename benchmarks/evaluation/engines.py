@@ -1,0 +1,54 @@
+"""Engines of one tensor-parallel degree on A800 nodes, as the simulator runs them.
+
+Invariant: memory and times are those that a plan for these nodes is priced with.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from libra.cluster import GPUS, Cluster, NodeClass
+from libra.cost.engine_memory import BLOCK
+from libra.model import ModelSpec
+from libra.plan.engines import engine_kv_tokens
+from libra.profiles import engine_profiles
+from libra.recipe import Recipe
+from libra.sim.cluster import EngineSpec
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.grid_cost import GridCost
+
+GPUS_OF_NODE = 8
+_INTER = 200e9 / 8  # bytes/s of a node: 200 Gb/s, as in Libra (arXiv 2606.03077)
+
+
+def a800_nodes(count: int) -> Cluster:
+    """So many nodes of 8 A800."""
+    gpu = GPUS["A800"]
+    return Cluster((NodeClass("a800", count, GPUS_OF_NODE, gpu, gpu.link, _INTER),))
+
+
+def engines_of(
+    model: ModelSpec, cluster: Cluster, recipe: Recipe, tp: int, seats: int, source: str = "tables"
+) -> tuple[EngineSpec, ...]:
+    """As many engines of `tp` GPUs as the cluster holds, each of at most `seats` sequences at once.
+
+    `source` is that of `engine_profiles`; the default is no `auto`, so that numbers do not depend on what is installed.
+    """
+    (nodes,) = cluster.nodes
+    (profile,) = engine_profiles(cluster, model, recipe, source)
+    kv = engine_kv_tokens(model, nodes, recipe, tp)
+    config = EngineConfig(
+        max_model_len=min(kv, recipe.max_length),
+        kv_blocks=kv // BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=seats,
+        max_num_batched_tokens=recipe.max_batched_tokens,
+    )
+    cost = GridCost(profile.grid(tp), config)
+    return tuple(EngineSpec(f"tp{tp}-{number}", config, cost) for number in range(cluster.devices // tp))
+
+
+def shape_file(model: str) -> Path:
+    """The file that `load_model` reads for a name of the library: an input of every cell that asks for it."""
+    return Path(str(files("libra"))) / "models" / f"{model.replace('/', '--')}.json"

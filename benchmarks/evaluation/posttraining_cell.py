@@ -1,0 +1,54 @@
+"""One simulated post-training run of one system in one setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.systems import Parts, made, ours
+from libra.sim.posttrain.loop import simulate_posttraining
+from libra.sim.posttrain.outcome import PostTraining
+from libra.sim.posttrain.system import System
+
+
+def run(setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What became of it; `parts` are those of ours, for an ablation."""
+    where = Setting(**setting)
+    if parts is None:
+        what, episodes = made(where, system)
+    else:
+        what, episodes = ours(where, Parts(**parts), system), where.episodes
+    return told(what, simulate_posttraining(what, episodes, where.steps))
+
+
+def told(system: System, outcome: PostTraining) -> dict[str, Any]:
+    """As JSON values: the sums, the plan it began with, and columns of the steps."""
+    steps = outcome.steps
+    return {
+        "throughput": outcome.throughput,
+        "seconds": outcome.seconds,
+        "generated": outcome.generated_tokens,
+        "trainer_share": outcome.trainer_share,
+        "engine_share": outcome.engine_share,
+        "migrated_share": outcome.migrated_share,
+        "interrupted": outcome.interrupted,
+        "changes": len(outcome.changes),
+        "worst_staleness": max(step.worst_staleness for step in steps),
+        "plan": _words(system),
+        "ended": [step.ended for step in steps],
+        "waited": [step.waited for step in steps],
+        "training": [step.training for step in steps],
+        "tokens": [step.generated_tokens for step in steps],
+        "contexts": [step.final_context_tokens for step in steps],
+        "staleness": [step.staleness for step in steps],
+        "training_devices": [step.training_devices for step in steps],
+    }
+
+
+def _words(system: System) -> str:
+    plan = system.plan
+    engines = " + ".join(
+        f"{bucket.engines} {bucket.shape.rpartition('/')[2]} to {bucket.up_to}" for bucket in plan.allocation.buckets
+    )
+    assert plan.layout is not None
+    return f"{plan.layout.devices} train ({plan.layout.family}); {engines}"

@@ -1,0 +1,76 @@
+"""One setting of the evaluation: a cluster, a model, a recipe and what the policy generates.
+
+Invariant: every system of a setting gets the same trajectories, and knows the same of them before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from benchmarks.evaluation.engines import a800_nodes
+from benchmarks.workloads.definition import read
+from libra.cost.grid import EngineProfile
+from libra.lengths import LengthTracker
+from libra.model_file import load_model
+from libra.plan.planner import Planner
+from libra.profiles import engine_profiles
+from libra.recipe import Recipe
+from libra.sim.posttrain.episodes import Episodes
+from libra.trajectory import Trajectory
+
+KNOWN_GROUPS = 64  # of the policy before its first step, as from evaluating it
+_BEFORE = 1_000_000  # number of the first of those groups: none of a run comes so far
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`asdict` of it is a cell's argument."""
+
+    model: str
+    workload: str
+    signal: str = "strong"  # how much tool returns tell: see benchmarks/workloads
+    nodes: int = 6  # of eight A800
+    staleness: int = 1
+    steps: int = 60
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @cached_property
+    def episodes(self) -> Episodes:
+        workload = read(self.workload)
+        return workload.episodes(self.signal, seed=workload.seed + self.seed, steps=self.steps)
+
+    @cached_property
+    def known(self) -> tuple[Trajectory, ...]:
+        """What was seen of the policy before its first step."""
+        groups = (self.episodes.group(_BEFORE + number, 0) for number in range(KNOWN_GROUPS))
+        return tuple(trajectory for group in groups for trajectory in group)
+
+    def recipe(self, **changes: Any) -> Recipe:
+        samples = self.episodes.samples_per_prompt
+        settings: dict[str, Any] = {
+            "batch": read(self.workload).groups_per_step * samples,
+            "samples_per_prompt": samples,
+            "max_length": self.episodes.max_context,
+            "staleness": self.staleness,
+        }
+        return Recipe(**(settings | changes))
+
+    @cached_property
+    def profiles(self) -> tuple[EngineProfile, ...]:
+        return engine_profiles(a800_nodes(self.nodes), load_model(self.model), self.recipe(), "tables")
+
+    def planner(self, **changes: Any) -> Planner:
+        """`changes` are of the recipe."""
+        return Planner(a800_nodes(self.nodes), load_model(self.model), self.recipe(**changes), self.profiles)
+
+    def tracker(self, planner: Planner) -> LengthTracker:
+        """One that knows what is known."""
+        tracker = planner.tracker()
+        for trajectory in self.known:
+            tracker.observe(trajectory)
+        return tracker

@@ -1,0 +1,28 @@
+"""A cell of `tp_by_length`: requests of one range of lengths, on engines of one tensor-parallel degree.
+
+Invariant: all degrees get the same requests for the same seed.
+"""
+
+from __future__ import annotations
+
+from benchmarks.evaluation.engines import a800_nodes, engines_of
+from benchmarks.evaluation.spread_requests import spread_requests
+from libra.model_file import load_model
+from libra.recipe import Recipe
+from libra.route.baselines import LeastLoaded
+from libra.sim.outcome.metrics import metrics_of
+from libra.sim.simulate import simulate
+
+MODEL = "Qwen/Qwen3-14B"
+SEATS = 256  # sequences of an engine at once: the default of `EngineConfig`
+LONGEST = 32_768  # tokens
+
+
+def throughput(tp: int, low: int, high: int, requests: int, seed: int) -> dict[str, float]:
+    """Generated tokens per second on 8 A800, from the arrival of all requests to the last finish."""
+    recipe = Recipe(batch=requests, samples_per_prompt=1, max_length=LONGEST)
+    engines = engines_of(load_model(MODEL), a800_nodes(1), recipe, tp, SEATS)
+    found = metrics_of(simulate(engines, spread_requests(requests, low, high, seed), LeastLoaded()))
+    if found.finished != requests or found.generated_rate is None:
+        raise RuntimeError(f"{found.finished} of {requests} requests finished; all must")
+    return {"tokens_per_second": found.generated_rate, "seconds": found.makespan, "preemptions": found.preemptions}

@@ -1,0 +1,87 @@
+"""Steps of a whole post-training run of a case, simulated.
+
+Invariant: engines, trainers, staleness and times are the plan's, and the router makes no mistake; training takes what
+the very lengths of each batch cost. So what differs from the price is rollout, overlap and waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.rollout_price_cases import Case
+from libra.plan.plan import Plan
+from libra.route.oracle import Oracle
+from libra.sim.posttrain.loop import simulate_posttraining
+from libra.sim.posttrain.outcome import StepRecord
+from libra.sim.posttrain.system import System
+from libra.trajectory import Trajectory
+
+# Batches that are under way at first all start together. Measured are so many times as many steps as start together,
+# so that whatever they do in turn is done as often, and no fewer than the least.
+_PERIODS, _LEAST = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What became of the measured steps."""
+
+    seconds: float  # of a step, mean
+    each: tuple[float, ...]  # seconds of the steps, one by one
+    training: float  # seconds of a step in which the trainer computes, mean
+
+
+@dataclass(slots=True)
+class CaseEpisodes:
+    """The case's batches as groups, one after the other from `first` on; they do not drift. Remembers what it gave."""
+
+    case: Case
+    first: int = 0
+    known: dict[str, Trajectory] = field(default_factory=dict)
+    samples_per_prompt: int = field(init=False)
+    max_context: int = field(init=False)
+    _batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.samples_per_prompt = self.case.recipe.samples_per_prompt
+        self.max_context = self.case.recipe.max_length
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        batch, position = divmod(number, self.case.recipe.prompts)
+        if batch not in self._batches:
+            self._batches[batch] = self.case.batch(self.first + batch)
+        size = self.samples_per_prompt
+        drawn = self._batches[batch][position * size : (position + 1) * size]
+        group = tuple(
+            replace(trajectory, id=f"{number}/{sample}", prompt_id=str(number), policy_version=version)
+            for sample, trajectory in enumerate(drawn)
+        )
+        self.known.update({trajectory.id: trajectory for trajectory in group})
+        return group
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.case.name}
+
+
+def measured_steps(staleness: int) -> tuple[int, int]:
+    """Steps that are left out at the beginning, as many as start together, and those that are measured then."""
+    ahead = 1 + staleness
+    return ahead, max(_LEAST, _PERIODS * ahead)
+
+
+def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: int = 0) -> Steps:
+    """Mean seconds of a step under the plan, its first ones left out. `measured` steps count, if not those of
+    `measured_steps`; batches are those of the case from the `first` on."""
+    episodes = CaseEpisodes(case, first)
+    system = System("oracle", plan, lambda: Oracle(episodes.known))
+    ahead, usual = measured_steps(case.recipe.staleness)
+    count = usual if measured is None else measured
+    steps = simulate_posttraining(system, episodes, ahead + count).steps
+    each = tuple(_seconds(steps, ahead))
+    return Steps(sum(each) / count, each, sum(step.training for step in steps[ahead:]) / count)
+
+
+def _seconds(steps: tuple[StepRecord, ...], ahead: int) -> Iterator[float]:
+    for before, step in zip(steps[ahead - 1 :], steps[ahead:], strict=False):
+        yield step.ended - before.ended

@@ -1,0 +1,140 @@
+"""What a routing decision costs, and what it costs to learn from a finished trajectory, in process CPU time.
+
+Invariant: a decision is timed alone, on a fleet that shows it the same loads however long it takes; of every policy the
+same trajectories are asked, after it has learned from the same ones.
+
+    python -m benchmarks.routing_speed [--quick] [--json FILE]
+
+Trajectories are drawn: 16 samples of each prompt, 12 turns each in the mean, 8 tools that say little or much about the
+turns that follow. A decision is what follows a tool return. Instances are in 3 buckets. With `--quick` policies have
+seen 2,000 trajectories, otherwise 100,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.rows import Row, report
+from libra.route.catalogue import policy_named
+from libra.route.policy import InstanceView, Policy, Request, ToolReturn, View
+from libra.trajectory import Trajectory, Turn
+
+GOAL_MICROSECONDS = 20.0  # of a decision with 10 instances
+
+_POLICIES = ("least-loaded", "cmlfq-published", "cmlfq")
+_SAMPLES = 16  # of a prompt
+_PER_VERSION = 512  # trajectories
+_ASKED = 300  # trajectories whose decisions are timed
+_LIMITS = (4_000, 16_000, 64_000)
+_TOOLS = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.routing_speed", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="little history and few instances: a first look")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    options = parser.parse_args(arguments)
+    seen, fleets = (2_000, (10,)) if options.quick else (100_000, (10, 1_024))
+    rows: list[Row] = []
+    for name in _POLICIES:
+        rows += measured(name, seen, fleets)
+    report(rows, options.json)
+    return 0
+
+
+def measured(name: str, seen: int, fleets: Sequence[int]) -> list[Row]:
+    """Rows of one policy."""
+    policy = policy_named(name)
+    history = drawn(seen, seed=0)
+    began, turns = time.process_time(), 0
+    drawing = 0.0
+    while True:
+        before = time.process_time()
+        trajectory = next(history, None)
+        drawing += time.process_time() - before
+        if trajectory is None:
+            break
+        turns += len(trajectory.turns)
+        policy.finished(trajectory)
+    learning = time.process_time() - began - drawing
+    case = f"{name}, {seen:,} trajectories seen"
+    rows = [
+        Row(case, "learning from a trajectory, mean", 1e6 * learning / seen, "us"),
+        Row(case, "the same, for each turn", 1e6 * learning / turns, "us"),
+    ]
+    for instances in fleets:
+        taken = np.array(list(decisions(policy, view(instances), drawn(_ASKED, seed=1))))
+        typical = float(np.median(taken))
+        met = (f"below {GOAL_MICROSECONDS:g} us", typical < GOAL_MICROSECONDS) if instances == 10 else (None, None)
+        rows.append(Row(case, f"decision, {instances:,} instances, median", typical, "us", *met))
+        rows.append(Row(case, f"decision, {instances:,} instances, P99", float(np.quantile(taken, 0.99)), "us"))
+    return rows
+
+
+def decisions(policy: Policy, fleet: View, trajectories: Iterator[Trajectory]) -> Iterator[float]:
+    """Microseconds of each decision that follows a tool return."""
+    clock: Callable[[], int] = time.process_time_ns
+    for trajectory in trajectories:
+        id, contexts = f"asked {trajectory.id}", trajectory.contexts()
+        request = Request(id, trajectory.prompt_id, trajectory.prompt_tokens, contexts[0], trajectory.task)
+        policy.place(request, fleet)
+        for turn, context in zip(trajectory.turns[:-1], contexts[1:], strict=True):
+            assert turn.tool is not None and turn.status is not None
+            returned = ToolReturn(turn.tool, turn.status, turn.returned_tokens)
+            request = Request(id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
+            began = clock()
+            policy.tool_returned(request, returned, fleet)
+            yield (clock() - began) / 1e3
+        policy.forget(id)
+
+
+def view(instances: int) -> View:
+    random = np.random.default_rng(2)
+    return View(
+        tuple(
+            InstanceView(f"instance {number}", bucket, _LIMITS[bucket], int(random.integers(10_000, 400_000)), 0.02)
+            for number in range(instances)
+            for bucket in (number % len(_LIMITS),)
+        ),
+        _LIMITS,
+        turn_tokens=500,
+    )
+
+
+def drawn(count: int, seed: int) -> Iterator[Trajectory]:
+    """So many finished trajectories, one at a time."""
+    random = np.random.default_rng(seed)
+    for number in range(count):
+        turns = int(random.geometric(1 / 12))
+        tools = random.integers(_TOOLS, size=turns)
+        generated = random.lognormal(5, 1, size=turns)
+        returned = random.lognormal(4 + tools / 2, 1)
+        failed = random.random(turns) < 0.1
+        yield Trajectory(
+            id=str(number),
+            prompt_id=f"prompt {number // _SAMPLES}",
+            task="drawn",
+            prompt_tokens=int(random.integers(500, 2_000)),
+            turns=(
+                *(
+                    Turn(int(generated[at]), f"tool {tools[at]}", "error" if failed[at] else "ok", int(returned[at]))
+                    for at in range(turns - 1)
+                ),
+                Turn(int(generated[-1]), None, None, 0),
+            ),
+            reward=None,
+            policy_version=number // _PER_VERSION,
+            finished=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
