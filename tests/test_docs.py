@@ -176,6 +176,7 @@ def test_the_example_in_the_planning_page_works(
         ("plan_in_a_loop.py", "-bound, "),
         ("replan_in_a_loop.py", "change: nothing runs yet"),
         ("simulate_in_a_script.py", "round-robin: "),
+        ("simulate_a_run.py", "least-loaded: "),
     ],
 )
 def test_the_example_of_a_script_works_and_is_short(name: str, printed: str) -> None:

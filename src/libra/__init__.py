@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from libra.sim.of_plan import simulate_plan as simulate_plan
     from libra.sim.outcome.metrics import metrics_of as metrics_of
     from libra.sim.outcome.result import SimulationResult as SimulationResult
+    from libra.sim.posttrain.loop import simulate_posttraining as simulate_posttraining
+    from libra.sim.posttrain.resampled import Resampled as Resampled
+    from libra.sim.posttrain.system import System as System
     from libra.sim.simulate import simulate as simulate
     from libra.sim.workload.recorded_requests import recorded_requests as recorded_requests
     from libra.sim.workload.replay import Replay as Replay
@@ -48,7 +51,9 @@ _HOME = {
     "Recipe": "libra.recipe",
     "Replanner": "libra.plan.replanner",
     "Replay": "libra.sim.workload.replay",
+    "Resampled": "libra.sim.posttrain.resampled",
     "SimulationResult": "libra.sim.outcome.result",
+    "System": "libra.sim.posttrain.system",
     "Trajectory": "libra.trajectory",
     "engine_profiles": "libra.profiles",
     "explain_plan": "libra.plan.explained",
@@ -62,6 +67,7 @@ _HOME = {
     "recorded_requests": "libra.sim.workload.recorded_requests",
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
+    "simulate_posttraining": "libra.sim.posttrain.loop",
 }
 __all__ = sorted(_HOME)
 
