@@ -7,10 +7,10 @@ STAMP := $(VENV)/.libra-installed
 UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test fuzz lint bench bench-quick fidelity
+.PHONY: help setup run test fuzz lint bench bench-quick bench-evaluation fidelity
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make the virtual environment; done once, and again when pyproject.toml changes
 
@@ -46,6 +46,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.replanning --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
+	$(VENV)/bin/python -m benchmarks.routing_speed --quick
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots
@@ -55,6 +56,11 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.replanning
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
+	$(VENV)/bin/python -m benchmarks.routing_speed
+	$(VENV)/bin/python -m benchmarks.workloads
+
+bench-evaluation: setup  ## whole systems in simulation: hours when nothing is kept, minutes when finished cells are
+	$(VENV)/bin/python -m benchmarks.evaluation
 
 fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md
 	$(VENV)/bin/python -m benchmarks.fidelity --markdown docs/fidelity.md

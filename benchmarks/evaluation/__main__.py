@@ -45,6 +45,12 @@ def _main(options: argparse.Namespace) -> int:
     tables: dict[str, str] = {}
     for experiment in chosen:
         console.print(f"\n[bold]{escape(experiment.title)}[/] ({experiment.name})", highlight=False)
+        lacking = experiment.lacks()
+        if lacking is not None:
+            if experiment.name in options.names:
+                raise ValueError(f"{experiment.name}: {lacking}")
+            console.print(f"left out: {escape(lacking)}", highlight=False, soft_wrap=True)
+            continue
         results = run(experiment.cells(options.quick), options.processes)
         found = list(experiment.rows(results))
         report(found, None)

@@ -31,6 +31,7 @@ class Experiment:
     rows: Callable[[Sequence[Result]], Sequence[Row]]
     tables: Callable[[Sequence[Result]], Mapping[str, str]]
     figures: Callable[[Sequence[Result]], Mapping[str, str]]
+    lacks: Callable[[], str | None] = lambda: None  # why it cannot be run here, and the remedy; None: it can
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

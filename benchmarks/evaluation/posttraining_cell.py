@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.evaluation import baselines
+from benchmarks.evaluation.baselines import Choice
+from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import Parts, made, ours
 from libra.sim.posttrain.loop import simulate_posttraining
@@ -11,13 +14,20 @@ from libra.sim.posttrain.outcome import PostTraining
 from libra.sim.posttrain.system import System
 
 
-def run(setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What became of it; `parts` are those of ours, for an ablation."""
+def run(
+    setting: dict[str, Any], system: str, parts: dict[str, Any] | None = None, choice: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What became of it. `parts` are those of ours, for an ablation; `choice` is that of a baseline, and
+    kept or searched for where it is not given. Raises ValueError where either is given to another system."""
     where = Setting(**setting)
-    if parts is None:
-        what, episodes = made(where, system)
+    if parts is not None and system != "ours":
+        raise ValueError(f"system {system} has no parts; give them to ours")
+    if parts is not None:
+        what, episodes = ours(where, Parts(**parts)), where.episodes
+    elif choice is None and system in baselines.NAMES:
+        what, episodes = made(where, system, chosen(where, system))
     else:
-        what, episodes = ours(where, Parts(**parts), system), where.episodes
+        what, episodes = made(where, system, None if choice is None else Choice(**choice))
     return told(what, simulate_posttraining(what, episodes, where.steps))
 
 
@@ -51,4 +61,6 @@ def _words(system: System) -> str:
         f"{bucket.engines} {bucket.shape.rpartition('/')[2]} to {bucket.up_to}" for bucket in plan.allocation.buckets
     )
     assert plan.layout is not None
-    return f"{plan.layout.devices} train ({plan.layout.family}); {engines}"
+    most = system.request.recipe.concurrency
+    limit = "" if most is None else f"; {most} trajectories at once"
+    return f"{plan.layout.devices} train ({plan.layout.family}); {engines}{limit}"

@@ -11,7 +11,19 @@ from importlib import import_module
 from benchmarks.evaluation.experiment import Experiment
 from libra.yaml_file import unknown
 
-MODULES = ("tp_by_length", "time_by_length", "step_price", "neighbourhood")  # of this package; each has an `EXPERIMENT`
+MODULES = (  # of this package; each has an `EXPERIMENT`
+    "tp_by_length",
+    "time_by_length",
+    "step_price",
+    "neighbourhood",
+    "routing_strong",
+    "throughput",
+    "reward_time",
+    "ablation",
+    "sensitivity",
+    "scaling",
+    "routing_real",
+)
 
 
 def experiments(names: Sequence[str] = ()) -> tuple[Experiment, ...]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation.engines import a800_nodes
-from benchmarks.workloads.definition import read
+from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, shape_file
+from benchmarks.workloads.definition import FILES, read
 from libra.cost.grid import EngineProfile
 from libra.lengths import LengthTracker
 from libra.model_file import load_model
@@ -32,12 +33,22 @@ class Setting:
     workload: str
     signal: str = "strong"  # how much tool returns tell: see benchmarks/workloads
     nodes: int = 6  # of eight A800
-    staleness: int = 1
+    staleness: int = 4  # versions; of all systems but the colocated one. Assumed: the paper does not say
     steps: int = 60
     seed: int = 0
+    groups: int | None = None  # that a step trains on; None: as many as the workload says
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def gpus(self) -> int:
+        return GPUS_OF_NODE * self.nodes
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Inputs of a cell that computes with it."""
+        return shape_file(self.model), FILES / f"{self.workload}.json"
 
     @cached_property
     def episodes(self) -> Episodes:
@@ -52,8 +63,9 @@ class Setting:
 
     def recipe(self, **changes: Any) -> Recipe:
         samples = self.episodes.samples_per_prompt
+        groups = read(self.workload).groups_per_step if self.groups is None else self.groups
         settings: dict[str, Any] = {
-            "batch": read(self.workload).groups_per_step * samples,
+            "batch": groups * samples,
             "samples_per_prompt": samples,
             "max_length": self.episodes.max_context,
             "staleness": self.staleness,

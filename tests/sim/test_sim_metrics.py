@@ -57,6 +57,7 @@ def test_two_requests() -> None:
     assert metrics_of(result) == Metrics(
         requests=2,
         finished=2,
+        interrupted=0,
         cancelled=0,
         refused=0,
         unfinished=0,
@@ -113,7 +114,7 @@ def test_every_end_is_counted_and_only_what_finished_has_latencies_and_rates() -
 def test_columns_of_every_end() -> None:
     columns = simulated(all_ends(), time_limit=10 * TICKS).requests
     assert columns.number.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert columns.status.tolist() == [0, 2, 2, 1, 3, 1, 3]
+    assert columns.status.tolist() == [0, 3, 3, 2, 4, 2, 4]
     assert columns.engine.tolist() == [0, 0, 0, 0, 0, -1, -1]
     assert [tick / TICKS for tick in columns.finish.tolist()][:6] == [3, 0, 0, 3, -1 / TICKS, 5]
     assert columns.finish[6] == columns.scheduled[6] == columns.first_token[6] == -1

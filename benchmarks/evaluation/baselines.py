@@ -1,0 +1,124 @@
+"""Systems that never change their plan: what each leaves open, and the system that a choice of it makes.
+
+Invariant: a system is rebuilt from its setting, its name and the choice alone. All choices of a baseline are judged by
+simulations of the same trajectories: those that were known before the first step (`hindsight`: those of the whole
+drift).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.evaluation.fixed_plans import uniform_plans
+from benchmarks.evaluation.setting import Setting
+from libra.plan.cluster_request import ClusterRequest
+from libra.plan.plan import Plan
+from libra.route.catalogue import policy_named
+from libra.route.policy import Policy
+from libra.sim.of_plan import teach
+from libra.sim.posttrain.loop import simulate_posttraining
+from libra.sim.posttrain.resampled import Resampled
+from libra.sim.posttrain.system import System
+
+# colocated: all GPUs generate, then all train (verl). Free: tp.
+# even: half of the GPUs train. Free: tp, concurrency.
+# greedy: GPUs to whichever side is behind, until both take equally long by throughput alone, and the smallest engines
+#   that hold the longest context: it sees neither the longest trajectory nor what engines lose by waiting.
+#   Free: concurrency.
+# static: Free: split, tp, concurrency, for what is known at the start (AReaL, as the paper has it).
+# hindsight: likewise for the whole drift, which nobody knows at the start.
+NAMES = ("colocated", "even", "greedy", "static", "hindsight")
+SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
+SEARCH_STEPS = 4  # that a choice is judged by, after those that fill the pipeline
+HINDSIGHT_STEPS = 15  # over the whole drift
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a baseline leaves open."""
+
+    training: int  # GPUs that train
+    shape: str  # of every engine
+    concurrency: int | None  # trajectories generated at the same time; None: as many as staleness admits
+
+
+def router(setting: Setting, name: str) -> Callable[[], Policy]:
+    """A policy that has learned from what is known."""
+
+    def make() -> Policy:
+        policy = policy_named(name)
+        teach(policy, setting.known)
+        return policy
+
+    return make
+
+
+def choices(setting: Setting, name: str) -> tuple[Choice, ...]:
+    """All that a baseline may choose from. Raises ValueError for a name not in `NAMES`."""
+    return tuple(
+        Choice(_training(plan), plan.allocation.buckets[0].shape, limit)
+        for limit in _limits(setting, name)
+        for plan in _plans(name, _request(setting, name, limit))
+    )
+
+
+def judged(setting: Setting, name: str, choice: Choice) -> float:
+    """Tokens per second with this choice, in the simulation that it is judged by."""
+    it = system(setting, name, choice)
+    if name == "hindsight":
+        return simulate_posttraining(it, replace(setting, steps=HINDSIGHT_STEPS).episodes, HINDSIGHT_STEPS).throughput
+    recipe = it.request.recipe
+    episodes = Resampled(setting.known, recipe.samples_per_prompt, recipe.max_length, setting.seed)
+    return simulate_posttraining(it, episodes, 1 + recipe.staleness + SEARCH_STEPS).throughput
+
+
+def system(setting: Setting, name: str, choice: Choice) -> System:
+    """Raises ValueError for a name not in `NAMES`, and where the choice has no plan in this setting."""
+    request = _request(setting, name, choice.concurrency)
+    for plan in uniform_plans(request, [choice.training]):
+        if (_training(plan), plan.allocation.buckets[0].shape) == (choice.training, choice.shape):
+            return System(name, plan, router(setting, "least-loaded"))
+    raise ValueError(f"system {name}: {choice} has no plan on {setting.nodes} nodes; choose one of `choices`")
+
+
+def _request(setting: Setting, name: str, concurrency: int | None) -> ClusterRequest:
+    if name not in NAMES:
+        raise ValueError(f"system is {name!r}; choose one of {', '.join(NAMES)}")
+    apart = {"mode": "colocated", "staleness": 0} if name == "colocated" else {}
+    planner = setting.planner(concurrency=concurrency, **apart)
+    return planner.request(setting.tracker(planner))
+
+
+def _limits(setting: Setting, name: str) -> tuple[int | None, ...]:
+    """No limit, and one or two batches where staleness admits more."""
+    if name == "colocated":
+        return (None,)
+    return (None, *(batches * setting.recipe().batch for batches in (1, 2) if batches < 1 + setting.staleness))
+
+
+def _plans(name: str, request: ClusterRequest) -> Sequence[Plan]:
+    total = request.cluster.devices
+    if name == "colocated":
+        return list(uniform_plans(request, [total]))
+    if name == "even":
+        return list(uniform_plans(request, [total // 2]))
+    step = 4 * -(-total // (4 * SPLITS))
+    plans = list(uniform_plans(request, range(step, total, step)))
+    if name != "greedy":
+        return plans
+    smallest = min(_tp(plan) for plan in plans)
+    return [min((plan for plan in plans if _tp(plan) == smallest), key=_imbalance)]
+
+
+def _training(plan: Plan) -> int:
+    assert plan.layout is not None
+    return plan.layout.devices
+
+
+def _tp(plan: Plan) -> int:
+    return max(group.devices for group in plan.placement if group.role == "generate")
+
+
+def _imbalance(plan: Plan) -> float:
+    return max(plan.predicted.training, plan.predicted.rollout)

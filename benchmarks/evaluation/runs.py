@@ -1,0 +1,109 @@
+"""Whole runs: the cells of systems in settings, and their results by what was asked for.
+
+Invariant: what two experiments ask alike is one cell, computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.evaluation import baselines, estimate
+from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.estimate import Estimate
+from benchmarks.evaluation.posttraining_cell import run
+from benchmarks.evaluation.searches import search_cell
+from benchmarks.evaluation.setting import Setting
+
+Parts = Mapping[str, Any]  # of ours, those that differ
+Values = Mapping[str, Any]
+QUICK: Mapping[str, Any] = {"nodes": 2, "groups": 11, "steps": 12}  # of a setting, for a first look
+Key = tuple[Setting, str, tuple[tuple[str, Any], ...]]
+
+# CPU time of a run beside one of a system that decides nothing meanwhile, roughly; rehearsals are simulations, too.
+_DECIDING = {"ours": 20.0, "oracle": 20.0, "homogeneous": 2.0, "heterogeneous": 2.0, "published-cmlfq": 2.0}
+_TURNS = {"search_r1": 1.0, "dapo_math": 1.0, "r2e_gym": 4.0}  # likewise, of the workloads
+
+
+def run_cell(setting: Setting, system: str, parts: Parts | None = None) -> Cell:
+    """One run; `parts` are those of ours that differ."""
+    changed = dict(parts or {})
+    arguments: dict[str, Any] = {"setting": setting.arguments(), "system": system}
+    words = ", ".join([words_of(setting), system, *(f"{what} {value}" for what, value in changed.items())])
+    if changed:
+        arguments["parts"] = changed
+    cost = setting.steps * setting.nodes * _DECIDING.get(system, 1.0) * _TURNS.get(setting.workload, 1.0)
+    return Cell(f"{words}, seed {setting.seed}", run, arguments, setting.files, cost)
+
+
+def with_searches(runs: Iterable[Cell]) -> list[Cell]:
+    """The runs, and before them the searches that they need."""
+    runs, searches = list(runs), {}
+    for cell in runs:
+        system, setting = cell.arguments["system"], Setting(**cell.arguments["setting"])
+        if system in baselines.NAMES:
+            found = search_cell(setting, system, f"search, {words_of(setting)}, {system}")
+            searches[found.name] = found
+    return [*searches.values(), *runs]
+
+
+def words_of(setting: Setting) -> str:
+    """What tells it from the other settings of an experiment, but for the seed."""
+    usual = Setting(setting.model, setting.workload)
+    words = [setting.workload, model_name(setting)]
+    words += [f"signal {setting.signal}"] if setting.signal != usual.signal else []
+    words += [f"staleness {setting.staleness}"] if setting.staleness != usual.staleness else []
+    return ", ".join(words)
+
+
+def model_name(setting: Setting) -> str:
+    return setting.model.rpartition("/")[2]
+
+
+class Runs:
+    """Results of runs; those of searches are `searched`."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._found: dict[Key, dict[int, Values]] = {}
+        self.searched: dict[str, Values] = {}  # by the name of the cell
+        for result in results:
+            asked = result.cell.arguments
+            if result.cell.function is not run:
+                self.searched[result.cell.name] = result.values
+                continue
+            setting = Setting(**asked["setting"])
+            found = key(setting, asked["system"], asked.get("parts"))
+            self._found.setdefault(found, {})[setting.seed] = result.values
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Each once, as of seed 0, in the order of the results."""
+        return tuple(dict.fromkeys(setting for setting, _, _ in self._found))
+
+    def systems(self, setting: Setting) -> tuple[str, ...]:
+        """That ran in it with all their parts, in the order of the results."""
+        return tuple(system for where, system, parts in self._found if where == setting and not parts)
+
+    def has(self, setting: Setting, system: str, parts: Parts | None = None) -> bool:
+        return key(setting, system, parts) in self._found
+
+    def of(self, setting: Setting, system: str, parts: Parts | None = None) -> Mapping[int, Values]:
+        """By seed. Raises KeyError for what did not run."""
+        return self._found[key(setting, system, parts)]
+
+    def mean(self, setting: Setting, system: str, what: str, parts: Parts | None = None) -> Estimate:
+        """Of one of the values, over the seeds."""
+        return estimate.mean([float(values[what]) for values in self.of(setting, system, parts).values()])
+
+    def ratio(self, above: Key, below: Key, what: str) -> Estimate:
+        """Of one of the values, paired by seed."""
+        over, under = self.of(above[0], above[1], dict(above[2])), self.of(below[0], below[1], dict(below[2]))
+        if over.keys() != under.keys():
+            raise ValueError(f"{above[1]} ran with seeds {sorted(over)}, {below[1]} with {sorted(under)}; pair them")
+        return estimate.ratio([float(over[seed][what]) for seed in over], [float(under[seed][what]) for seed in over])
+
+
+def key(setting: Setting, system: str, parts: Parts | None = None) -> Key:
+    """What results are found by: all seeds have the same."""
+    return replace(setting, seed=0), system, tuple(sorted((parts or {}).items()))

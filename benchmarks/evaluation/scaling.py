@@ -1,0 +1,143 @@
+"""From 16 to 1,024 GPUs: what a GPU is worth, and what it costs to plan and to simulate.
+
+Invariant: the batch grows in proportion to the cluster, so that every GPU has as much to do. CPU seconds depend on the
+machine; throughput does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.experiment import Experiment
+from benchmarks.evaluation.figures import Line, lines
+from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.runs import Values, model_name
+from benchmarks.evaluation.scale import doubling_axis, log_axis
+from benchmarks.evaluation.scaling_cell import scale
+from benchmarks.evaluation.searches import search, search_cell
+from benchmarks.evaluation.setting import Setting
+from benchmarks.rows import Row
+from libra.report.axes import measured_axis
+
+MODEL, WORKLOAD = "Qwen/Qwen3-14B", "search_r1"
+NODES = (2, 4, 8, 16, 32, 64, 128)
+_QUICK_NODES = NODES[:2]
+SYSTEMS = ("ours", "static")
+STEPS = 6
+_GROUPS = 32 / 6  # of a step, for each node
+
+Found = Mapping[str, Mapping[int, Values]]  # by system and GPUs
+
+
+def setting_of(nodes: int) -> Setting:
+    return Setting(MODEL, WORKLOAD, nodes=nodes, groups=round(_GROUPS * nodes), steps=STEPS)
+
+
+def _cells(quick: bool) -> list[Cell]:
+    cells = []
+    for nodes in _QUICK_NODES if quick else NODES:
+        setting = setting_of(nodes)
+        cells.append(search_cell(setting, "static", f"search, {setting.gpus} GPUs, static"))
+        for system in SYSTEMS:
+            arguments = {"setting": setting.arguments(), "system": system}
+            cost = nodes * STEPS * (20.0 if system == "ours" else 1.0)
+            cells.append(Cell(f"{setting.gpus} GPUs, {system}", scale, arguments, setting.files, cost))
+    return cells
+
+
+def _found(results: Sequence[Result]) -> Found:
+    found: dict[str, dict[int, Values]] = {system: {} for system in SYSTEMS}
+    for result in results:
+        if result.cell.function is scale:
+            gpus = Setting(**result.cell.arguments["setting"]).gpus
+            found[result.cell.arguments["system"]][gpus] = result.values
+    return found
+
+
+def searching(results: Sequence[Result]) -> dict[int, float]:
+    """CPU seconds of the searches for the best static plan, by GPUs."""
+    searches = [result for result in results if result.cell.function is search]
+    return {Setting(**result.cell.arguments["setting"]).gpus: result.cpu_seconds for result in searches}
+
+
+def _rows(results: Sequence[Result]) -> list[Row]:
+    found, searched = _found(results), searching(results)
+    rows = []
+    for gpus, ours in found["ours"].items():
+        case, static = f"{gpus:,} GPUs", found["static"][gpus]
+        rows += [Row(case, name, found[name][gpus]["throughput"] / gpus, "tokens/s and GPU") for name in SYSTEMS]
+        rows.append(Row(case, "ours over static", ours["throughput"] / static["throughput"], "x"))
+        rows.append(Row(case, "one plan", ours["planning"], "s CPU"))
+        rows.append(Row(case, "plan and rehearsals before the run", ours["preparing"], "s CPU"))
+        rows.append(Row(case, "search of the best static plan", searched[gpus], "s CPU"))
+        rows.append(Row(case, "simulating a step of static", static["simulating"] / STEPS, "s CPU"))
+        rows.append(Row(case, "simulating a step of ours, replanning included", ours["simulating"] / STEPS, "s CPU"))
+    return rows
+
+
+def _tables(results: Sequence[Result]) -> dict[str, str]:
+    found, searched = _found(results), searching(results)
+    header = ["GPUs", "ours, tokens/s and GPU", "best static, tokens/s and GPU", "ours over it", "one plan, CPU s"]
+    header += ["plan and rehearsals, CPU s", "search of best static, CPU s", "simulated step of best static, CPU s"]
+    body = []
+    for gpus, ours in found["ours"].items():
+        static = found["static"][gpus]
+        body.append(
+            [
+                f"{gpus:,}",
+                f"{ours['throughput'] / gpus:.1f}",
+                f"{static['throughput'] / gpus:.1f}",
+                f"{ours['throughput'] / static['throughput']:.2f}",
+                f"{ours['planning']:.1f}",
+                f"{ours['preparing']:.0f}",
+                f"{searched[gpus]:.0f}",
+                f"{static['simulating'] / STEPS:.2f}",
+            ]
+        )
+    return {"sizes": markdown_table(header, body)}
+
+
+def _figures(results: Sequence[Result]) -> dict[str, str]:
+    found, model = _found(results), model_name(setting_of(NODES[0]))
+    sizes = doubling_axis("GPUs", min(found["ours"]), max(found["ours"]))
+    each = [
+        Line(name, tuple((gpus, values["throughput"] / gpus) for gpus, values in found[system].items()))
+        for name, system in (("ours", "ours"), ("best static", "static"))
+    ]
+    ours, static = found["ours"].items(), found["static"].items()
+    times = [
+        Line("one plan", tuple((gpus, values["planning"]) for gpus, values in ours)),
+        Line("plan and rehearsals", tuple((gpus, values["preparing"]) for gpus, values in ours)),
+        Line("search of best static", tuple(searching(results).items())),
+        Line("a simulated step of best static", tuple((gpus, values["simulating"] / STEPS) for gpus, values in static)),
+    ]
+    return {
+        "throughput": lines(
+            f"Throughput of a GPU: A800, {model}, {WORKLOAD}",
+            "Generated tokens that were trained on, per second and GPU, by the number of GPUs; the batch grows with"
+            " them.",
+            each,
+            sizes,
+            measured_axis("tokens per second and GPU", [y for line in each for _, y in line.points]),
+        ),
+        "seconds": lines(
+            f"What deciding and simulating cost: A800, {model}, {WORKLOAD}",
+            "CPU seconds by the number of GPUs: of one plan, of a plan with its rehearsals, of the search for the best"
+            " static plan, and of one simulated step.",
+            times,
+            sizes,
+            log_axis("CPU seconds", [y for line in times for _, y in line.points]),
+        ),
+    }
+
+
+EXPERIMENT = Experiment(
+    name="scaling",
+    title="Size of the cluster",
+    question="From 16 to 1,024 GPUs: what is a GPU worth, and what do planning and simulating cost?",
+    cells=_cells,
+    rows=_rows,
+    tables=_tables,
+    figures=_figures,
+)

@@ -1,0 +1,42 @@
+"""One system on a cluster of some size, with the CPU time that deciding and simulating take.
+
+Invariant: seconds of CPU are those of this process, all its threads together; what is decided does not depend on them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from benchmarks.evaluation import baselines
+from benchmarks.evaluation.baselines import Choice
+from benchmarks.evaluation.posttraining_cell import told
+from benchmarks.evaluation.searches import chosen
+from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.systems import made, ours_planner
+from libra.sim.posttrain.loop import simulate_posttraining
+
+T = TypeVar("T")
+
+
+def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
+    """What became of a run, and CPU seconds: `planning` of one plan, `preparing` of all before the run (for ours the
+    plan and its rehearsals, for a baseline nothing but the plan: its search is a cell of its own), `simulating` of the
+    run, what is decided meanwhile included."""
+    where = Setting(**setting)
+    tracker = where.tracker(planner := ours_planner(where))  # episodes and profiles are read before the clock starts
+    _, planning = _clocked(lambda: planner.plan(tracker))
+    choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
+    (what, episodes), preparing = _clocked(lambda: made(where, system, choice))
+    outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.steps))
+    found = told(what, outcome)
+    found |= {"planning": planning, "preparing": preparing, "simulating": simulating}
+    return found | {"choice": None if choice is None else asdict(choice)}
+
+
+def _clocked(call: Callable[[], T]) -> tuple[T, float]:
+    began = time.process_time()
+    result = call()
+    return result, time.process_time() - began

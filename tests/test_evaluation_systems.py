@@ -1,0 +1,286 @@
+"""Experiments on whole systems: what is asked, what is made of results, and baselines rebuilt from their choice."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.evaluation import ablation, baselines, estimate, reward_time, scaling, sensitivity, throughput
+from benchmarks.evaluation.baselines import Choice, choices
+from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.experiment import Experiment
+from benchmarks.evaluation.intervals import ratio_interval
+from benchmarks.evaluation.page import with_tables
+from benchmarks.evaluation.posttraining_cell import run
+from benchmarks.evaluation.reward_curve import reward, seconds_to, worth
+from benchmarks.evaluation.runs import Runs, key, run_cell, with_searches
+from benchmarks.evaluation.scaling_cell import scale
+from benchmarks.evaluation.searches import chosen, search
+from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.systems import NAMES, Parts, made, ours
+from libra.cache import cache_directory
+from libra.sim.posttrain.system import PUBLISHED_SWITCH
+
+MODEL = "Qwen/Qwen3-14B"
+SMALL = Setting(MODEL, "search_r1", nodes=2, groups=2, steps=3, staleness=1)
+EXPERIMENTS = [it.EXPERIMENT for it in (throughput, reward_time, ablation, sensitivity, scaling)]
+SPEED = {"colocated": 1000.0, "even": 2000.0, "static": 2500.0, "ours": 4000.0, "oracle": 4400.0}  # others: 1500
+
+
+def made_up(cell: Cell) -> dict[str, Any]:
+    """Each seed a little faster, and ours more so than others; without a part ours is a fifth slower."""
+    asked = cell.arguments
+    if cell.function is search:
+        choice = {"training": 24, "shape": "a800/tp4", "concurrency": None}
+        return {"choice": choice, "judged": [choice | {"throughput": 1.0}]}
+    seed, steps = asked["setting"]["seed"], asked["setting"]["steps"]
+    speed = SPEED.get(asked["system"], 1500.0) * (1 + seed * (0.02 if asked["system"] == "ours" else 0.01))
+    speed *= 0.8 if asked.get("parts") else 1.0
+    values = {
+        "throughput": speed,
+        "seconds": steps * 1e6 / speed,
+        "trainer_share": 0.5,
+        "engine_share": 0.25,
+        "tokens": [1e6] * steps,
+        "staleness": [0.0 if asked["system"] == "colocated" else 1.0] * steps,
+        "ended": [(number + 1) * 1e6 / speed for number in range(steps)],
+    }
+    return values | {"planning": 0.1, "preparing": 5.0, "simulating": 1.0}
+
+
+def results(experiment: Experiment, quick: bool = False) -> list[Result]:
+    return [Result(cell, made_up(cell), 2.0, found=False) for cell in experiment.cells(quick)]
+
+
+# What is asked
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda it: it.name)
+def test_tables_rows_and_figures_are_made_of_the_results(experiment: Experiment, quick: bool) -> None:
+    found = results(experiment, quick)
+    rows, tables, figures = experiment.rows(found), experiment.tables(found), experiment.figures(found)
+    assert rows and tables and figures
+    assert len({(row.case, row.metric) for row in rows}) == len(rows)
+    assert all(math.isfinite(row.value) for row in rows)
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in (*tables, *figures))
+    page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
+    assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
+    assert all(svg.startswith("<svg") for svg in figures.values())
+    intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table) for table in tables.values())
+    assert intervals == (not quick and experiment.name != "scaling")
+
+
+def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
+    def calls(experiment: Experiment) -> list[tuple[str, Any]]:
+        return [(cell.function_name, cell.arguments) for cell in experiment.cells(False)]
+
+    whole, chain, others = calls(throughput.EXPERIMENT), calls(ablation.EXPERIMENT), calls(sensitivity.EXPERIMENT)
+    assert calls(reward_time.EXPERIMENT) == whole
+    assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
+    base = Setting(MODEL, "search_r1").arguments()
+    shared = [arguments for _, arguments in others if arguments["setting"] == base]
+    assert {"setting": base, "system": "ours"} in shared
+    assert all(call in whole for call in others if call[1] == {"setting": base, "system": "static"})
+
+
+def test_a_search_is_one_for_all_seeds_and_starts_before_the_runs() -> None:
+    runs = [run_cell(Setting(MODEL, "search_r1", seed=seed), system) for system in NAMES for seed in (0, 1, 2)]
+    cells = with_searches(runs)
+    searches = [cell for cell in cells if cell.function is search]
+    assert [cell.arguments["system"] for cell in searches] == list(baselines.NAMES)
+    assert min(cell.cost for cell in searches) > max(cell.cost for cell in runs)
+    assert cells[len(searches) :] == runs
+
+
+# What is made of results
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)), min_size=2, max_size=5))
+def test_ratios_are_paired_by_seed_whatever_the_order_of_the_results(pairs: list[tuple[float, float]]) -> None:
+    setting = Setting(MODEL, "search_r1")
+    found = []
+    for number, values in enumerate(pairs):
+        for system, value in zip(("ours", "even"), values, strict=True):
+            cell = run_cell(replace(setting, seed=number), system)
+            found.append(Result(cell, {"throughput": value}, 1.0, found=False))
+    wanted = ratio_interval([one for one, _ in pairs], [other for _, other in pairs])
+    for order in (found, found[::-1][1:2] + found[::-1][:1] + found[::-1][2:]):
+        ratio = Runs(order).ratio(key(setting, "ours"), key(setting, "even"), "throughput")
+        assert ratio.value == pytest.approx(wanted.value)
+        assert ratio.ends == pytest.approx((wanted.low, wanted.high))
+
+
+def test_runs_without_partners_are_refused() -> None:
+    setting = Setting(MODEL, "search_r1")
+    asked = [(0, "ours"), (1, "ours"), (0, "even")]
+    found = [Result(run_cell(replace(setting, seed=s), n), {"throughput": 1.0}, 1.0, False) for s, n in asked]
+    with pytest.raises(ValueError, match=r"ours ran with seeds \[0, 1\], even with \[0\]"):
+        Runs(found).ratio(key(setting, "ours"), key(setting, "even"), "throughput")
+
+
+def test_one_seed_has_a_value_and_no_interval() -> None:
+    assert estimate.mean([3.0]) == estimate.Estimate(3.0, None)
+    assert estimate.ratio([3.0], [2.0]) == estimate.Estimate(1.5, None)
+    assert estimate.ratio([3.0], [2.0]).written(".2f") == "1.50"
+    assert estimate.mean([1.0, 1.0]).written(".1f") == "1.0 (1.0 to 1.0)"
+    for wrong in ([], [0.0]):
+        with pytest.raises(ValueError):
+            estimate.ratio(wrong, [1.0] * len(wrong))
+
+
+def test_goals_stand_where_a_number_is_published_and_are_met_or_not() -> None:
+    rows = [row for row in throughput.EXPERIMENT.rows(results(throughput.EXPERIMENT)) if row.goal is not None]
+    found = {(row.case.partition(",")[0], row.metric): row.met for row in rows if "14B" in row.case}
+    over_oracle = "time of ours over the oracle's"
+    assert found == {
+        **{(workload, "ours over colocated"): True for workload in throughput.WORKLOADS},
+        ("r2e_gym", "ours over even"): True,
+        ("search_r1", "ours over static"): True,
+        **{(workload, over_oracle): True for workload in throughput.WORKLOADS},
+    }
+    slow = [
+        replace(it, values=it.values | {"throughput": 1.5 * it.values["throughput"]})
+        if it.cell.arguments["system"] in ("colocated", "static")
+        else it
+        for it in results(throughput.EXPERIMENT)
+        if it.cell.function is run
+    ]
+    missed = {row.metric for row in throughput.EXPERIMENT.rows(slow) if row.met is False}
+    assert missed == {"ours over colocated", "ours over static"}
+
+
+def test_what_a_part_is_worth_is_found_where_it_was_put() -> None:
+    rows = ablation.EXPERIMENT.rows(results(ablation.EXPERIMENT))
+    shares = [row.value for row in rows if row.unit == "x of ours"]
+    assert shares == pytest.approx([0.8] * len(ablation.DIFFERENT) * len(ablation.WORKLOADS))
+    table = ablation.EXPERIMENT.tables(results(ablation.EXPERIMENT))["chain-qwen3-14b-r2e-gym"]
+    assert "| 763 | 1.80 |" in table.splitlines()[-1]
+
+
+# Reward
+
+_steps = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 8)), min_size=1, max_size=20)
+
+
+@given(_steps, st.floats(0, 2), st.floats(0, 2), st.floats(1, 1e6))
+def test_reward_rises_with_tokens_and_falls_with_staleness(
+    steps: list[tuple[float, float]], discount: float, other: float, scale: float
+) -> None:
+    tokens, stale = [it[0] for it in steps], [it[1] for it in steps]
+    low, high = sorted((discount, other))
+    cheap, dear = ([reward(it, scale) for it in worth(tokens, stale, one)] for one in (low, high))
+    assert cheap == sorted(cheap) and cheap[0] >= 0 and cheap[-1] <= 1
+    assert all(a >= b for a, b in zip(cheap, dear, strict=True))
+    fresh = worth(tokens, [0.0] * len(tokens), high)
+    assert fresh == worth(tokens, stale, 0.0)
+    assert fresh[-1] == pytest.approx(sum(tokens))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20).map(sorted), st.floats(0, 1.1))
+def test_the_first_step_with_the_reward_is_found(rewards: list[float], target: float) -> None:
+    ended = [10.0 * (number + 1) for number in range(len(rewards))]
+    later = [second for found, second in zip(rewards, ended, strict=True) if found >= target]
+    assert seconds_to(target, rewards, ended) == (min(later) if later else None)
+
+
+@pytest.mark.parametrize(("discount", "scale", "message"), [(-0.1, 1.0, "discount"), (0.0, 0.0, "scale")])
+def test_a_reward_that_makes_no_sense_is_refused(discount: float, scale: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reward(worth([1.0], [0.0], discount)[0], scale)
+
+
+def test_times_to_the_reward_are_the_ratio_of_speeds_where_tokens_are_worth_the_same() -> None:
+    runs = Runs(results(throughput.EXPERIMENT))
+    setting = runs.settings[0]
+    gain = reward_time.less(reward_time.times(runs, setting, 0.0), "ours", "colocated")
+    assert gain is not None and gain.value == pytest.approx(4 * (1.02 * 1.04 / (1.01 * 1.02)) ** (1 / 3))
+    # So much less is a stale token worth that nobody but the colocated run gets there.
+    never = reward_time.times(runs, setting, 10.0)
+    assert reward_time.less(never, "ours", "colocated") is None
+    assert all(second is not None for second in never["colocated"].values())
+
+
+# Systems
+
+
+@pytest.mark.parametrize("name", baselines.NAMES)
+def test_a_baseline_is_rebuilt_from_its_choice(name: str) -> None:
+    offered = choices(SMALL, name)
+    assert len(set(offered)) == len(offered) > 0
+    limits = {it.concurrency for it in offered}
+    assert limits == ({None} if name == "colocated" else {None, 32})
+    assert {it.training for it in offered} >= {{"colocated": 16, "even": 8}.get(name, offered[0].training)}
+    for choice in offered[:: max(1, len(offered) // 4)]:
+        system = baselines.system(SMALL, name, choice)
+        plan = system.plan
+        assert plan.layout is not None
+        (bucket,) = plan.allocation.buckets
+        found = Choice(plan.layout.devices, bucket.shape, system.request.recipe.concurrency)
+        assert found == choice
+    with pytest.raises(ValueError, match="choose one of `choices`"):
+        baselines.system(SMALL, name, Choice(3, "a800/tp1", None))
+
+
+def test_more_staleness_leaves_more_concurrency_open() -> None:
+    for staleness, limits in ((0, {None}), (1, {None, 32}), (2, {None, 32, 64}), (8, {None, 32, 64})):
+        offered = choices(replace(SMALL, staleness=staleness), "even")
+        assert {it.concurrency for it in offered} == limits
+
+
+def test_a_search_returns_the_choice_that_it_judged_best_and_the_run_takes_it() -> None:
+    found = search(replace(SMALL, steps=15).arguments(), "even")
+    judged = {tuple(asdict(it).values()): baselines.judged(SMALL, "even", it) for it in choices(SMALL, "even")}
+    assert [it["throughput"] for it in found["judged"]] == pytest.approx(list(judged.values()))
+    assert tuple(found["choice"].values()) == max(judged, key=judged.__getitem__)
+    outcome = run(SMALL.arguments(), "even", choice=found["choice"])
+    assert outcome["plan"].startswith("8 train") and len(outcome["ended"]) == 3
+    assert outcome["throughput"] == pytest.approx(outcome["generated"] / outcome["seconds"])
+    assert outcome == run(SMALL.arguments(), "even", choice=found["choice"])
+
+
+def test_a_search_that_is_not_given_is_looked_up_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    grids = cache_directory() / "grids"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if grids.is_dir():  # what engines cost is found again, not asked for again
+        cache_directory().mkdir()
+        (cache_directory() / "grids").symlink_to(grids)
+    outcome = run(SMALL.arguments(), "colocated")
+    (kept,) = (cache_directory() / "evaluation").iterdir()
+    written = kept.stat().st_mtime_ns
+    best = chosen(replace(SMALL, seed=3), "colocated")
+    assert outcome == run(SMALL.arguments(), "colocated", choice=asdict(best))
+    assert kept.stat().st_mtime_ns == written
+
+
+def test_size_and_parts_reach_the_run() -> None:
+    assert SMALL.gpus == 16 and SMALL.recipe().batch == 32
+    assert replace(SMALL, groups=None).recipe().batch == 512
+    slow = ours(SMALL, Parts(switch=4.0, rehearse=False))
+    assert slow.switch.engine_start == 4 * PUBLISHED_SWITCH.engine_start
+    outcome = scale(SMALL.arguments(), "ours")
+    assert len(outcome["ended"]) == 3 and outcome["choice"] is None
+    assert min(outcome[what] for what in ("planning", "preparing", "simulating")) > 0
+
+
+@pytest.mark.parametrize(
+    ("system", "more", "message"),
+    [
+        ("fastest", {}, "choose one of colocated"),
+        ("ours", {"choice": {"training": 8, "shape": "a800/tp8", "concurrency": None}}, "only colocated"),
+        ("even", {"parts": {"replan": False}}, "has no parts"),
+    ],
+)
+def test_what_a_system_cannot_take_is_refused(system: str, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(SMALL.arguments(), system, **more)
+    if system == "fastest":
+        with pytest.raises(ValueError, match="only colocated"):
+            made(SMALL, "even")
