@@ -90,7 +90,8 @@ def menus(draw: st.DrawFn) -> Problem:
                 rows,
                 refresh,
                 draw(vectors),
-                alone=draw(st.sampled_from([0.0, stall])),
+                generates=draw(st.sampled_from([0.0, 4.0])),
+                waits=draw(st.sampled_from([0.0, 6.0])),
             )
             engines.append(option)
     training = tuple(
