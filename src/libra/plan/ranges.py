@@ -79,9 +79,9 @@ class RangeTable:
         """[option, 1, 1] seconds that an engine may work in a step whose trajectories take at most `limit`; not above 0
         where it keeps no step. More of them the longer the step is."""
         if self.problem.synchronous:
-            return limit - self._stall - self._generates - self._waits
+            return np.asarray(limit - self._stall - self._generates - self._waits)
         if not self.problem.shared:
-            return step - self._stall
+            return np.asarray(step - self._stall)
         left = limit - self._waits
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(left > 0, step - self._stall - self._generates * step / left, -np.inf)
