@@ -34,13 +34,13 @@ UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 # The price lets others slow the longest trajectory while it generates, so what others generate counts the same whether
 # it uses tools or not.
 OVERLAP = BatchFactors(
-    decode=0.77,
-    decode_beside_tools=0.77,
-    prefill=0.17,
-    eviction=1.19,
-    memory=1.05,
-    generation=0.82,
-    tools=0.91,
+    decode=1.09,
+    decode_beside_tools=1.09,
+    prefill=0.86,
+    eviction=0.58,
+    memory=1.28,
+    generation=0.85,
+    tools=1.04,
 )
 
 BATCH = BatchFactors(
