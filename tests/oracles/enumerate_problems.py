@@ -110,11 +110,24 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
         + training.publish
         + 2 * problem.switch * problem.colocated
     )
-    waits = after / (1 + problem.staleness) if problem.batched or problem.staleness == 0 else 0.0
     late = (residence + after) / (1 + problem.staleness)
-    return max(
-        late, _smallest(lambda step: (work + squared / step) / bucket.engines + option.stall + waits, squared > 0)
-    )
+
+    def load(step: float) -> float:
+        return (work + squared / step) / bucket.engines + option.stall
+
+    if problem.staleness == 0:
+        follows = option.generates + option.waits + after
+        return max(late, _smallest(lambda step: load(step) + follows, squared > 0))
+    if not problem.batched:
+        return max(late, _smallest(load, squared > 0))
+
+    def kept(step: float) -> bool:
+        """Whether the longest trajectory, which has what the others leave of its engine, is in time."""
+        in_time = (1 + problem.staleness) * step - after - option.waits
+        left = step - load(step)
+        return in_time >= 0 and left >= 0 and in_time * left >= option.generates * step
+
+    return max(late, _first(kept))
 
 
 def _asked(costs: tuple[float, ...], reach: tuple[float, ...], own: list[int], bucket: Bucket) -> float:
@@ -137,6 +150,19 @@ def _smallest(need: Callable[[float], float], depends: bool) -> float:
     while long - short > 1e-13 * long:
         middle = (short + long) / 2
         short, long = (middle, long) if need(middle) > middle else (short, middle)
+    return long
+
+
+def _first(kept: Callable[[float], bool]) -> float:
+    """The smallest step that is kept, where all longer ones are kept, too; 0 for one of almost no length."""
+    short, long = 0.0, 1e-12
+    if kept(long):
+        return 0.0
+    while not kept(long):
+        short, long = long, 2 * long
+    while long - short > 1e-13 * long:
+        middle = (short + long) / 2
+        short, long = (short, middle) if kept(middle) else (middle, long)
     return long
 
 
@@ -232,6 +258,8 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
                     work=tuple(draw(per_class) for _ in range(rows)),
                     refresh=draw(per_class) if refreshes else (0.0,) * classes,
                     residence=draw(per_class),
+                    generates=draw(st.sampled_from([0.0, 0.0, 0.5, 2.0, 7.5])),
+                    waits=draw(st.sampled_from([0.0, 0.0, 1.0, 10.0])),
                 )
             )
     tried = tuple(draw(st.lists(reach, min_size=1, max_size=2)))

@@ -63,12 +63,11 @@ def test_an_option_is_for_a_longest_class_and_waits_for_the_longest_of_it(stalen
         short, middle, long = (option for option in options_of(recipe=stale(staleness)) if option.devices == tp)
         assert short.alone < middle.alone < long.alone
         for option in (short, middle, long):
-            assert option.stall - option.alone == pytest.approx(stall)
-        # Within its classes an option's longest trajectory takes what the option waits in as many steps as batches are
-        # under way; beyond, as long as can be.
-        assert middle.residence[:2] == pytest.approx((batches * short.alone, batches * middle.alone))
-        by_one = max(sum(row) for option in (short, middle, long) for row in option.work) + long.stall
-        assert middle.residence[2] == pytest.approx(batches * by_one)
+            assert option.stall == pytest.approx(stall)
+        # Within its classes an option's longest trajectory takes what it takes by itself; beyond, as long as can be.
+        assert middle.residence[:2] == pytest.approx((short.alone, middle.alone))
+        by_one = max(sum(row) for option in (short, middle, long) for row in option.work) + stall
+        assert middle.residence[2] == pytest.approx(batches * by_one + long.alone)
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
@@ -90,11 +89,29 @@ def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(
         buckets.insert(0, Bucket("a800/tp8", 1, 0, peaks[first - 1]))
     training = problem.training[0]
     found = bucket_prices(problem, Allocation(training.replicas, tuple(buckets), training.layout))[-1]
+    fixed = training.follows + training.publish
     own = [option for option in problem.engines if option.shape == "a800/tp2"]
     work = max(sum(row[first : last + 1]) for row in own[last].work) / engines
-    assert max(found.load, found.residence / (1 + staleness)) == pytest.approx(work + own[last].stall)
-    # Whoever runs the engine is told how long weights take, not how long a trajectory does.
-    assert (found.option.stall, found.option.alone) == (pytest.approx(own[0].stall - own[0].alone), 0.0)
+    if staleness == 0:
+        assert max(found.load, found.residence) == pytest.approx(work + own[last].stall + own[last].alone)
+    else:
+        step = (found.residence + fixed) / (1 + staleness)
+        slowed = own[last].generates / (1 - found.load / step)
+        assert found.load == pytest.approx(work + own[last].stall)
+        assert found.residence == pytest.approx(slowed + own[last].waits)
+
+
+def test_what_others_generate_while_tools_run_counts_where_batches_overlap() -> None:
+    """A bucket of the middle class alone: its longest generates for some of its seconds, and waits for the rest."""
+    synchronous, stale_ = (options_of((replace(MIDDLE, share=1.0),), recipe=stale(it))[0] for it in (0, 1))
+    assert synchronous.waits / synchronous.alone == pytest.approx(stale_.waits / stale_.alone)
+    assert 0 < synchronous.waits < synchronous.alone
+    tools = replace(UNCORRECTED, decode_beside_tools=0.0)
+    profile = roofline(A800.gpu, QWEN_14B, tensor_degrees(QWEN_14B, A800), intra_bandwidth=A800.intra_bandwidth)
+    for plain, staleness in ((synchronous, 0), (stale_, 1)):
+        recipe = stale(staleness)
+        spared = engine_options(QWEN_14B, A800, recipe, (replace(MIDDLE, share=1.0),), profile, 8192, tools)[0][0]
+        assert (spared.work == plain.work) == (staleness > 0)
 
 
 def test_longest_trajectories_that_take_as_long_share_an_option() -> None:
@@ -136,7 +153,7 @@ def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
     def waits(rare: float) -> list[float]:
         classes = (replace(short, share=1 - rare), replace(long, share=rare))
         assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).met == (True, True)
-        return [(1 + staleness) * option.alone for option in options_of(classes, recipe=recipe)[:2]]
+        return [option.alone for option in options_of(classes, recipe=recipe)[:2]]
 
     each_short, each_long = waits(0.5)
     # There are one or two buckets, and as many batches as are under way wait for the same trajectory, or only its own.
@@ -163,9 +180,17 @@ def test_a_step_by_hand(staleness: int) -> None:
     stall = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800)).stall
     training = problem.training[0]
     found = price(problem, Allocation(training.replicas, (Bucket("a800/tp4", 2, 0, 8192),), training.layout))
-    follows = alone + training.seconds + training.publish
-    assert found.rollout == pytest.approx(work / 2 + stall + alone / (1 + staleness), rel=1e-6)
-    assert found.step == pytest.approx(max(training.seconds, work / 2 + stall + follows / (1 + staleness)), rel=1e-6)
+    load, follows = work / 2 + stall, training.seconds + training.publish
+    if staleness == 0:
+        assert found.rollout == pytest.approx(load + alone, rel=1e-6)
+        assert found.step == pytest.approx(load + alone + follows, rel=1e-6)
+    else:
+        assert found.rollout == pytest.approx(load, rel=1e-6)
+        # alone / (1 - load / T) + follows = (1 + staleness) T
+        middle = ((1 + staleness) * load + alone + follows) / 2
+        step = (middle + math.sqrt(middle**2 - (1 + staleness) * load * follows)) / (1 + staleness)
+        assert found.latency == pytest.approx(step, rel=1e-6)
+        assert found.step == pytest.approx(max(training.seconds, step), rel=1e-6)
 
 
 def test_a_longer_lag_never_makes_a_step_longer_where_nobody_waits_for_tools() -> None:

@@ -126,8 +126,9 @@ def test_work_of_a_full_engine_and_a_lone_trajectory_are_what_the_profile_says(m
         wanted = 4096 * (100 * grid.decode_seconds(full, 2000) / full + prefill)
         work = min(max(row[0] for row in option.work) for option in options if option.devices == tp)
         assert work == pytest.approx(wanted, rel=1e-6) if model.experts is None else wanted <= work <= 1.1 * wanted
-        alone = min(option.alone for option in options if option.devices == tp)
-        assert alone == pytest.approx((100 * grid.decode_seconds(1, 2000) + prefill) / 2)  # two batches are under way
+        generates = min(option.generates for option in options if option.devices == tp)
+        assert generates == pytest.approx(100 * grid.decode_seconds(1, 2000) + prefill)
+        assert {option.waits for option in options} == {0.0}
 
 
 def test_residence_is_no_shorter_than_decoding_alone() -> None:
@@ -136,14 +137,14 @@ def test_residence_is_no_shorter_than_decoding_alone() -> None:
         short, long = (option for option in options_of(QWEN_14B) if option.devices == tp)
         assert long.residence[1] >= 400 * profile.grid(tp).decode_seconds(1, 1000)
         # What is meant for the short class is no way round the wait for a long one, with however many engines.
-        by_one = max(sum(row) for row in (*short.work, *long.work)) + long.stall - long.alone
+        by_one = max(sum(row) for row in (*short.work, *long.work)) + long.stall
         assert short.residence[1] == pytest.approx(2 * by_one + long.residence[1])
         assert short.residence[0] == long.residence[0]
 
 
 def test_all_engines_stall_for_the_whole_weights() -> None:
     sync = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800))
-    assert [option.stall - option.alone for option in options_of(QWEN_14B)] == pytest.approx([sync.stall] * 8)
+    assert [option.stall for option in options_of(QWEN_14B)] == pytest.approx([sync.stall] * 8)
 
 
 def test_kv_that_is_kept_costs_nothing() -> None:

@@ -23,13 +23,19 @@ SYNC_REFRESH = replace(REFRESH, staleness=0)
 
 
 def batched(staleness: int, training: TrainingOption = ONE, residence: float = 10.0) -> Problem:
-    """Batches that start together: a long engine takes new weights in 1 s, and its longest trajectory 10 s alone."""
-    alone = 10.0 / (1 + staleness)
-    option = replace(LONG, stall=1.0 + alone, alone=alone, residence=(5.0, residence))
+    """Batches that start together: a long engine takes new weights in 1 s; by itself its longest trajectory generates
+    for 6 s and waits for 4 s."""
+    option = replace(LONG, generates=6.0, waits=4.0, residence=(5.0, residence))
     return replace(PROBLEM, engines=(option,), training=(training,), staleness=staleness, batched=True)
 
 
-BATCHED_REFRESH = replace(batched(1), engines=(replace(batched(1).engines[0], refresh=(4.0, 2.0)),))
+BATCHED_REFRESH = replace(batched(1), engines=(replace(batched(1).engines[0], generates=4.995, refresh=(4.0, 2.0)),))
+
+
+def only_waits(seconds: float) -> Problem:
+    """Batches whose longest trajectory never generates."""
+    return replace(batched(1), engines=(replace(LONG, waits=seconds, residence=(0.0, 0.0)),))
+
 
 # Two buckets, 2 short engines and 1 long. Work of the first, with 4 seats, by routers (1, 0.5) and (0.5, 0):
 #   by seats 8 + 0.5 * 16 = 16 and 8 + 16 = 24, by memory 6 + 10 = 16 and 6 + 20 = 26; loads 26 / 2 + 0.5
@@ -63,25 +69,31 @@ PRICES = [
     # step = 16 + 6 / step + 9
     ("synchronous refresh", SYNC_REFRESH, one_bucket(1, 1),
      Prediction(12.5 + 162.25**0.5, 3.5 + 162.25**0.5, 8.0, 12.5 + 162.25**0.5, "rollout")),
-    # On two engines (5 + 10) / 2 + 1 + 10 / 2, then (8 + 1) / 2; with three versions more halved again
-    ("batches", batched(1), one_bucket(1, 2), Prediction(18.0, 13.5, 8.0, 18.0, "rollout")),
-    ("batches, staler", batched(3), one_bucket(1, 2), Prediction(13.25, 11.0, 8.0, 13.25, "rollout")),
+    # Two engines work 8.5 s, so (2 T - 9 - 4) (T - 8.5) = 6 T; of 2 T training has 8 and the longest alone 10
+    ("batches", batched(1), one_bucket(1, 2),
+     Prediction(9 + 25.75**0.5, 8.5, 8.0, 9 + 25.75**0.5, "latency")),
+    # One works 16 s: (2 T - 13) (T - 16) = 6 T, 20.4 s, and slows the longest by 21.8 of 40.8
+    ("batches, one engine", batched(1), one_bucket(1, 1),
+     Prediction((51 + 937**0.5) / 4, 16.0, 8.0, (51 + 937**0.5) / 4, "rollout")),
+    # (4 T - 13) (T - 8.5) = 6 T
+    ("batches, staler", batched(3), one_bucket(1, 2),
+     Prediction((53 + 1041**0.5) / 8, 8.5, 8.0, (53 + 1041**0.5) / 8, "rollout")),
+    # 8.5 + 10 + 9
     ("batches, synchronous", batched(0), one_bucket(1, 2), Prediction(27.5, 18.5, 8.0, 27.5, "rollout")),
-    # (40 + 9) / 2, which is more than the 18 above
+    # (40 + 9) / 2, which is more than the 14.1 above
     ("batches, the longest", batched(1, residence=40.0), one_bucket(1, 2),
-     Prediction(24.5, 13.5, 8.0, 24.5, "latency")),
-    # On three engines 5 + 1 + 10 / 4; training takes longer than that and a quarter of itself
+     Prediction(24.5, 8.5, 8.0, 24.5, "latency")),
+    # On three engines (4 T - 31 - 4) (T - 6) = 6 T; training takes longer than these 11.8 s
     ("batches, training alone", batched(3, replace(ONE, seconds=30.0)), one_bucket(1, 3),
-     Prediction(30.0, 8.5, 30.0, 16.25, "training")),
-    # 11 + (24 + 3) / 2: half of it is more than the engines' 11, and all of it just less than the sum
-    ("batches, mostly training", batched(1, replace(ONE, seconds=24.0, publish=3.0)), one_bucket(1, 3),
-     Prediction(24.5, 11.0, 24.0, 24.5, "training")),
-    # Training takes longer than the engines, but of a step of 11 + (12 + 3) / 2 it is the smaller part
-    ("batches, some training", batched(1, replace(ONE, seconds=12.0, publish=3.0)), one_bucket(1, 3),
-     Prediction(18.5, 11.0, 12.0, 18.5, "rollout")),
-    # step = 15 + 6 + 9 / 2 + 6 / step
-    ("batches, refresh", BATCHED_REFRESH, one_bucket(1, 1),
-     Prediction(12.75 + 168.5625**0.5, 8.25 + 168.5625**0.5, 8.0, 12.75 + 168.5625**0.5, "rollout")),
+     Prediction(30.0, 6.0, 30.0, (65 + 865**0.5) / 8, "training")),
+    # (2 T - 19 - 4) (T - 6) = 6 T, 16.3 s: training alone takes just less, and half of it is the largest part
+    ("batches, mostly training", batched(1, replace(ONE, seconds=16.0, publish=3.0)), one_bucket(1, 3),
+     Prediction((41 + 577**0.5) / 4, 6.0, 16.0, (41 + 577**0.5) / 4, "training")),
+    # A step of 20 s has 16 + 6 / 20 of load: (40 - 13) (20 - 16.3) = 4.995 * 20
+    ("batches, refresh", BATCHED_REFRESH, one_bucket(1, 1), Prediction(20.0, 16.3, 8.0, 20.0, "rollout")),
+    # (8 + 1 + 40) / 2, and (8 + 1 + 4) / 2, for which engines have no time
+    ("batches, only tools", only_waits(40.0), one_bucket(1, 2), Prediction(24.5, 8.5, 8.0, 24.5, "latency")),
+    ("batches, few tools", only_waits(4.0), one_bucket(1, 2), Prediction(8.5, 8.5, 8.0, 6.5, "rollout")),
     # A first bucket without a class takes what goes astray: with 8 seats by memory 0.5 * 6 + 12
     ("an idle first bucket", PATIENT, two_buckets(1, 2, 2, cut=500), Prediction(8.0, 8.0, 8.0, 19 / 8, "rollout")),
 ]  # fmt: skip
@@ -155,10 +167,7 @@ def test_a_longer_lag_never_makes_a_step_longer(problem: Problem, staleness: int
     longest = data.draw(st.sampled_from([0.0, 3.0, 50.0]))
 
     def lagging(by: int) -> Problem:
-        engines = tuple(
-            replace(option, stall=option.stall + longest / (1 + by), alone=longest / (1 + by))
-            for option in problem.engines
-        )
+        engines = tuple(replace(option, generates=longest, waits=longest / 2) for option in problem.engines)
         return replace(problem, engines=engines, staleness=by, batched=True, colocated=False, switch=0.0)
 
     plans = priced(lagging(staleness))
@@ -177,12 +186,36 @@ def test_the_bottleneck_is_the_largest_part(problem: Problem, data: st.DataObjec
     assert found[predicted.bottleneck] == max(found.values()) <= predicted.step
     if predicted.training > predicted.latency and predicted.training > predicted.rollout:
         assert (predicted.bottleneck, found["training"]) == ("training", predicted.step)
-    elif problem.adds_up:
+    elif problem.synchronous or (problem.shared and predicted.latency == predicted.step):
         option = training_option(problem, allocation)
         assert option is not None
         follows = fixed_seconds(problem, option) - option.publish - 2 * problem.switch * problem.colocated
         assert found["training"] == pytest.approx(follows / (1 + problem.staleness))
         assert found["training"] + max(found["rollout"], found["latency"]) <= predicted.step * (1 + 1e-12)
+        if problem.shared:
+            assert sum(found.values()) + option.publish / (1 + problem.staleness) == pytest.approx(predicted.step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_the_longest_trajectory_has_what_the_others_leave_of_its_engine(problem: Problem, data: st.DataObject) -> None:
+    """And no step is longer than if all that others do came before it."""
+    overlapping = replace(problem, staleness=max(1, problem.staleness), batched=True, colocated=False, switch=0.0)
+    plans = priced(overlapping)
+    if not plans:
+        return
+    allocation = data.draw(st.sampled_from(plans)).allocation
+    training = training_option(overlapping, allocation)
+    assert training is not None
+    batches, fixed = 1 + overlapping.staleness, fixed_seconds(overlapping, training)
+    for bucket in bucket_prices(overlapping, allocation):
+        step = max(bucket.load, (bucket.residence + fixed) / batches)
+        assert step <= (bucket.load + (bucket.alone + fixed) / batches) * (1 + 1e-9)
+        if bucket.option.generates > 0:
+            slowed = bucket.option.waits + bucket.option.generates / (1 - bucket.load / step)
+            assert bucket.residence >= slowed * (1 - 1e-9)
+            if bucket.alone == bucket.option.alone:  # no class takes longer than the option is meant for
+                assert bucket.residence == pytest.approx(slowed)
 
 
 MISFITS = [

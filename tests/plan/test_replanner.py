@@ -39,10 +39,10 @@ def trajectories(version: int, calls: int, count: int = 256, *, finished: bool =
     return made
 
 
-def started(switch: SwitchCost) -> tuple[Replanner, Allocation]:
-    """After a first step on short trajectories."""
+def started(switch: SwitchCost, calls: int = 1) -> tuple[Replanner, Allocation]:
+    """After a first step on trajectories of about so many calls."""
     replanner = Replanner(PLANNER, switch=switch)
-    replanner.step(trajectories(0, 1), [])
+    replanner.step(trajectories(0, calls), [])
     assert replanner.plan is not None
     return replanner, replanner.plan.allocation
 
@@ -142,12 +142,12 @@ def test_a_run_goes_on_from_its_plan_and_tracker() -> None:
 
 
 def test_other_ranges_of_the_same_engines_cost_nothing_where_no_start_is_ever_worth_it() -> None:
-    replanner, best = started(NEVER_WORTH_IT)
+    replanner, best = started(NEVER_WORTH_IT, calls=10)
     assert replanner.plan is not None
     first, last = best.buckets
-    uneven = replace(best, buckets=(replace(first, up_to=300), replace(last, above=300)))
+    uneven = replace(best, buckets=(replace(first, up_to=4000), replace(last, above=4000)))
     resumed = Replanner(PLANNER, replace(replanner.plan, allocation=uneven), switch=NEVER_WORTH_IT)
-    decision = resumed.step(trajectories(0, 1), [])
+    decision = resumed.step(trajectories(0, 10), [])
     assert (decision.taken, decision.cost, decision.moves) == (True, 0.0, (Move("rebucket"),))
     assert resumed.plan is not None
     assert resumed.plan.allocation == best

@@ -16,7 +16,7 @@ class BatchFactors:
 
     # Generation of others slows the longest trajectory while it generates itself, but not while its tools run.
     decode: float  # of all, where the longest uses no tools
-    decode_beside_tools: float  # of all, where the longest only waits for tools
+    decode_beside_tools: float  # of all, where the longest only waits for tools and batches do not overlap
     prefill: float  # samples of one prompt prefill it together; and it, too, runs while tools do
     eviction: float  # contexts that are prefilled again: those of the longer trajectories are gone more often
     memory: float  # waiting for memory, which others use meanwhile
@@ -31,16 +31,16 @@ class BatchFactors:
 
 UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-# Work, longest trajectory and training are added up, though where batches overlap some of them are at the same time:
-# the factors are smaller for that, too.
+# The price lets others slow the longest trajectory while it generates, so what others generate counts the same whether
+# it uses tools or not.
 OVERLAP = BatchFactors(
-    decode=0.77,
-    decode_beside_tools=0.77,
-    prefill=0.17,
-    eviction=1.19,
-    memory=1.05,
-    generation=0.82,
-    tools=0.91,
+    decode=1.09,
+    decode_beside_tools=1.09,
+    prefill=0.86,
+    eviction=0.58,
+    memory=1.28,
+    generation=0.85,
+    tools=1.04,
 )
 
 BATCH = BatchFactors(

@@ -197,11 +197,15 @@ def _batch_options(
         if not tops or upto[last] < (1 - _TOLD_APART) * upto[tops[-1]]:
             tops.append(last)
     works = []
+    waits = []  # for tools: seconds of the longest trajectory
     for top in tops:
-        # What others generate while the longest trajectory waits for a tool does not delay it, but the next one.
-        waiting = waiting_share(timing, classes[max(range(top + 1), key=lambda j: alone[j])]) / batches
+        waiting = waiting_share(timing, classes[max(range(top + 1), key=lambda j: alone[j])])
+        waits.append(waiting * upto[top])
+        # What others generate while the longest trajectory waits for a tool does not delay it. But where batches
+        # overlap it delays the next one, and that the tools' seconds are not slowed is in the price.
+        spared = 0.0 if recipe.staleness else waiting
         rows = [
-            [count * row for row in batch_work(timing, cls, kv, waiting, evicted, factors)]
+            [count * row for row in batch_work(timing, cls, kv, spared, evicted, factors)]
             for count, cls in zip(expected, classes, strict=True)
         ]
         works.append(tuple(zip(*rows, strict=True)))
@@ -214,13 +218,14 @@ def _batch_options(
             devices=devices,
             seats=seats,
             holds=holds,
-            stall=stall + upto[top] / batches,
+            stall=stall,
             work=work,
             refresh=tuple(refresh),
             residence=tuple(seconds if j <= top else by_one + seconds for j, seconds in enumerate(upto)),
-            alone=upto[top] / batches,
+            generates=upto[top] - waited,
+            waits=waited,
         )
-        for top, work in reversed(list(zip(tops, works, strict=True)))
+        for top, work, waited in reversed(list(zip(tops, works, waits, strict=True)))
     ]
 
 

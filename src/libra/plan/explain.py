@@ -60,7 +60,7 @@ class BucketView:
     up_to: int
     load: float  # seconds that each engine works for one step
     residence: float  # seconds of its longest trajectory
-    latency: float  # seconds of a step in which its longest trajectory is just not too stale; see `Problem.adds_up`
+    latency: float  # seconds of a step in which its longest trajectory is just not too stale; see `plan.problem`
     share: float  # the larger of load and latency, of the step
 
 
@@ -208,7 +208,7 @@ def explain(
             problem, most_splits, _training(problem, allocation), deterministic_limit=deterministic_limit, seed=seed
         ),
         rejected=by_kind(rejected),
-        synchronous=problem.staleness == 0,
+        synchronous=problem.synchronous,
     )
 
 
@@ -251,7 +251,7 @@ def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView,
     views = []
     for bucket, priced in zip(allocation.buckets, bucket_prices(problem, allocation), strict=True):
         longest = priced.residence / (1 + problem.staleness)
-        latency = fixed + (max(longest, priced.load) if problem.adds_up else longest)
+        latency = fixed + (max(longest, priced.load) if problem.synchronous else longest)
         views.append(
             BucketView(
                 shape=bucket.shape,

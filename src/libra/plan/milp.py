@@ -22,10 +22,13 @@ constraints are linear; each is divided by T, so that tolerances of the solver m
                 running         y[b,o] <= n[b,o] <= most engines * y[b,o];  sum over t of m[b,o,t] = n[b,o]
                 refreshed       q[b,o] >= sum over j of refresh[o,j] reach[k,j] w[b,o,j] + strays
                 in_time         sum over j of work[o,m,j] reach[k,j] w[b,o,j] + strays + q[b,o] / T
-                                <= sum over t of m[b,o,t] (T - stall[o], less f[t] / (1 + staleness) if batched)
+                                <= sum over t of m[b,o,t] usable[o,t]
                 lives           sum of residence[o,j] w[b,o,j] + sum of f[t] x[t] <= (1 + staleness) T where j is met
                 devices[p,t]    sum of devices[o] m[b,o,t] <= (devices of pool p, less those of t) x[t]
-    where strays are the sums of work (refresh) times 1 - reach over all classes, in the first bucket.
+    where strays are the sums of work (refresh) times 1 - reach over all classes, in the first bucket, and usable[o,t]
+    is T - stall[o], and less
+        generates[o] + waits[o] + f[t]                                      without staleness
+        generates[o] T / ((1 + staleness) T - f[t] - waits[o])              with staleness, of batches
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from pulp.apis import coin_api
 
 from libra.plan.feasible import all_devices_conflict, ample_step, require_feasible
 from libra.plan.price import price
-from libra.plan.problem import Allocation, Bucket, Problem, Proof, Solution, TrainingOption
+from libra.plan.problem import Allocation, Bucket, EngineOption, Problem, Proof, Solution, TrainingOption
 
 _SHORTEST = 1e-6  # seconds; steps are not told apart below it
 
@@ -208,13 +211,24 @@ class AssignmentModel:
         asked = self._asked(b, o, row, reach) * (1 / self.step) + self.q[b][o] - (0 if known else most * self.same)
         given = []
         for m, fixed in zip(self.m[b][o], self.fixed, strict=True):
-            follows = fixed / (1 + self.problem.staleness) if self.problem.adds_up else 0.0
-            usable = 1 - (option.stall + follows) / self.step
+            usable = self._usable(option, fixed)
             if usable > 0:
-                given.append(usable * m)
+                given.append(usable / self.step * m)
             else:
                 self._add(m == 0)
         self._add(asked <= pulp.lpSum(given))
+
+    def _usable(self, option: EngineOption, fixed: float) -> float:
+        """Seconds of the step in which an engine can work, where `fixed` follow; not above 0 where there are none."""
+        usable = self.step - option.stall
+        if self.problem.staleness == 0:
+            return usable - option.generates - option.waits - fixed
+        if not self.problem.batched:
+            return usable
+        left = (1 + self.problem.staleness) * self.step - fixed - option.waits
+        if option.generates == 0:
+            return usable if left >= 0 else -math.inf
+        return usable - option.generates * self.step / left if left > 0 else -math.inf
 
     def _asked(self, b: int, o: int, costs: tuple[float, ...], reach: tuple[float, ...]) -> Any:
         """What bucket b asks for if it is of option o: its classes' costs as far as they reach it, and the strays."""

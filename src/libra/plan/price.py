@@ -7,7 +7,7 @@ problem and report the price computed here, so prediction, comparison and explan
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Prediction, Problem, TrainingOption
 
@@ -16,9 +16,10 @@ from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Pre
 class BucketPrice:
     """One bucket under the best option (seats) of its shape."""
 
-    option: EngineOption  # its `stall` is what new weights take, and no more
-    load: float  # seconds each of its engines needs for one step's work, with all of `stall` and refresh
+    option: EngineOption
+    load: float  # seconds each of its engines needs for one step: work, new weights, refresh; see `Prediction.rollout`
     residence: float  # seconds of its longest trajectory
+    alone: float  # those of residence that it would take with no other beside it, where batches overlap; else all
 
 
 def ranges(allocation: Allocation) -> tuple[tuple[str, int], ...]:
@@ -99,8 +100,10 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
 def parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
     """Seconds of what may bound the step of an allocation that fits, to be held against each other: the largest does.
 
-    Where the seconds of a step add up they are those that it is the sum of, publication left out; else, and where
-    training alone takes longer than that sum, each is a step that this part would allow.
+    Where the seconds of a step add up they are those that it is the sum of, publication left out. So do those of a
+    synchronous step; and of one that is as long as the longest trajectory of batches that overlap needs: training that
+    follows it, it by itself, and rollout by which it is slowed, all over 1 + staleness. Else, and where training alone
+    takes longer than that sum, each is a step that this part would allow.
     """
     training = training_option(problem, allocation)
     assert training is not None
@@ -113,11 +116,15 @@ def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice
     fixed = fixed_seconds(problem, training) / batches
     rollout = max(bucket.load for bucket in prices)
     longest = max(bucket.residence for bucket in prices) / batches
-    if not problem.adds_up:
+    if problem.synchronous:
+        if training.seconds > max(rollout, longest) + fixed:
+            return {"training": training.seconds, "rollout": rollout + fixed, "latency": longest + fixed}
+        return {"training": training.follows, "rollout": rollout, "latency": longest}
+    if not problem.shared or longest + fixed < max(rollout, training.seconds):
         return {"rollout": rollout, "training": training.seconds, "latency": longest + fixed}
-    if training.seconds > max(rollout, longest) + fixed:
-        return {"training": training.seconds, "rollout": rollout + fixed, "latency": longest + fixed}
-    return {"training": training.follows / batches, "rollout": rollout, "latency": longest}
+    last = max(prices, key=lambda bucket: bucket.residence)
+    slowed = max(0.0, last.residence - last.alone)
+    return {"training": training.follows / batches, "rollout": slowed / batches, "latency": last.alone / batches}
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
@@ -125,33 +132,16 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
     training = training_option(problem, allocation)
     assert training is not None
     tried = problem.current is not None and ranges(problem.current) == ranges(allocation)
-    # Steps of batches last as long as their load and what follows it; others can be as short as their load.
-    waits = fixed_seconds(problem, training) / (1 + problem.staleness) if problem.adds_up else 0.0
     found = []
     for bucket in allocation.buckets:
         members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
         candidates = [
-            BucketPrice(
-                option,
-                _load(problem, option, bucket, members, tried, waits),
-                max((option.residence[j] for j in members if problem.met[j]), default=0.0),
-            )
+            _bucket_price(problem, training, option, bucket, members, tried)
             for option in problem.engines
             if option.shape == bucket.shape and option.holds >= bucket.up_to
         ]
-        best = min(candidates, key=lambda c: max(c.load, _latency(problem, training, c)))
-        found.append(replace(best, option=_pausing(best.option)))
+        found.append(min(candidates, key=lambda c: max(c.load, _latency(problem, training, c))))
     return tuple(found)
-
-
-def _pausing(option: EngineOption) -> EngineOption:
-    return replace(option, stall=option.stall - option.alone, alone=0.0) if option.alone else option
-
-
-def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
-    fixed = fixed_seconds(problem, training) / (1 + problem.staleness)
-    longest = bucket.residence / (1 + problem.staleness)
-    return fixed + (max(longest, bucket.load) if problem.adds_up else longest)
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
@@ -159,9 +149,36 @@ def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
     return training.follows + training.publish + (2 * problem.switch if problem.colocated else 0.0)
 
 
-def _load(
-    problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool, waits: float
-) -> float:
+def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
+    fixed = fixed_seconds(problem, training) / (1 + problem.staleness)
+    longest = bucket.residence / (1 + problem.staleness)
+    return fixed + (max(longest, bucket.load) if problem.synchronous else longest)
+
+
+def _bucket_price(
+    problem: Problem, training: TrainingOption, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
+) -> BucketPrice:
+    load, squared = _asked(problem, option, bucket, members, tried)
+    longest = max((option.residence[j] for j in members if problem.met[j]), default=0.0)
+    fixed = fixed_seconds(problem, training)
+    if not problem.shared:
+        # Synchronous steps last as long as their load and what follows it; others can be as short as their load.
+        waits = fixed if problem.synchronous else 0.0
+        load += option.alone if problem.synchronous else 0.0
+        return BucketPrice(option, _refreshed(load, squared, waits), longest, longest)
+    batches = 1 + problem.staleness
+    step = _shared_step(load, squared, option.generates, option.waits + fixed, batches)
+    step = max(step, (longest + fixed) / batches)
+    # What never generates is never slowed. Else a step has no time but for what its longest trajectory takes.
+    residence = batches * step - fixed if option.generates else max(longest, option.waits)
+    load += squared / step if squared else 0.0
+    return BucketPrice(option, load, residence, max(longest, option.alone))
+
+
+def _asked(
+    problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
+) -> tuple[float, float]:
+    """Seconds of a step that each engine is busy, and the seconds squared of refresh, to be divided by the step's."""
     own = set(members)
     first = bucket.above == 0
     routers = problem.reach_tried if tried else problem.reach_untried
@@ -171,7 +188,31 @@ def _load(
         return strays + sum(cost * reach[j] for j, cost in enumerate(costs) if j in own)
 
     work = max(total(row, reach) for row in option.work for reach in routers)
-    base = work / bucket.engines + option.stall
-    # With refresh the load depends on the step itself: the smallest one with  load >= base + squared / (load + waits).
-    squared = max(total(option.refresh, reach) for reach in routers) / bucket.engines
-    return base if squared == 0 else (base - waits + math.sqrt((base + waits) ** 2 + 4 * squared)) / 2
+    squared = max(total(option.refresh, reach) for reach in routers)
+    return work / bucket.engines + option.stall, squared / bucket.engines
+
+
+def _refreshed(load: float, squared: float, waits: float) -> float:
+    """The smallest x with  x >= load + squared / (x + waits)."""
+    return load if squared == 0 else (load - waits + math.sqrt((load + waits) ** 2 + 4 * squared)) / 2
+
+
+def _shared_step(load: float, squared: float, generates: float, follows: float, batches: int) -> float:
+    """The smallest step T with  (batches * T - follows) * (T - load - squared / T) >= generates * T, no factor below 0.
+
+    Without `squared` that is the larger root of a quadratic. With it the step is no more than its root longer, and the
+    shorter the step, the more is asked of it: so it is found by bisection, to the last bit.
+    """
+
+    def at(load: float) -> float:
+        work, rest = batches * load, follows + generates
+        root = math.sqrt((work - follows) ** 2 + generates * (generates + 2 * (work + follows)))
+        return (work + rest + root) / (2 * batches)
+
+    short = at(load)
+    if squared == 0:
+        return short
+    long = short + math.sqrt(squared)
+    while short < (middle := (short + long) / 2) < long:
+        short, long = (middle, long) if at(load + squared / middle) > middle else (short, middle)
+    return long

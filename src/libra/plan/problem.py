@@ -13,15 +13,26 @@ versions late. With L the seconds of one training step, S those of its publicati
     step >= W_b / n_b + stall_b                      for every bucket
     (1 + staleness) * step >= R + L + S              R = max over buckets of residence
 
-Where all trajectories of a step start together (`batched`, and always with staleness 0), the longest of them is slowed
-by the others, and what is not shared adds to the load of its bucket:
+(L here, and in all that follows, are the seconds of training after the last trajectory: all, or a `tail`)
 
-    step >= W_b / n_b + stall_b + (L + S) / (1 + staleness)
+Where all trajectories of a step start together (`batched`, and always with staleness 0), the longest of a bucket would
+take `generates_b + waits_b` seconds if it were the only one: it generates, and it waits for tools. Others slow it while
+it generates. With staleness 0, synchronous training, nothing overlaps, and what is not shared adds to the load:
 
-(L here, and in the last line above, are the seconds of training that follow the last trajectory: all, or a `tail`)
+    step >= W_b / n_b + stall_b + generates_b + waits_b + L + S        for every bucket
+    step >= R + L + S
 
-where `stall_b` has the longest trajectory's own seconds over 1 + staleness. With staleness 0, synchronous training,
-nothing overlaps: step = R + L + S with R the larger of residence and load; colocated training adds two switches.
+and colocated training adds two switches. With staleness, the others are under way all the time, and leave a share
+1 - (W_b / n_b + stall_b) / step of the engine to it (processor sharing), so that its residence is
+
+    R_b = waits_b + generates_b / (1 - (W_b / n_b + stall_b) / step)
+
+The line of staleness, (1 + staleness) * step >= R_b + L + S, then reads
+
+    ((1 + staleness) * step - L - S - waits_b) * (step - stall_b - W_b / n_b) >= generates_b * step
+
+with no factor below 0. The step is never longer than W_b / n_b + stall_b + (generates_b + waits_b + L + S) / (1 +
+staleness), and as long only where the longest never waits and nothing follows.
 
 A bucket's work W_b is the largest of several rows, each linear in the classes the bucket serves; with `refresh` it also
 grows by (refresh seconds squared) / step.
@@ -91,27 +102,32 @@ class EngineOption:
     devices: int  # of one engine, all on one node (or on whole nodes)
     seats: int  # sequences that decode together, at most
     holds: int  # tokens: the longest context it can serve
-    stall: float  # seconds of every step that more engines do not shorten: it takes new weights, and see `alone`
+    stall: float  # seconds of every step in which it takes new weights
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
     residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, tools included
-    # Those of `stall` that the longest trajectory of a batch takes besides the work, where a step waits for all of it.
-    alone: float = 0.0
+    # Where batches start together, the longest trajectory of one that an engine serves, if it were the only one:
+    generates: float = 0.0  # seconds in which it generates
+    waits: float = 0.0  # seconds in which its tools run
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
         _require_costs(f"engine option {self.name}", stall=(self.stall,), refresh=self.refresh)
+        _require_costs(f"engine option {self.name}", generates=(self.generates,), waits=(self.waits,))
         _require_costs(
             f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row)
         )
-        if not 0 <= self.alone <= self.stall:
-            raise ValueError(f"engine option {self.name}: alone is {self.alone}; it is a part of stall, {self.stall}")
         if not self.work or any(len(row) != len(self.residence) for row in (*self.work, self.refresh)):
             raise ValueError(f"engine option {self.name}: work, refresh and residence must price the same classes")
 
     @property
     def name(self) -> str:
         return f"{self.shape}/{self.seats}"
+
+    @property
+    def alone(self) -> float:
+        """Seconds of the longest trajectory of a batch if it were the only one."""
+        return self.generates + self.waits
 
     @property
     def footprint(self) -> tuple[str, int, int]:
@@ -243,9 +259,14 @@ class Problem:
         _require_costs("problem", switch=(self.switch,))
 
     @property
-    def adds_up(self) -> bool:
-        """Whether engines' load and what follows generation add up, the latter over 1 + staleness."""
-        return self.batched or self.staleness == 0
+    def synchronous(self) -> bool:
+        """Whether nothing overlaps: a step is the sum of generation and of what follows it."""
+        return self.staleness == 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether batches that start together overlap, so that each one's longest trajectory shares its engine."""
+        return self.batched and self.staleness > 0
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)
@@ -265,9 +286,11 @@ class Prediction:
     """Predicted seconds of one optimiser step, and what bounds it."""
 
     step: float  # the largest of the three below
-    rollout: float  # the busiest bucket's work for one step's trajectories, per engine, weight loads included
+    # The busiest bucket's work for one step's trajectories, per engine, weight loads included; where the step is
+    # synchronous, the longest trajectory of a batch, too
+    rollout: float
     training: float  # forward, backward, exchange, optimiser, exposed publication
-    latency: float  # (longest residence + training + publication) / (1 + staleness); see `Problem.batched`
+    latency: float  # (longest residence + what follows it) / (1 + staleness); synchronous, of load where longer
     bottleneck: Bottleneck
 
 

@@ -42,7 +42,10 @@ class RangeTable:
         residence = np.array([option.residence for option in problem.engines]) * np.array(problem.met)
         self._residence = _longest(residence)
         self._residences = np.unique(self._residence)
-        self._stall = np.array([option.stall for option in problem.engines])[:, None, None]
+        self._stall, self._generates, self._waits = (
+            np.array(seconds)[:, None, None]
+            for seconds in zip(*((o.stall, o.generates, o.waits) for o in problem.engines), strict=True)
+        )
         self._possible = self._ranges_held()
 
     def engines(self, training: TrainingOption, step: float) -> Counts:
@@ -51,7 +54,7 @@ class RangeTable:
         `NEVER` where no number of engines keeps it, or the range does not exist.
         """
         limit = self._limit(training, step)
-        usable = (limit / (1 + self.problem.staleness) if self.problem.adds_up else step) - self._stall
+        usable = self._usable(limit, step * (1 + _SLACK))
         asked = self._work
         if self._refreshes:
             asked = asked + self._refresh / step
@@ -64,11 +67,24 @@ class RangeTable:
     def rank(self, training: TrainingOption, step: float) -> float:
         """Training options of equal rank leave `engines` the same table."""
         limit = self._limit(training, step)
-        return limit if self.problem.adds_up else float(np.searchsorted(self._residences, limit, side="right"))
+        if self.problem.synchronous or self.problem.shared:
+            return limit
+        return float(np.searchsorted(self._residences, limit, side="right"))
 
     def _limit(self, training: TrainingOption, step: float) -> float:
-        """Seconds that a trajectory may take; where load and latency add up, engines have their share of them."""
-        return ((1 + self.problem.staleness) * step - fixed_seconds(self.problem, training)) * (1 + _SLACK)
+        """Seconds that a trajectory may take."""
+        return (1 + self.problem.staleness) * step * (1 + _SLACK) - fixed_seconds(self.problem, training)
+
+    def _usable(self, limit: float, step: float) -> Floats:
+        """[option, 1, 1] seconds that an engine may work in a step whose trajectories take at most `limit`; not above 0
+        where it keeps no step. More of them the longer the step is."""
+        if self.problem.synchronous:
+            return np.asarray(limit - self._stall - self._generates - self._waits)
+        if not self.problem.shared:
+            return np.asarray(step - self._stall)
+        left = limit - self._waits
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(left > 0, step - self._stall - self._generates * step / left, -np.inf)
 
     def _ranges_held(self) -> NDArray[np.bool_]:
         """[option, first, last] whether the range exists and the option holds its longest context."""
