@@ -60,7 +60,7 @@ class Parts:
 
     early_gradients: bool = True
     route: str = "cmlfq"
-    rehearse: bool = False  # of a few steps: at staleness 4 they chose plans that did worse than the prices' choice
+    rehearse: bool = False  # the ablation says what it is worth
     replan: bool = True
     move_kv: bool = True
     most_buckets: int = 4

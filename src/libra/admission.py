@@ -82,10 +82,10 @@ class Admission(Generic[Episode]):
         they are fewer than `least` and the batch would lack more. With the last that it lacks the batch is `taken`."""
         started = [group.started_at for group in self._groups.values()]
         chosen: list[str] = []
-        for name, group in self._groups.items():
+        for index, (name, group) in enumerate(self._groups.items()):
             if not group.complete:
                 continue
-            place = list(self._groups).index(name) - len(chosen)
+            place = index - len(chosen)
             left = started[:place] + started[place + 1 :]
             if self._in_time(left, self.lacks - len(chosen) - 1):
                 chosen.append(name)

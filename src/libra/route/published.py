@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from libra.route.bucket import bucket_of, server
 from libra.route.causal_tree import MAX_NODES, CausalTree, ToolState, payload_class
 from libra.route.policy import Fleet, Placement, Request, ToolReturn, require_snapshot
 from libra.trajectory import Trajectory
@@ -110,8 +111,8 @@ class PublishedCMLFQ:
         if estimate is None:
             return live.bucket, "no evidence"
         mean_prompt = self._prompt_tokens / self._tree.trajectories
-        by_mean = _bucket(mean_prompt + estimate.mean, limits)
-        by_p90 = _bucket(mean_prompt + estimate.p90, limits)
+        by_mean = bucket_of(mean_prompt + estimate.mean, limits)
+        by_p90 = bucket_of(mean_prompt + estimate.p90, limits)
         if by_mean == by_p90:
             return by_mean, f"mean {estimate.mean:.0f} and P90 {estimate.p90} remaining both fit bucket {by_mean}"
         return live.bucket, (
@@ -119,22 +120,10 @@ class PublishedCMLFQ:
         )
 
 
-def _bucket(final_context: float, limits: tuple[int, ...]) -> int:
-    for bucket, limit in enumerate(limits[:-1]):
-        if final_context <= limit:
-            return bucket
-    return len(limits) - 1
-
-
 def _serve(live: _Live, request: Request, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
     """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
     needed = request.context_tokens + fleet.turn_tokens
-    prefix_at = live.instance if live.prefix_there else None
-    chosen = min(
-        (instance for instance in fleet.instances if needed <= instance.capacity_tokens),
-        key=lambda it: (it.bucket < wanted, abs(it.bucket - wanted), it.id != prefix_at, it.load_tokens, it.id),
-        default=None,
-    )
+    chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
     if chosen is None:
         live.bucket = wanted
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from libra.route import policy
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
-from libra.sim.workload.caller import Caller, returned_before
+from libra.sim.workload.caller import Caller
 from libra.sim.workload.calls import Call
 from libra.trajectory import Trajectory, Turn
 
@@ -20,41 +20,18 @@ from libra.trajectory import Trajectory, Turn
 class EpisodeCaller(Caller):
     """One trajectory on its way; it has one request at most."""
 
-    calls: tuple[Call, ...]
     group: str
-    due: float  # seconds by which its group has to be complete
     prompt: Chain
     chain: Chain = field(init=False)
-    position: int = 0  # of the call that is under way, or comes after the tool that is
-    told: bool = False  # the policy knows of the return before this call
 
     def __post_init__(self) -> None:
         self.chain = self._fork(self.calls[0])
 
-    @property
-    def call(self) -> Call:
-        return self.calls[self.position]
-
-    @property
-    def last(self) -> bool:
-        return self.position == len(self.calls) - 1
-
-    def routing_request(self) -> policy.Request:
-        trajectory = self.trajectory
-        return policy.Request(
-            trajectory.id,
-            trajectory.prompt_id,
-            trajectory.prompt_tokens,
-            self.call.context_tokens + self.generated_before,
-            trajectory.task,
-            self.due,
-        )
-
     def returned(self) -> policy.ToolReturn | None:
-        if self.told:
-            return None
+        """Said once: a request that finds no engine, or is stopped on one, is placed again."""
+        returned = Caller.returned(self)
         self.told = True
-        return returned_before(self.trajectory, self.calls, self.position)
+        return returned
 
     def request(self, number: int, arrival: int) -> Request:
         """What is left of the present turn."""

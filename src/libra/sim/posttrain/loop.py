@@ -247,7 +247,7 @@ class _Run:
                 if not made:
                     self._complete(trajectory, name, now)
                     continue
-                caller = EpisodeCaller(trajectory, made, name, due, prompt)
+                caller = EpisodeCaller(trajectory, made, 0, name, prompt, due=due)
                 self._live[trajectory.id] = caller
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
 

@@ -5,7 +5,6 @@ Invariant: a caller says of itself what was known when its request was made, and
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from libra.route import policy
@@ -15,46 +14,24 @@ from libra.trajectory import Trajectory
 
 
 @dataclass(slots=True)
-class Caller(ABC):
+class Caller:
     """The owner of a request that a trajectory makes."""
 
     trajectory: Trajectory
+    calls: tuple[Call, ...]  # all that the trajectory makes
+    position: int  # in `calls`, of the one that the request is of
     generated_before: int = field(default=0, kw_only=True)  # tokens of the turn before this request was made
     engine: int | None = field(default=None, kw_only=True)  # of its latest request; kept only where KV moves
-
-    @property
-    @abstractmethod
-    def last(self) -> bool:
-        """Whether the trajectory makes no other call after this one."""
-
-    @abstractmethod
-    def routing_request(self) -> policy.Request: ...
-
-    @abstractmethod
-    def returned(self) -> policy.ToolReturn | None:
-        """The tool return that the request follows, unless the policy was told of it before."""
-
-
-@dataclass(slots=True)
-class TrajectoryCaller(Caller):
-    """A caller of a replayed trajectory: each turn is one request."""
-
-    calls: tuple[Call, ...]  # all that the trajectory makes
-    position: int  # of this one in `calls`
-    prompt: Chain  # what the trajectory began with
-    first_number: int  # of the request of its first call
-    told: bool = False  # the policy knows of the return before this call
+    told: bool = field(default=False, kw_only=True)  # the policy knows of the return before this call
+    due: float | None = field(default=None, kw_only=True)  # seconds by which its group has to be complete
 
     @property
     def call(self) -> Call:
         return self.calls[self.position]
 
     @property
-    def turn(self) -> int:
-        return self.call.turn
-
-    @property
     def last(self) -> bool:
+        """Whether the trajectory makes no other call after this one."""
         return self.position == len(self.calls) - 1
 
     def routing_request(self) -> policy.Request:
@@ -65,13 +42,27 @@ class TrajectoryCaller(Caller):
             trajectory.prompt_tokens,
             self.call.context_tokens + self.generated_before,
             trajectory.task,
+            self.due,
         )
 
     def returned(self) -> policy.ToolReturn | None:
-        return None if self.told else returned_before(self.trajectory, self.calls, self.position)
+        """The tool return that the request follows, unless the policy was told of it before."""
+        return None if self.told else _returned_before(self.trajectory, self.calls, self.position)
 
 
-def returned_before(trajectory: Trajectory, calls: tuple[Call, ...], position: int) -> policy.ToolReturn | None:
+@dataclass(slots=True)
+class TrajectoryCaller(Caller):
+    """A caller of a replayed trajectory: each turn is one request."""
+
+    prompt: Chain  # what the trajectory began with
+    first_number: int  # of the request of its first call
+
+    @property
+    def turn(self) -> int:
+        return self.call.turn
+
+
+def _returned_before(trajectory: Trajectory, calls: tuple[Call, ...], position: int) -> policy.ToolReturn | None:
     """The tool return before a call. A policy has not heard of a trajectory before its first request, so a return
     before that means nothing to it."""
     if position == 0:
