@@ -16,7 +16,7 @@ from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS
 from libra.route.hierarchy import RECENT, Hierarchy, state_of
 from libra.route.policy import Fleet, Placement, Request, ToolReturn, require_snapshot
 from libra.route.remaining import Remaining
-from libra.route.service_cost import TOKEN_SECONDS, MigrationCost, Offer, offers_of, service_cost
+from libra.route.service_cost import MigrationCost, Offer, offers_of, service_cost
 from libra.trajectory import Trajectory
 
 NAME = "cmlfq"
@@ -171,7 +171,7 @@ class CMLFQ:
             instance.bucket,
             live.instance is not None and id != live.instance,
             reason,
-            _slack(request, remaining, instance.token_seconds),
+            _slack(request, remaining, chosen.told_seconds),
             None if chosen.onward is None else _ask_again(chosen.reach - context, generated, remaining),
         )
         live.instance, live.prefix_there = id, True
@@ -203,12 +203,12 @@ class CMLFQ:
         return chosen
 
 
-def _slack(request: Request, remaining: Remaining | None, token_seconds: float | None) -> int:
+def _slack(request: Request, remaining: Remaining | None, token_seconds: float) -> int:
     """Milliseconds."""
     due = 0.0 if request.due is None else request.due
     if remaining is None:
         return round(1000 * due)
-    return round(1000 * (due - remaining.mean * (TOKEN_SECONDS if token_seconds is None else token_seconds)))
+    return round(1000 * (due - remaining.mean * token_seconds))
 
 
 def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int | None:
@@ -219,7 +219,8 @@ def _ask_again(room: float, generated: int, remaining: Remaining | None) -> int 
     """
     if room < 0:
         return None
-    tokens = generated + int(room) + 1
+    more = int(room) + 1
     if remaining is None:
-        return tokens
-    return min(tokens, generated + max(1, generated, math.ceil(_SURPRISE * remaining.mean)))
+        return generated + more
+    surprising = max(1, generated, math.ceil(_SURPRISE * remaining.mean))
+    return generated + min(more, surprising)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +26,7 @@ MAX_CONTEXTS = 65_536
 HALF_LIFE = 1024.0
 
 _KEPT_VERSIONS = 64
+_COLUMNS = BINS + 1  # of the table: weights by bin, and their sum
 _REBASE = 64  # half-lives after which the stored weights are made small again: single precision holds 2 ** 127
 
 
@@ -43,9 +46,10 @@ class Evidence:
         self.fading = 1.0  # present weight of what is stored with weight 1
         self._versions: list[int] = []  # that were the newest when they were first counted, in order
         self._since: list[int] = []  # the clock at which each of them was
-        self._rows: dict[Context, int] = {}  # least lately used first
+        # Least lately used first. A plain dict would look through all that it let go of to find its first one.
+        self._rows: OrderedDict[Context, int] = OrderedDict()
         # Row 0 stays empty: it is that of contexts without evidence.
-        self._table: Histogram = np.zeros((1, BINS + 1), np.float32)
+        self._table: Histogram = np.zeros((1, _COLUMNS), np.float32)
 
     def __len__(self) -> int:
         """Contexts held."""
@@ -64,24 +68,25 @@ class Evidence:
             self._base = self._clock
         self.fading = 2 ** ((self._base - self._clock) / self.half_life)
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
-        found = [self._row(context) for context in histograms]
-        rows: list[int] = []
-        bins: list[int] = []
+        # By row: a context that has to go for one of those after it leaves it its row.
+        adding = {self._row(context): weights for context, weights in histograms.items()}
+        cells: list[int] = []
         added: list[float] = []
-        for (context, weights), row in zip(histograms.items(), found, strict=True):
-            if self._rows.get(context) != row:  # it had to go for one of those after it
-                continue
+        for row, weights in adding.items():
+            start = row * _COLUMNS
             for bin_, weight in weights.items():
-                rows += (row, row)
-                bins += (bin_, BINS)
-                added += (weight, weight)
-        np.add.at(self._table, (rows, bins), np.array(added, np.float32) * np.float32(stored))
+                cells.append(start + bin_)
+                added.append(weight)
+        at = np.array(cells, np.intp)
+        more = np.array(added, np.float32) * np.float32(stored)
+        flat = self._table.reshape(-1)
+        flat[at] += more  # no cell comes twice; the sums, in the last column, do
+        np.add.at(flat, at - at % _COLUMNS + BINS, more)
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
         """Stored weights by context and bin, and their sum in one more column: times `fading`, the present ones. Zeros
         for a context without evidence."""
-        get = self._rows.get
-        return self._table.take([get(context, 0) for context in contexts], 0)
+        return self._table.take([*map(self._rows.get, contexts, repeat(0))], 0)
 
     def snapshot(self) -> dict[str, Any]:
         """JSON values; weights as they are stored, by context in order of use."""
@@ -122,17 +127,20 @@ class Evidence:
 
     def _row(self, context: Context) -> int:
         """The row of a context, an empty one if it is new, now the latest used."""
-        row = self._rows.pop(context, None)
-        if row is None:
-            if len(self._rows) < self.max_contexts:
-                row = len(self._rows) + 1
-                if row == len(self._table):
-                    more = min(len(self._table), self.max_contexts + 1 - row)
-                    self._table = np.concatenate([self._table, np.zeros((more, BINS + 1), np.float32)])
-            else:
-                row = self._rows.pop(next(iter(self._rows)))
-                self._table[row] = 0
-        self._rows[context] = row
+        rows = self._rows
+        row = rows.get(context)
+        if row is not None:
+            rows.move_to_end(context)
+            return row
+        if len(rows) < self.max_contexts:
+            row = len(rows) + 1
+            if row == len(self._table):
+                more = min(len(self._table), self.max_contexts + 1 - row)
+                self._table = np.concatenate([self._table, np.zeros((more, _COLUMNS), np.float32)])
+        else:
+            _, row = rows.popitem(last=False)
+            self._table[row] = 0
+        rows[context] = row
         return row
 
 

@@ -10,8 +10,8 @@ repeat one another. A prompt's own earlier samples are the two most specific con
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Self
 
@@ -28,6 +28,8 @@ from libra.trajectory import ToolStatus, Trajectory
 SHRINKAGE = 4.0
 
 RECENT = 3  # tool-return states that are looked at
+
+_ALONE: tuple[Mapping[int, float], ...] = tuple({bin_: 1.0} for bin_ in range(BINS))  # all in one bin
 
 _FIRST_OF_A_RETURN = 2  # the contexts before it are of all moments of a trajectory, the others of one
 
@@ -95,21 +97,9 @@ class Hierarchy:
         self._turns = kept * self._turns + len(trajectory.turns)
         self._generated = kept * self._generated + trajectory.generated_tokens
         visits: dict[Context, list[int]] = defaultdict(list)
-        starts = trajectory.contexts()
-        remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
-        recent: tuple[ToolState, ...] = ()
-        returns = 0
-        prompt_id, task = trajectory.prompt_id, trajectory.task
-        for context in contexts_of(prompt_id, task, recent, returns, starts[0]):
-            visits[context].append(bin_of(remaining))
-        for number, turn in enumerate(trajectory.turns, start=1):
-            remaining -= turn.generated_tokens + turn.returned_tokens
-            if turn.tool is None or turn.status is None:
-                continue
-            recent = (*recent, state_of(turn.tool, payload_class(turn.returned_tokens), turn.status))[-RECENT:]
-            returns += 1
+        for contexts, remaining in _moments(trajectory):
             bin_ = bin_of(remaining)
-            for context in contexts_of(prompt_id, task, recent, returns, starts[number]):
+            for context in contexts:
                 visits[context].append(bin_)
         self._evidence.count(
             trajectory.policy_version,
@@ -141,13 +131,13 @@ class Hierarchy:
         contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
         finished = self._evidence.histograms(contexts)
         fading = self._evidence.fading
-        counts = [weight * fading for weight in finished[:, BINS].tolist()]
+        counts = finished[:, BINS].tolist()
         running = None if returns else self._running.histograms(contexts)
         if running is None:  # shares are all that counts, so what has faded alike need not be made to
-            return Remaining((_mixture(counts) @ finished)[:BINS])
+            return Remaining(_mixture(counts, fading).dot(finished)[:BINS])
         started = running.sum(axis=1).tolist()
-        parts = _mixture([count + more for count, more in zip(counts, started, strict=True)])
-        return Remaining(redistributed((parts @ finished)[:BINS] * np.float32(fading), parts @ running))
+        parts = _mixture([count * fading + more for count, more in zip(counts, started, strict=True)])
+        return Remaining(redistributed(parts.dot(finished)[:BINS] * np.float32(fading), parts.dot(running)))
 
     def snapshot(self) -> dict[str, Any]:
         """JSON values."""
@@ -167,31 +157,53 @@ class Hierarchy:
         return hierarchy
 
 
+def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]]:
+    """Contexts at the start and after each tool return, and the tokens that remained there."""
+    starts = trajectory.contexts()
+    remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
+    recent: tuple[ToolState, ...] = ()
+    returns = 0
+    prompt_id, task = trajectory.prompt_id, trajectory.task
+    yield contexts_of(prompt_id, task, recent, returns, starts[0]), remaining
+    for number, turn in enumerate(trajectory.turns, start=1):
+        remaining -= turn.generated_tokens + turn.returned_tokens
+        if turn.tool is None or turn.status is None:
+            continue
+        recent = (*recent, state_of(turn.tool, payload_class(turn.returned_tokens), turn.status))[-RECENT:]
+        returns += 1
+        yield contexts_of(prompt_id, task, recent, returns, starts[number]), remaining
+
+
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:
     """Of the visits in each bin."""
-    if len(bins) == 1:  # as of most contexts
-        return {bins[0]: 1.0}
-    return {bin_: number / len(bins) for bin_, number in Counter(bins).items()}
+    visits = len(bins)
+    if visits == 1:  # as of most contexts
+        return _ALONE[bins[0]]
+    numbers: dict[int, int] = {}
+    for bin_ in bins:
+        numbers[bin_] = numbers.get(bin_, 0) + 1
+    return {bin_: number / visits for bin_, number in numbers.items()}
 
 
-def _mixture(counts: Sequence[float]) -> Histogram:
+def _mixture(counts: Sequence[float], fading: float = 1.0) -> Histogram:
     """What one unit of the evidence of each context, as `contexts_of` lists them, weighs in the estimate.
 
     A context of count n keeps the share n / (n + `SHRINKAGE`) of what comes to it, so 1 / (n + `SHRINKAGE`) for each
-    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two.
+    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two. Counts
+    are to be multiplied by `fading`.
     """
     everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = counts
-    of_prompt_two = 1 / (prompt_two + SHRINKAGE)
-    of_prompt = of_prompt_two * SHRINKAGE / (prompt + SHRINKAGE)
+    of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)
+    of_prompt = of_prompt_two * SHRINKAGE / (prompt * fading + SHRINKAGE)
     half = of_prompt * SHRINKAGE / 2
-    of_size = half / (size + SHRINKAGE)
-    of_three = half / (three + SHRINKAGE)
-    of_two = of_three * SHRINKAGE / (two + SHRINKAGE)
-    of_depth = of_two * SHRINKAGE / (depth + SHRINKAGE)
-    of_last = (of_depth + of_size) * SHRINKAGE / (last + SHRINKAGE)
+    of_size = half / (size * fading + SHRINKAGE)
+    of_three = half / (three * fading + SHRINKAGE)
+    of_two = of_three * SHRINKAGE / (two * fading + SHRINKAGE)
+    of_depth = of_two * SHRINKAGE / (depth * fading + SHRINKAGE)
+    of_last = (of_depth + of_size) * SHRINKAGE / (last * fading + SHRINKAGE)
     half = of_last * SHRINKAGE / 2
-    of_anywhere = half / (anywhere + SHRINKAGE)
-    of_task = half / (task + SHRINKAGE)
-    of_everyone = (of_task + of_anywhere) * SHRINKAGE / everyone
+    of_anywhere = half / (anywhere * fading + SHRINKAGE)
+    of_task = half / (task * fading + SHRINKAGE)
+    of_everyone = (of_task + of_anywhere) * SHRINKAGE / (everyone * fading)
     parts = (of_everyone, of_task, of_anywhere, of_last, of_depth, of_two, of_three, of_size, of_prompt, of_prompt_two)
     return np.array(parts, np.float32)

@@ -8,6 +8,7 @@ bound still.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,37 +16,54 @@ import numpy as np
 from libra.route.evidence import Context, as_context
 from libra.route.remaining import BINS, BINS_PER_OCTAVE, Histogram, bin_of
 
+Marks = dict[int, int]  # number by bin, of one context
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a running trajectory is. Its contexts have marks as long as it runs, so those can be kept at hand."""
+
+    contexts: tuple[Context, ...]
+    marks: list[Marks]
+    bin: int
+
 
 class Running:
     """Counts of running trajectories by context and bin. Memory is that of the trajectories that run."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[tuple[Context, ...], int]] = {}  # contexts and bin, by trajectory
-        self._marks: dict[Context, dict[int, int]] = {}
+        self._places: dict[str, _Place] = {}  # by trajectory
+        self._marks: dict[Context, Marks] = {}
 
     def start(self, trajectory_id: str, contexts: Iterable[Context], bin_: int = 0) -> None:
         """From now on it runs; its contexts are where it started."""
-        place = tuple(contexts), bin_
-        self._places[trajectory_id] = place
-        self._mark(*place, 1)
+        own = tuple(contexts)
+        marks = [self._marks.setdefault(context, {}) for context in own]
+        for mark in marks:
+            mark[bin_] = mark.get(bin_, 0) + 1
+        self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
         """It has had so many tokens, generated and returned. One that does not run is ignored; none comes back down."""
         place = self._places.get(trajectory_id)
         if place is None:
             return
-        contexts, bin_ = place
         now = bin_of(tokens) // BINS_PER_OCTAVE * BINS_PER_OCTAVE
-        if now > bin_:
-            self._mark(contexts, bin_, -1)
-            self._mark(contexts, now, 1)
-            self._places[trajectory_id] = contexts, now
+        if now > place.bin:
+            for mark in place.marks:
+                _unmark(mark, place.bin)
+                mark[now] = mark.get(now, 0) + 1
+            place.bin = now
 
     def end(self, trajectory_id: str) -> None:
         """It has finished or was given up; no error if it does not run."""
         place = self._places.pop(trajectory_id, None)
-        if place is not None:
-            self._mark(*place, -1)
+        if place is None:
+            return
+        for context, mark in zip(place.contexts, place.marks, strict=True):
+            _unmark(mark, place.bin)
+            if not mark:
+                del self._marks[context]
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram | None:
         """How many run, by context and bin; None where none of them has more than started."""
@@ -60,7 +78,7 @@ class Running:
 
     def snapshot(self) -> list[Any]:
         """JSON values."""
-        return [[id, contexts, bin_] for id, (contexts, bin_) in self._places.items()]
+        return [[id, place.contexts, place.bin] for id, place in self._places.items()]
 
     @classmethod
     def restore(cls, snapshot: Iterable[Any]) -> Running:
@@ -69,16 +87,12 @@ class Running:
             running.start(id, (as_context(context) for context in contexts), bin_)
         return running
 
-    def _mark(self, contexts: Iterable[Context], bin_: int, by: int) -> None:
-        for context in contexts:
-            mark = self._marks.setdefault(context, {})
-            number = mark.get(bin_, 0) + by
-            if number:
-                mark[bin_] = number
-            else:
-                del mark[bin_]
-                if not mark:
-                    del self._marks[context]
+
+def _unmark(marks: Marks, bin_: int) -> None:
+    if marks[bin_] == 1:
+        del marks[bin_]
+    else:
+        marks[bin_] -= 1
 
 
 def redistributed(finished: Histogram, running: Histogram) -> Histogram:

@@ -50,7 +50,8 @@ class Offer(NamedTuple):
 
     instance: Instance
     load_tokens: int
-    token_seconds: float  # seconds to a generated token, congestion included
+    told_seconds: float  # to a generated token, as the instance tells, `TOKEN_SECONDS` if it does not
+    token_seconds: float  # the same, congestion included
     reach: float  # largest context that it is meant for; infinite where there is no longer bucket
     onward: Offer | None  # the fastest of a longer bucket, which would take over beyond `reach`
 
@@ -64,8 +65,10 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
     when idle, and half more for each mean load more. Only ratios of loads are used: what load makes an instance slow
     is not known here.
     """
-    best: dict[int, tuple[int, str, Instance]] = {}
-    home: tuple[int, str, Instance] | None = None
+    limits = fleet.limits
+    best: list[Instance | None] = [None] * len(limits)
+    loads = [0] * len(limits)  # of the best
+    home: Instance | None = None
     total = count = 0
     for instance in fleet.instances:
         if instance.capacity_tokens < needed:
@@ -73,40 +76,36 @@ def offers_of(fleet: Fleet, needed: int, prefix_at: str | None) -> tuple[list[Of
         load, bucket = instance.load_tokens, instance.bucket
         total += load
         count += 1
-        least = best.get(bucket)
-        if least is None or load <= least[0]:
-            id = instance.id
-            if least is None or load < least[0] or id < least[1]:
-                best[bucket] = load, id, instance
-        if prefix_at is not None and instance.id == prefix_at:
-            home = load, prefix_at, instance
+        if instance.id == prefix_at:
+            home = instance
+        least = best[bucket]
+        if least is None or load < loads[bucket] or (load == loads[bucket] and instance.id < least.id):
+            best[bucket], loads[bucket] = instance, load
     if not count:
         return [], None
     per_load = count / total if total else 0.0
-    limits = fleet.limits
     offers: list[Offer] = []
     held: Offer | None = None
     onward: Offer | None = None
-    for bucket in sorted(best, reverse=True):
-        offer = _offer(best[bucket], per_load, limits, onward)
+    for bucket in range(len(limits) - 1, -1, -1):
+        least = best[bucket]
+        if least is None:
+            continue
+        offer = _offer(least, loads[bucket], per_load, limits, onward)
         offers.append(offer)
-        if home is not None and home[2].bucket == bucket:
-            held = offer if home[1] == best[bucket][1] else _offer(home, per_load, limits, onward)
+        if home is not None and home.bucket == bucket:
+            held = offer if home is least else _offer(home, home.load_tokens, per_load, limits, onward)
         if onward is None or offer.token_seconds < onward.token_seconds:
             onward = offer
     return offers, held
 
 
-def _offer(chosen: tuple[int, str, Instance], per_load: float, limits: Sequence[int], onward: Offer | None) -> Offer:
-    load, _, instance = chosen
-    seconds = instance.token_seconds
-    return Offer(
-        instance,
-        load,
-        (TOKEN_SECONDS if seconds is None else seconds) * (1 + load * per_load) / 2,
-        math.inf if onward is None else min(limits[instance.bucket], instance.capacity_tokens),
-        onward,
-    )
+def _offer(instance: Instance, load: int, per_load: float, limits: Sequence[int], onward: Offer | None) -> Offer:
+    told = instance.token_seconds
+    if told is None:
+        told = TOKEN_SECONDS
+    reach = math.inf if onward is None else min(limits[instance.bucket], instance.capacity_tokens)
+    return Offer(instance, load, told, told * (1 + load * per_load) / 2, reach, onward)
 
 
 def service_cost(
