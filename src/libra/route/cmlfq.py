@@ -193,8 +193,8 @@ class CMLFQ:
             if offer is home or context > offer.reach:
                 continue
             move, fastest = migration.seconds(context, offer.load_tokens), offer.token_seconds
-            if offer.onward is not None:
-                fastest = min(fastest, offer.onward.token_seconds)
+            if offer.onward is not None and offer.onward.token_seconds < fastest:
+                fastest = offer.onward.token_seconds
             if least is not None and share * fastest * mean + move > least[0]:
                 continue  # it costs at least that, and most of the time that settles it
             cost = move + service_cost(remaining, context, offer, migration, share)

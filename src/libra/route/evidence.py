@@ -48,6 +48,7 @@ class Evidence:
         self._since: list[int] = []  # the clock at which each of them was
         # Least lately used first. A plain dict would look through all that it let go of to find its first one.
         self._rows: OrderedDict[Context, int] = OrderedDict()
+        self._taken: list[int] = []  # rows that are to be emptied, for the contexts that had them have gone
         # Row 0 stays empty: it is that of contexts without evidence.
         self._table: Histogram = np.zeros((1, _COLUMNS), np.float32)
 
@@ -70,18 +71,15 @@ class Evidence:
         stored = 2 ** ((self._standing(version) - self._base) / self.half_life)
         # By row: a context that has to go for one of those after it leaves it its row.
         adding = {self._row(context): weights for context, weights in histograms.items()}
-        cells: list[int] = []
-        added: list[float] = []
-        for row, weights in adding.items():
-            start = row * _COLUMNS
-            for bin_, weight in weights.items():
-                cells.append(start + bin_)
-                added.append(weight)
-        at = np.array(cells, np.intp)
-        more = np.array(added, np.float32) * np.float32(stored)
+        if self._taken:
+            self._table[self._taken] = 0
+            self._taken.clear()
+        cells = np.array([row * _COLUMNS + bin_ for row, weights in adding.items() for bin_ in weights], np.intp)
+        added = np.array([weight for weights in adding.values() for weight in weights.values()], np.float32)
+        added *= np.float32(stored)
         flat = self._table.reshape(-1)
-        flat[at] += more  # no cell comes twice; the sums, in the last column, do
-        np.add.at(flat, at - at % _COLUMNS + BINS, more)
+        flat[cells] += added  # no cell comes twice; the sums, in the last column, do
+        np.add.at(flat, cells - cells % _COLUMNS + BINS, added)
 
     def histograms(self, contexts: Sequence[Context]) -> Histogram:
         """Stored weights by context and bin, and their sum in one more column: times `fading`, the present ones. Zeros
@@ -126,7 +124,7 @@ class Evidence:
         return self._clock if newer == len(self._versions) else self._since[newer]
 
     def _row(self, context: Context) -> int:
-        """The row of a context, an empty one if it is new, now the latest used."""
+        """The row of a context, now the latest used; if it is new, an empty one or one that is `_taken`."""
         rows = self._rows
         row = rows.get(context)
         if row is not None:
@@ -139,7 +137,7 @@ class Evidence:
                 self._table = np.concatenate([self._table, np.zeros((more, _COLUMNS), np.float32)])
         else:
             _, row = rows.popitem(last=False)
-            self._table[row] = 0
+            self._taken.append(row)
         rows[context] = row
         return row
 

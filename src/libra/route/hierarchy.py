@@ -131,12 +131,12 @@ class Hierarchy:
         contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
         finished = self._evidence.histograms(contexts)
         fading = self._evidence.fading
-        counts = finished[:, BINS].tolist()
+        counts = [weight * fading for weight in finished[:, BINS].tolist()]
         running = None if returns else self._running.histograms(contexts)
         if running is None:  # shares are all that counts, so what has faded alike need not be made to
-            return Remaining(_mixture(counts, fading).dot(finished)[:BINS])
+            return Remaining(_mixture(counts).dot(finished)[:BINS])
         started = running.sum(axis=1).tolist()
-        parts = _mixture([count * fading + more for count, more in zip(counts, started, strict=True)])
+        parts = _mixture([count + more for count, more in zip(counts, started, strict=True)])
         return Remaining(redistributed(parts.dot(finished)[:BINS] * np.float32(fading), parts.dot(running)))
 
     def snapshot(self) -> dict[str, Any]:
@@ -185,25 +185,24 @@ def _shares(bins: Sequence[int]) -> Mapping[int, float]:
     return {bin_: number / visits for bin_, number in numbers.items()}
 
 
-def _mixture(counts: Sequence[float], fading: float = 1.0) -> Histogram:
+def _mixture(counts: Sequence[float]) -> Histogram:
     """What one unit of the evidence of each context, as `contexts_of` lists them, weighs in the estimate.
 
     A context of count n keeps the share n / (n + `SHRINKAGE`) of what comes to it, so 1 / (n + `SHRINKAGE`) for each
-    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two. Counts
-    are to be multiplied by `fading`.
+    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two.
     """
     everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = counts
-    of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)
-    of_prompt = of_prompt_two * SHRINKAGE / (prompt * fading + SHRINKAGE)
+    of_prompt_two = 1 / (prompt_two + SHRINKAGE)
+    of_prompt = of_prompt_two * SHRINKAGE / (prompt + SHRINKAGE)
     half = of_prompt * SHRINKAGE / 2
-    of_size = half / (size * fading + SHRINKAGE)
-    of_three = half / (three * fading + SHRINKAGE)
-    of_two = of_three * SHRINKAGE / (two * fading + SHRINKAGE)
-    of_depth = of_two * SHRINKAGE / (depth * fading + SHRINKAGE)
-    of_last = (of_depth + of_size) * SHRINKAGE / (last * fading + SHRINKAGE)
+    of_size = half / (size + SHRINKAGE)
+    of_three = half / (three + SHRINKAGE)
+    of_two = of_three * SHRINKAGE / (two + SHRINKAGE)
+    of_depth = of_two * SHRINKAGE / (depth + SHRINKAGE)
+    of_last = (of_depth + of_size) * SHRINKAGE / (last + SHRINKAGE)
     half = of_last * SHRINKAGE / 2
-    of_anywhere = half / (anywhere * fading + SHRINKAGE)
-    of_task = half / (task * fading + SHRINKAGE)
-    of_everyone = (of_task + of_anywhere) * SHRINKAGE / (everyone * fading)
+    of_anywhere = half / (anywhere + SHRINKAGE)
+    of_task = half / (task + SHRINKAGE)
+    of_everyone = (of_task + of_anywhere) * SHRINKAGE / everyone
     parts = (of_everyone, of_task, of_anywhere, of_last, of_depth, of_two, of_three, of_size, of_prompt, of_prompt_two)
     return np.array(parts, np.float32)

@@ -102,12 +102,15 @@ def redistributed(finished: Histogram, running: Histogram) -> Histogram:
     end any time. What is longer than all that have finished is put an octave beyond the longest that runs: as long
     again. The weights must not all be 0.
     """
-    later = np.append(running[1:], np.float32(0))
-    at_risk = (finished + later)[::-1].cumsum()[::-1]
-    hazard = np.divide(finished, at_risk, out=np.zeros_like(finished), where=at_risk > 0).clip(0, 1)
+    at_risk = finished.copy()
+    at_risk[:-1] += running[1:]
+    at_risk = at_risk[::-1].cumsum()[::-1]
+    hazard = np.divide(finished, at_risk, out=np.zeros_like(finished), where=at_risk > 0)
+    np.minimum(hazard, 1, out=hazard)  # sums in single precision may be too small
     survive = (1 - hazard).cumprod()
-    shares: Histogram = np.append(np.float32(1), survive[:-1]) * hazard
+    shares: Histogram = hazard.copy()
+    shares[1:] *= survive[:-1]
     if survive[-1] > 0:
-        longest = int(np.flatnonzero(finished + running).max())
+        longest = int((finished + running).nonzero()[0][-1])
         shares[min(BINS - 1, longest + BINS_PER_OCTAVE)] += survive[-1]
     return shares

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from libra.route.policy import Fleet, Instance
 from libra.route.remaining import Remaining
@@ -45,8 +44,9 @@ class MigrationCost:
         return (self.fixed_seconds + self.seconds_per_token * context_tokens) * (1 + others)
 
 
-class Offer(NamedTuple):
-    """What an instance would serve at."""
+@dataclass(slots=True, eq=False)
+class Offer:
+    """What an instance would serve at. Made for one decision: to freeze it would take longer than to weigh it."""
 
     instance: Instance
     load_tokens: int
