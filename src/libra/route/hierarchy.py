@@ -47,7 +47,7 @@ def contexts_of(
 
     Returns so far and context tokens count by doublings, which is what few samples can tell apart.
     """
-    last = recent[-1:]
+    last, last_two = recent[-1:], recent[-2:]
     depth = returns.bit_length()
     return (
         ("all",),
@@ -55,11 +55,11 @@ def contexts_of(
         ("return", last),
         ("return of task", task, last),
         ("and depth", task, last, depth),
-        ("two returns and depth", task, recent[-2:], depth),
+        ("two returns and depth", task, last_two, depth),
         ("three returns", task, recent),
         ("return and context", task, last, context_tokens.bit_length()),
         ("return of prompt", prompt_id, last),
-        ("two returns of prompt", prompt_id, recent[-2:]),
+        ("two returns of prompt", prompt_id, last_two),
     )
 
 
@@ -131,12 +131,12 @@ class Hierarchy:
         contexts = contexts_of(request.prompt_id, request.task, recent, returns, request.context_tokens)
         finished = self._evidence.histograms(contexts)
         fading = self._evidence.fading
-        counts = [weight * fading for weight in finished[:, BINS].tolist()]
+        weights = finished[:, BINS].tolist()
         running = None if returns else self._running.histograms(contexts)
         if running is None:  # shares are all that counts, so what has faded alike need not be made to
-            return Remaining(_mixture(counts).dot(finished)[:BINS])
+            return Remaining(_mixture(weights, fading).dot(finished)[:BINS])
         started = running.sum(axis=1).tolist()
-        parts = _mixture([count + more for count, more in zip(counts, started, strict=True)])
+        parts = _mixture([weight * fading + more for weight, more in zip(weights, started, strict=True)])
         return Remaining(redistributed(parts.dot(finished)[:BINS] * np.float32(fading), parts.dot(running)))
 
     def snapshot(self) -> dict[str, Any]:
@@ -185,24 +185,25 @@ def _shares(bins: Sequence[int]) -> Mapping[int, float]:
     return {bin_: number / visits for bin_, number in numbers.items()}
 
 
-def _mixture(counts: Sequence[float]) -> Histogram:
+def _mixture(weights: Sequence[float], fading: float = 1.0) -> Histogram:
     """What one unit of the evidence of each context, as `contexts_of` lists them, weighs in the estimate.
 
     A context of count n keeps the share n / (n + `SHRINKAGE`) of what comes to it, so 1 / (n + `SHRINKAGE`) for each
-    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two.
+    unit of its evidence, and leaves `SHRINKAGE` times as much to the more general ones, in equal parts if two. A
+    count is a weight times `fading`.
     """
-    everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = counts
-    of_prompt_two = 1 / (prompt_two + SHRINKAGE)
-    of_prompt = of_prompt_two * SHRINKAGE / (prompt + SHRINKAGE)
+    everyone, task, anywhere, last, depth, two, three, size, prompt, prompt_two = weights
+    of_prompt_two = 1 / (prompt_two * fading + SHRINKAGE)
+    of_prompt = of_prompt_two * SHRINKAGE / (prompt * fading + SHRINKAGE)
     half = of_prompt * SHRINKAGE / 2
-    of_size = half / (size + SHRINKAGE)
-    of_three = half / (three + SHRINKAGE)
-    of_two = of_three * SHRINKAGE / (two + SHRINKAGE)
-    of_depth = of_two * SHRINKAGE / (depth + SHRINKAGE)
-    of_last = (of_depth + of_size) * SHRINKAGE / (last + SHRINKAGE)
+    of_size = half / (size * fading + SHRINKAGE)
+    of_three = half / (three * fading + SHRINKAGE)
+    of_two = of_three * SHRINKAGE / (two * fading + SHRINKAGE)
+    of_depth = of_two * SHRINKAGE / (depth * fading + SHRINKAGE)
+    of_last = (of_depth + of_size) * SHRINKAGE / (last * fading + SHRINKAGE)
     half = of_last * SHRINKAGE / 2
-    of_anywhere = half / (anywhere + SHRINKAGE)
-    of_task = half / (task + SHRINKAGE)
-    of_everyone = (of_task + of_anywhere) * SHRINKAGE / everyone
+    of_anywhere = half / (anywhere * fading + SHRINKAGE)
+    of_task = half / (task * fading + SHRINKAGE)
+    of_everyone = (of_task + of_anywhere) * SHRINKAGE / (everyone * fading)
     parts = (of_everyone, of_task, of_anywhere, of_last, of_depth, of_two, of_three, of_size, of_prompt, of_prompt_two)
     return np.array(parts, np.float32)
