@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.evaluation_page import PAGE as EVALUATION
+from oracles.evaluation_page import require_places
 
 from benchmarks.evaluation import __main__ as command
 from benchmarks.evaluation import registry
@@ -147,6 +150,25 @@ def test_requests_are_spread_over_their_range(low: int, width: int, seed: int) -
     assert again == [request.output_tokens for request in requests]
 
 
+def test_the_page_has_tables_figures_and_a_command_of_every_experiment_and_of_no_other() -> None:
+    page, names = EVALUATION.read_text(encoding="utf-8"), [it.name for it in registry.experiments()]
+    assert with_tables(page, {}, names) == page
+    assert list(dict.fromkeys(re.findall(r"<!-- table: ([a-z0-9-]+)/", page))) == names
+    for figure in re.findall(r"\(figures/([^)]+)\)", page):
+        assert any(figure.startswith(f"{name}-") for name in names), f"{figure} is of no experiment"
+    lines = re.findall(r"^python -m benchmarks\.evaluation (.+)$", page, re.MULTILINE)
+    asked = [command._parser().parse_args(shlex.split(line, comments=True)) for line in lines]
+    assert [it.names for it in asked if len(it.names) == 1] == [[name] for name in names]
+    for options in asked:
+        registry.experiments(options.names)  # raises for a name that there is not
+
+
+@pytest.mark.parametrize("experiment", registry.experiments(), ids=lambda one: one.name)
+def test_a_section_of_the_page_asks_the_question_of_its_experiment(experiment: Experiment) -> None:
+    _, _, section = EVALUATION.read_text(encoding="utf-8").partition(f"\n## {experiment.title}\n\n")
+    assert section.startswith(f"{experiment.question}\n")
+
+
 def _made_up(cell: Cell) -> dict[str, Any]:
     """Throughput and seconds that are powers of the arguments, and differ a little by seed."""
     asked = cell.arguments
@@ -171,6 +193,7 @@ def test_rows_tables_and_figures_are_made_of_the_results(experiment: Experiment)
     page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
     assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
     assert all(svg.startswith("<svg") for svg in figures.values())
+    require_places(experiment.name, tables, figures)
 
 
 def test_growth_and_crossover_are_found_where_they_were_put() -> None:

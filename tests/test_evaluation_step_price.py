@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.evaluation_page import require_places
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
 
 from benchmarks.evaluation.cells import Cell, Result
@@ -144,6 +145,7 @@ def test_rows_tables_and_figures_are_made_of_the_results(experiment: Experiment)
     page = "".join(f"<!-- table: {experiment.name}/{name} -->\n<!-- end -->\n" for name in tables)
     assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
     assert figures and all(svg.startswith("<svg") for svg in figures.values())
+    require_places(experiment.name, tables, figures)
 
 
 def option(shape: str, devices: int) -> EngineOption:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.evaluation_page import require_places
 
 from benchmarks.evaluation import ablation, baselines, estimate, reward_time, scaling, sensitivity, throughput
 from benchmarks.evaluation.baselines import Choice, choices
@@ -76,6 +77,8 @@ def test_tables_rows_and_figures_are_made_of_the_results(experiment: Experiment,
     assert all(svg.startswith("<svg") for svg in figures.values())
     intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table) for table in tables.values())
     assert intervals == (not quick and experiment.name != "scaling")
+    if not quick:
+        require_places(experiment.name, tables, figures)
 
 
 def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
