@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from benchmarks.evaluation.fixed_plans import uniform_plans
 from benchmarks.evaluation.setting import Setting
@@ -17,9 +18,11 @@ from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
+from libra.sim.posttrain.episodes import Episodes
 from libra.sim.posttrain.loop import simulate_posttraining
 from libra.sim.posttrain.resampled import Resampled
 from libra.sim.posttrain.system import System
+from libra.sim.posttrain.training import TrainingPrice
 
 # colocated: all GPUs generate, then all train (verl). Free: tp.
 # even: half of the GPUs train. Free: tp, concurrency.
@@ -32,6 +35,7 @@ NAMES = ("colocated", "even", "greedy", "static", "hindsight")
 SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
 SEARCH_STEPS = 4  # that a choice is judged by, after those that fill the pipeline
 HINDSIGHT_STEPS = 15  # over the whole drift
+_BATCHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +59,51 @@ def router(setting: Setting, name: str) -> Callable[[], Policy]:
 
 
 def choices(setting: Setting, name: str) -> tuple[Choice, ...]:
-    """All that a baseline may choose from. Raises ValueError for a name not in `NAMES`."""
-    return tuple(
-        Choice(_training(plan), plan.allocation.buckets[0].shape, limit)
-        for limit in _limits(setting, name)
-        for plan in _plans(name, _request(setting, name, limit))
-    )
+    """All that a baseline may choose from, those that are predicted to be fastest first. Raises ValueError for a name
+    not in `NAMES`."""
+    plans = [(plan, limit) for limit in _limits(setting, name) for plan in _plans(name, _request(setting, name, limit))]
+    plans.sort(key=lambda found: found[0].predicted.step)
+    return tuple(Choice(_training(plan), plan.allocation.buckets[0].shape, limit) for plan, limit in plans)
 
 
 def judged(setting: Setting, name: str, choice: Choice) -> float:
     """Tokens per second with this choice, in the simulation that it is judged by."""
-    it = system(setting, name, choice)
+    episodes, steps = _judging(setting, name)
+    return simulate_posttraining(system(setting, name, choice), episodes, steps).throughput
+
+
+def at_most(setting: Setting, name: str, choice: Choice) -> float:
+    """Tokens per second that it cannot be judged to exceed: those of its trainers, if they never waited.
+
+    How trajectories come together in batches depends on the run, and changes what training takes by some percent, so
+    `_BATCHING` is granted.
+    """
+    return _of_trainers(setting, name, choice.training)
+
+
+@cache
+def _of_trainers(setting: Setting, name: str, training: int) -> float:
+    episodes, steps = _judging(setting, name)
+    request = _request(setting, name, None)
+    layout = next(plan.layout for plan in uniform_plans(request, [training]) if _training(plan) == training)
+    assert layout is not None
+    price = TrainingPrice(request.model, request.recipe, request.cluster.nodes[0])
+    seconds, tokens, prompts = 0.0, 0, request.recipe.prompts
+    for step in range(steps):
+        groups = (episodes.group(number, step) for number in range(step * prompts, (step + 1) * prompts))
+        batch = [trajectory for group in groups for trajectory in group]
+        seconds += price.seconds([trajectory.final_context for trajectory in batch], layout)
+        tokens += sum(trajectory.generated_tokens for trajectory in batch)
+    return (1 + _BATCHING) * tokens / seconds
+
+
+def _judging(setting: Setting, name: str) -> tuple[Episodes, int]:
+    """Trajectories and steps that choices are judged by."""
     if name == "hindsight":
-        return simulate_posttraining(it, replace(setting, steps=HINDSIGHT_STEPS).episodes, HINDSIGHT_STEPS).throughput
-    recipe = it.request.recipe
+        return replace(setting, steps=HINDSIGHT_STEPS).episodes, HINDSIGHT_STEPS
+    recipe = _request(setting, name, None).recipe
     episodes = Resampled(setting.known, recipe.samples_per_prompt, recipe.max_length, setting.seed)
-    return simulate_posttraining(it, episodes, 1 + recipe.staleness + SEARCH_STEPS).throughput
+    return episodes, 1 + recipe.staleness + SEARCH_STEPS
 
 
 def system(setting: Setting, name: str, choice: Choice) -> System:
@@ -82,6 +115,7 @@ def system(setting: Setting, name: str, choice: Choice) -> System:
     raise ValueError(f"system {name}: {choice} has no plan on {setting.nodes} nodes; choose one of `choices`")
 
 
+@cache
 def _request(setting: Setting, name: str, concurrency: int | None) -> ClusterRequest:
     if name not in NAMES:
         raise ValueError(f"system is {name!r}; choose one of {', '.join(NAMES)}")
