@@ -19,8 +19,9 @@ from libra.sim.posttrain.system import System
 from libra.trajectory import Trajectory
 
 # Batches that are under way at first all start together. Measured are so many times as many steps as start together,
-# so that whatever they do in turn is done as often, and no fewer than the least.
-_PERIODS, _LEAST = 4, 8
+# so that whatever they do in turn is done as often, and no fewer than the least. As many more follow, so that none that
+# is measured has engines with less to do, as no later batches start.
+_PERIODS, _LEAST = 6, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: i
     system = System("oracle", plan, lambda: Oracle(episodes.known))
     ahead, usual = measured_steps(case.recipe.staleness)
     count = usual if measured is None else measured
-    steps = simulate_posttraining(system, episodes, ahead + count).steps
+    steps = simulate_posttraining(system, episodes, ahead + count + ahead).steps[: ahead + count]
     each = tuple(_seconds(steps, ahead))
     return Steps(sum(each) / count, each, sum(step.training for step in steps[ahead:]) / count)
 

@@ -32,7 +32,9 @@ def priced(cell: Cell, predicted: float, simulated: float, buckets: int = 1, exp
     values = {
         "predicted": predicted,
         "simulated": simulated,
-        "each": [simulated - 1, simulated, simulated + 1],
+        "each": [
+            it for it in (simulated - 1, simulated, simulated + 1) for _ in range(1 + cell.arguments["staleness"])
+        ],
         "predicted_training": 10.0,
         "simulated_training": 8.0,
         "buckets": [["a800/tp1", 1, 100]] * buckets,
@@ -85,7 +87,7 @@ def test_errors_are_counted_by_size_and_by_sign() -> None:
     # Staleness comes in turn: 0, 1, 4, 0, ...
     for first, staleness in enumerate(STALENESS):
         assert rows[f"staleness {staleness}", "mean error"].value == pytest.approx(sum(errors[first::3]) / 3)
-    # Student's t of two degrees of freedom at 95 % is 4.303; the three steps are 99, 100 and 101.
+    # Student's t of two degrees of freedom at 95 % is 4.303; means of steps that start together are 99, 100 and 101.
     width = next(row for row in STEP_PRICE.rows(results) if "half width" in row.metric)
     assert width.value == pytest.approx(4.303 / 3**0.5, rel=1e-3)
 

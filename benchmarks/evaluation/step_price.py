@@ -83,8 +83,10 @@ def _rows(results: Sequence[Result]) -> list[Row]:
 
 
 def _width(result: Result) -> float:
-    """Percent of the mean; as if steps were independent."""
-    found = mean_interval(result.values["each"])
+    """Percent of the mean. Batches that start together end one soon after the other, so a long step is followed by
+    short ones; as good as independent are the means of as many steps as start together."""
+    together, each = 1 + int(result.cell.arguments["staleness"]), result.values["each"]
+    found = mean_interval([fmean(each[k : k + together]) for k in range(0, len(each) - together + 1, together)])
     return 100 * (found.high - found.low) / 2 / found.value
 
 

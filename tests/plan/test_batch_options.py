@@ -104,8 +104,8 @@ def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(
 def test_what_others_generate_while_tools_run_counts_where_batches_overlap() -> None:
     """A bucket of the middle class alone: its longest generates for some of its seconds, and waits for the rest."""
     synchronous, stale_ = (options_of((replace(MIDDLE, share=1.0),), recipe=stale(it))[0] for it in (0, 1))
-    assert synchronous.waits / synchronous.alone == pytest.approx(stale_.waits / stale_.alone)
-    assert 0 < synchronous.waits < synchronous.alone
+    # Others slow generation, so of what overlaps the longest is more often one that generates much.
+    assert 0 < stale_.waits / stale_.alone < synchronous.waits / synchronous.alone < 1
     tools = replace(UNCORRECTED, decode_beside_tools=0.0)
     profile = roofline(A800.gpu, QWEN_14B, tensor_degrees(QWEN_14B, A800), intra_bandwidth=A800.intra_bandwidth)
     for plain, staleness in ((synchronous, 0), (stale_, 1)):
@@ -156,8 +156,8 @@ def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
         return [option.alone for option in options_of(classes, recipe=recipe)[:2]]
 
     each_short, each_long = waits(0.5)
-    # There are one or two buckets, and as many batches as are under way wait for the same trajectory, or only its own.
-    met = math.sqrt(2 * (1 + staleness)) * 64 * 0.001
+    # There are one or two buckets, and the batches under way wait for the same trajectory, or each for its own.
+    met = math.sqrt(2) * (1 + staleness) ** (1 / 3) * 64 * 0.001
     none = math.exp(-met)
     assert waits(0.001) == pytest.approx([each_short, (1 - none) * each_long + none * each_short])
 

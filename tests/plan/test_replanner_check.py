@@ -107,12 +107,12 @@ def test_lengths_are_said_as_forecast() -> None:
 
 def test_of_the_first_plans_the_fastest_is_started_whatever_prices_say() -> None:
     check = Asked(priced)
-    Replanner(PLANNER, check=check).step(trajectories(0, 4), [])
+    Replanner(PLANNER, check=check).step(trajectories(0, 8), [])
     plans = check.plans[0]
     assert len(plans) > 2
     for best in plans:
         replanner = Replanner(PLANNER, check=lambda plans, _, best=best: [2.0 - (plan == best) for plan in plans])
-        decision = replanner.step(trajectories(0, 4), [])
+        decision = replanner.step(trajectories(0, 8), [])
         assert replanner.plan == best
         assert (decision.taken, decision.current, decision.gain_per_step) == (True, None, None)
         assert (decision.moves, decision.cost, decision.proposed.step) == ((), 0.0, 1.0)
@@ -144,7 +144,7 @@ def test_what_runs_stays_unless_another_plan_gains_more_than_it_costs(
     for _ in range(looks - 1):
         assert not replanner.step([], []).taken
     check.seconds = lambda plan: 1e6 if plan.allocation == runs.allocation else others
-    decision = replanner.step(trajectories(1, 20), [])
+    decision = replanner.step(trajectories(1, 30), [])
     assert (decision.taken, reason in decision.reason) == (taken, True), decision.reason
     assert decision.current is not None and replanner.plan is not None
     assert decision.current.step == 1e6
@@ -189,5 +189,5 @@ def test_an_answer_that_is_no_seconds_of_each_plan_is_refused(answer: list[float
 
     replanner = Replanner(PLANNER, check=check)
     with pytest.raises(ValueError, match=r"the check says .*; give the seconds of each, finite and > 0"):
-        replanner.step(trajectories(0, 4), [])
+        replanner.step(trajectories(0, 8), [])
     assert (replanner.plan, replanner.looks) == (None, ())

@@ -93,11 +93,19 @@ def overlapping() -> Case:
     return make_case("reasoning", 2, 2)
 
 
-@pytest.mark.parametrize(("staleness", "left_out", "measured"), [(0, 1, 8), (1, 2, 8), (2, 3, 12), (4, 5, 20)])
+@pytest.mark.parametrize(("staleness", "left_out", "measured"), [(0, 1, 12), (1, 2, 12), (2, 3, 18), (4, 5, 30)])
 def test_measured_steps_are_several_times_as_many_as_start_together(
     staleness: int, left_out: int, measured: int
 ) -> None:
     assert measured_steps(staleness) == (left_out, measured)
+
+
+def test_measured_steps_are_those_of_a_run_that_goes_on() -> None:
+    """Steps that are measured last are as long as if many more followed."""
+    case = overlapping()
+    plan, _ = plan_case(case)
+    few, many = simulate_steps(case, plan, measured=3), simulate_steps(case, plan, measured=7)
+    assert few.each == pytest.approx(many.each[:3])
 
 
 def test_groups_are_the_batches_of_the_case_in_order() -> None:

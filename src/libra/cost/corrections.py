@@ -34,22 +34,22 @@ UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 # The price lets others slow the longest trajectory while it generates, so what others generate counts the same whether
 # it uses tools or not.
 OVERLAP = BatchFactors(
-    decode=1.09,
-    decode_beside_tools=1.09,
-    prefill=0.86,
-    eviction=0.58,
-    memory=1.28,
-    generation=0.85,
-    tools=1.04,
+    decode=1.05,
+    decode_beside_tools=1.05,
+    prefill=1.22,
+    eviction=1.1,
+    memory=0.84,
+    generation=0.92,
+    tools=1.07,
 )
 
 BATCH = BatchFactors(
-    decode=0.9,
-    decode_beside_tools=0.41,
-    prefill=0.82,
-    eviction=1.31,
-    memory=0.44,
+    decode=0.91,
+    decode_beside_tools=0.32,
+    prefill=0.68,
+    eviction=1.74,
+    memory=0.5,
     generation=0.98,
-    tools=0.97,
+    tools=0.98,
     overlapping=OVERLAP,
 )

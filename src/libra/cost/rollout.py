@@ -121,31 +121,57 @@ def batch_work(
     )
 
 
-def batch_alone(timing: EngineTiming, cls: TrajectoryClass, draws: float, factors: BatchFactors) -> float:
-    """Seconds that the longest of `draws` trajectories of the class takes if it is the only one.
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The longest trajectory of some, if it were the only one."""
+
+    generates: float  # seconds in which it generates
+    waits: float  # seconds in which its tools run
+
+    @property
+    def seconds(self) -> float:
+        return self.generates + self.waits
+
+
+def batch_alone(
+    timing: EngineTiming, cls: TrajectoryClass, draws: float, factors: BatchFactors, slowed: float = 1.0
+) -> Longest:
+    """What the longest of `draws` trajectories of the class takes if it is the only one.
 
     Tokens are taken to be normal and limited by the class's peak; seconds of tools have longer tails: log-normal.
-    Who generates most is seldom who waits longest: beyond their means the two add up like independent deviations.
+    Who generates most is seldom who waits longest: beyond their means the two add up like independent deviations, and
+    each has the part of the sum that its variance has. The longest is sought where others make generation take
+    `slowed` times as long.
     """
     beyond = expected_largest(draws)
     longest = min(float(cls.peak_context), cls.generated + beyond * cls.generated_std)
-    mean = factors.generation * _alone(timing, cls, cls.generated) + factors.tools * cls.tool_seconds
     generates_more = factors.generation * (_alone(timing, cls, longest) - _alone(timing, cls, cls.generated))
     waits_longer = factors.tools * max(0.0, _longest_tools(cls, beyond) - cls.tool_seconds)
-    return mean + math.hypot(generates_more, waits_longer)
+    both = math.hypot(slowed * generates_more, waits_longer)
+    generation = slowed * generates_more / both if both else 0.0
+    waiting = waits_longer / both if both else 0.0
+    return Longest(
+        factors.generation * _alone(timing, cls, cls.generated) + generation * generates_more,
+        factors.tools * cls.tool_seconds + waiting * waits_longer,
+    )
 
 
-def longest_alone(alone: Sequence[float], draws: Sequence[float]) -> float:
-    """Expected seconds of the longest trajectory of several classes, whose longest take `alone` seconds each.
+def longest_alone(alone: Sequence[Longest], draws: Sequence[float], slowed: float = 1.0) -> Longest:
+    """What to expect of the longest trajectory of several classes, given the longest of each.
 
     `draws` trajectories of each class are expected; as many as a Poisson distribution says come. So a class that is
-    rarely met counts by how often it is.
+    rarely met counts by how often it is. `slowed`: see `batch_alone`.
     """
-    expected, none_longer = 0.0, 1.0
-    for seconds, count in sorted(zip(alone, draws, strict=True), reverse=True):
-        expected += none_longer * -math.expm1(-count) * seconds
+    generates = waits = 0.0
+    none_longer = 1.0
+    for longest, count in sorted(
+        zip(alone, draws, strict=True), key=lambda pair: -(slowed * pair[0].generates + pair[0].waits)
+    ):
+        share = none_longer * -math.expm1(-count)
+        generates += share * longest.generates
+        waits += share * longest.waits
         none_longer *= math.exp(-count)
-    return expected
+    return Longest(generates, waits)
 
 
 def _longest_tools(cls: TrajectoryClass, beyond: float) -> float:
@@ -197,12 +223,6 @@ def _alone(timing: EngineTiming, cls: TrajectoryClass, generated: float) -> floa
     context = cls.context_sum / cls.generated if cls.generated else 0.0
     decode = generated * timing.iteration_seconds(1.0, context)
     return decode + prefill_seconds(timing, cls) + timing.per_turn * cls.turns
-
-
-def waiting_share(timing: EngineTiming, cls: TrajectoryClass) -> float:
-    """Share of its time, alone on an engine, that a trajectory of the class waits for tools."""
-    busy = _alone(timing, cls, cls.generated)
-    return cls.tool_seconds / (cls.tool_seconds + busy) if cls.tool_seconds else 0.0
 
 
 def expected_largest(draws: float) -> float:

@@ -89,6 +89,9 @@ class ClusterRequest:
         if not engines:
             reasons = "; ".join(f"{each.shape}: {each.reason}" for each in rejected_engines)
             raise InfeasiblePlanError(f"no engine holds {model.name}: {reasons}: give GPUs with more memory")
+        # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
+        # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
+        foreseeing = (1.0,) * len(classes)
         routers = reach(classes, recipe.router_hit)
         colocated = recipe.mode == "colocated"
         problem = Problem(
@@ -98,8 +101,8 @@ class ClusterRequest:
             peaks=tuple(cls.peak_context for cls in classes),
             met=(True,) * len(classes),  # priced for the expected longest trajectory, rare ones weighed
             longest_context=recipe.max_length,
-            reach_tried=routers[:1],
-            reach_untried=routers,
+            reach_tried=tuple(dict.fromkeys((routers[0], foreseeing))),
+            reach_untried=tuple(dict.fromkeys((*routers, foreseeing))),
             staleness=recipe.staleness,
             batched=True,
             colocated=colocated,

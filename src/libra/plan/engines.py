@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libra.cluster import NodeClass
 from libra.cost.collectives import fabric
@@ -19,12 +19,12 @@ from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_
 from libra.cost.rates import Calibration
 from libra.cost.rollout import (
     EngineTiming,
+    Longest,
     batch_alone,
     batch_work,
     longest_alone,
     refill_seconds,
     secant_timings,
-    waiting_share,
 )
 from libra.cost.roofline import roofline
 from libra.cost.transfer import weight_sync
@@ -35,6 +35,11 @@ from libra.recipe import Recipe
 
 # Share of its class's nodes that is taken to generate, where a price must guess how many engines share a batch.
 _GENERATING = 0.5
+# A batch is due `batches` publications after its start: t[v + batches] = max(t[v + batches - 1], t[v] + longest[v]),
+# where t is the second of a publication. Of independent normal to log-normal longest trajectories this goes on as if
+# each were the longest of batches ** 0.15 to batches ** 0.5 as many draws.
+_SHARED_WAIT = 1 / 3
+_SLOWED = 2.0  # times as long as alone generation takes beside overlapping batches: engines are about half busy
 _TOLD_APART = 0.04  # relative: longest trajectories whose seconds are as near share an option
 
 
@@ -178,32 +183,32 @@ def _batch_options(
     expected = [recipe.batch * cls.share for cls in classes]
     factors = factors.at(recipe.staleness)
     # A plan lets all its buckets end together, so the last trajectory is the longest of as many more draws. How many
-    # buckets it has is not known yet: the geometric mean of the fewest and the most. Of batches that overlap, one that
-    # waits for a long trajectory gives time to those behind it: all of them wait for the same one, or each for its own.
-    draws = [math.sqrt(most_buckets(recipe, classes) * batches) * count for count in expected]
-    evicted = _evicted_share(recipe, classes, kv * engines)
-    alone = [batch_alone(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
+    # buckets it has is not known yet: the geometric mean of the fewest and the most.
+    more = math.sqrt(most_buckets(recipe, classes)) * batches**_SHARED_WAIT
+    draws = [more * count for count in expected]
+    slowed = _SLOWED if recipe.staleness else 1.0
+    alone = [batch_alone(timing, cls, count, factors, slowed) for count, cls in zip(draws, classes, strict=True)]
+    # By Little's law, count * stay / step trajectories of a class are under way.
+    stay = [batch_alone(timing, cls, 1.0, factors) for cls in classes]
     refresh = [0.0] * len(classes)
     if recipe.kv_on_update == "refresh" and recipe.staleness:
         for j, (count, cls) in enumerate(zip(expected, classes, strict=True)):
             refill = refill_seconds(timing, cls)
-            # By Little's law count * stay / step contexts are alive at an update; those in their last turn are spared.
-            stay = batch_alone(timing, cls, 1.0, factors)
-            refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
-            alone[j] += min(max(0.0, cls.turns - 1), float(batches)) * refill
-    upto = [longest_alone(alone[: last + 1], draws[: last + 1]) for last in range(len(classes))]
+            # Of the contexts that are alive at an update, those in their last turn are spared.
+            refresh[j] = count * stay[j].seconds * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
+            again = min(max(0.0, cls.turns - 1), float(batches)) * refill
+            alone[j] = replace(alone[j], generates=alone[j].generates + again)
+    upto = [longest_alone(alone[: last + 1], draws[: last + 1], slowed) for last in range(len(classes))]
+    evicted = _evicted_share(recipe, classes, _alive(recipe, stay, upto[-1], slowed), kv * engines)
     tops: list[int] = []
     for last in reversed(range(len(classes))):
-        if not tops or upto[last] < (1 - _TOLD_APART) * upto[tops[-1]]:
+        if not tops or upto[last].seconds < (1 - _TOLD_APART) * upto[tops[-1]].seconds:
             tops.append(last)
     works = []
-    waits = []  # for tools: seconds of the longest trajectory
     for top in tops:
-        waiting = waiting_share(timing, classes[max(range(top + 1), key=lambda j: alone[j])])
-        waits.append(waiting * upto[top])
         # What others generate while the longest trajectory waits for a tool does not delay it. But where batches
         # overlap it delays the next one, and that the tools' seconds are not slowed is in the price.
-        spared = 0.0 if recipe.staleness else waiting
+        spared = 0.0 if recipe.staleness or not upto[top].waits else upto[top].waits / upto[top].seconds
         rows = [
             [count * row for row in batch_work(timing, cls, kv, spared, evicted, factors)]
             for count, cls in zip(expected, classes, strict=True)
@@ -221,19 +226,32 @@ def _batch_options(
             stall=stall,
             work=work,
             refresh=tuple(refresh),
-            residence=tuple(seconds if j <= top else by_one + seconds for j, seconds in enumerate(upto)),
-            generates=upto[top] - waited,
-            waits=waited,
+            residence=tuple(it.seconds if j <= top else by_one + it.seconds for j, it in enumerate(upto)),
+            generates=upto[top].generates,
+            waits=upto[top].waits,
         )
-        for top, work, waited in reversed(list(zip(tops, works, waits, strict=True)))
+        for top, work in reversed(list(zip(tops, works, strict=True)))
     ]
 
 
-def _evicted_share(recipe: Recipe, classes: Sequence[TrajectoryClass], kv: float) -> float:
+def _alive(recipe: Recipe, stay: Sequence[Longest], longest: Longest, slowed: float) -> tuple[float, ...]:
+    """[class] share of the time that a trajectory of a batch is unfinished, if batches follow each other as fast as
+    the longest lets them. All of a batch that is the only one are there at first."""
+    most = slowed * longest.generates + longest.waits
+    if not recipe.staleness or not most:
+        return (1.0,) * len(stay)
+    return tuple(min(1.0, (slowed * it.generates + it.waits) / most) for it in stay)
+
+
+def _evicted_share(recipe: Recipe, classes: Sequence[TrajectoryClass], alive: Sequence[float], kv: float) -> float:
     """Share of tool returns that find their context gone, when all that is under way shares `kv` tokens of cache.
 
     Caches forget what was used least recently. In a batch that is served in turns that is what is needed next, so soon
     after not all of it fits anything that is needed is gone.
     """
-    contexts = sum(cls.share * cls.context_sum / cls.generated for cls in classes if cls.generated)
+    contexts = sum(
+        its * cls.share * cls.context_sum / cls.generated
+        for its, cls in zip(alive, classes, strict=True)
+        if cls.generated
+    )
     return min(1.0, max(0.0, (1 + recipe.staleness) * recipe.batch * contexts / kv - 1))
