@@ -6,7 +6,7 @@ and ours with all its parts, are runs of `throughput`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
@@ -18,7 +18,8 @@ from benchmarks.evaluation.throughput import file_name
 from benchmarks.rows import Row
 
 MODEL = "Qwen/Qwen3-14B"
-WORKLOADS = ("r2e_gym", "search_r1")
+CHAIN_WORKLOADS = ("r2e_gym", "search_r1")
+PARTS_WORKLOADS = ("search_r1", "dapo_math")
 SEEDS = (0, 1, 2)
 CHAIN = {  # system -> what it adds to the one before
     "even": "even split",
@@ -30,44 +31,53 @@ CHAIN = {  # system -> what it adds to the one before
 # Tokens/s of the chain on R2E-Gym.
 PUBLISHED = {"even": 423, "homogeneous": 510, "heterogeneous": 551, "published-cmlfq": 666, "published": 763}
 DIFFERENT: dict[str, Parts] = {
-    "published C-MLFQ": {"route": "cmlfq-published"},
     "least-loaded routing": {"route": "least-loaded"},
-    "plans rehearsed": {"rehearse": True},
+    "up to four sizes of engine": {"most_buckets": 4},
+    "four sizes, published C-MLFQ": {"most_buckets": 4, "route": "cmlfq-published"},
+    "four sizes, least-loaded": {"most_buckets": 4, "route": "least-loaded"},
     "no replanning": {"replan": False},
     "KV stays": {"move_kv": False},
     "whole batches": {"early_gradients": False},
-    "one size of engine": {"most_buckets": 1},
 }
 _QUICK_WITHOUT = ("least-loaded routing", "whole batches")
 _PUBLISHED_ON = "r2e_gym"
 
 
 def _cells(quick: bool) -> list[Cell]:
-    size = QUICK if quick else {}
-    settings = [
-        Setting(MODEL, workload, **size, seed=seed)
-        for workload in (WORKLOADS[1:] if quick else WORKLOADS)
-        for seed in (SEEDS[:1] if quick else SEEDS)
+    if quick:
+        setting = Setting(MODEL, PARTS_WORKLOADS[0], **QUICK)
+        return with_searches(_chain_cells([setting]) + _part_cells([setting], _QUICK_WITHOUT))
+    own = [run_cell(setting, "ours") for setting in _settings(set(CHAIN_WORKLOADS) - set(PARTS_WORKLOADS))]
+    chain, parts = _chain_cells(_settings(CHAIN_WORKLOADS)), _part_cells(_settings(PARTS_WORKLOADS), DIFFERENT)
+    return with_searches([*chain, *own, *parts])
+
+
+def _settings(workloads: Iterable[str]) -> list[Setting]:
+    return [Setting(MODEL, workload, seed=seed) for workload in workloads for seed in SEEDS]
+
+
+def _chain_cells(settings: Sequence[Setting]) -> list[Cell]:
+    return [run_cell(setting, system) for setting in settings for system in CHAIN]
+
+
+def _part_cells(settings: Sequence[Setting], names: Iterable[str]) -> list[Cell]:
+    return [
+        run_cell(setting, "ours", parts) for setting in settings for parts in ({}, *(DIFFERENT[name] for name in names))
     ]
-    left_out = _QUICK_WITHOUT if quick else tuple(DIFFERENT)
-    return with_searches(
-        [
-            *(run_cell(setting, system) for setting in settings for system in (*CHAIN, "ours")),
-            *(run_cell(setting, "ours", DIFFERENT[name]) for setting in settings for name in left_out),
-        ]
-    )
 
 
 def _rows(results: Sequence[Result]) -> list[Row]:
     runs = Runs(results)
     rows = []
-    for setting in runs.settings:
+    for setting in _chains(runs):
         case = words_of(setting)
         for system, name in CHAIN.items():
             rows.append(Row(case, name, runs.mean(setting, system, "throughput").value, "tokens/s"))
         for before, (system, name) in zip(CHAIN, list(CHAIN.items())[1:], strict=False):
             gain = runs.ratio(key(setting, system), key(setting, before), "throughput").value
             rows.append(Row(case, f"{name}: over the one before", gain, "x"))
+    for setting in runs.settings:
+        case = words_of(setting)
         rows.append(Row(case, "ours", runs.mean(setting, "ours", "throughput").value, "tokens/s"))
         for name in _left_out(runs, setting):
             share = runs.ratio(key(setting, "ours", DIFFERENT[name]), key(setting, "ours"), "throughput")
@@ -77,11 +87,8 @@ def _rows(results: Sequence[Result]) -> list[Row]:
 
 def _tables(results: Sequence[Result]) -> dict[str, str]:
     runs = Runs(results)
-    tables = {}
-    for setting in runs.settings:
-        tables[f"chain-{file_name(setting)}"] = _chain(runs, setting)
-        tables[f"parts-{file_name(setting)}"] = _parts(runs, setting)
-    return tables
+    chains = {f"chain-{file_name(setting)}": _chain(runs, setting) for setting in _chains(runs)}
+    return chains | {f"parts-{file_name(setting)}": _parts(runs, setting) for setting in _whole(runs)}
 
 
 def _chain(runs: Runs, setting: Setting) -> str:
@@ -112,11 +119,8 @@ def _parts(runs: Runs, setting: Setting) -> str:
 
 def _figures(results: Sequence[Result]) -> dict[str, str]:
     runs = Runs(results)
-    figures = {}
-    for setting in runs.settings:
-        figures[f"chain-{file_name(setting)}"] = _chain_figure(runs, setting)
-        figures[f"parts-{file_name(setting)}"] = _parts_figure(runs, setting)
-    return figures
+    chains = {f"chain-{file_name(setting)}": _chain_figure(runs, setting) for setting in _chains(runs)}
+    return chains | {f"parts-{file_name(setting)}": _parts_figure(runs, setting) for setting in _whole(runs)}
 
 
 def _chain_figure(runs: Runs, setting: Setting) -> str:
@@ -149,6 +153,16 @@ def _parts_figure(runs: Runs, setting: Setting) -> str:
         "throughput over that of ours",
         decimals=2,
     )
+
+
+def _chains(runs: Runs) -> list[Setting]:
+    """Settings that the published chain ran in."""
+    return [setting for setting in runs.settings if runs.has(setting, next(iter(CHAIN)))]
+
+
+def _whole(runs: Runs) -> list[Setting]:
+    """Settings that ours ran in without some of its parts, too."""
+    return [setting for setting in runs.settings if _left_out(runs, setting)]
 
 
 def _left_out(runs: Runs, setting: Setting) -> list[str]:

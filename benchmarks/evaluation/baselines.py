@@ -90,7 +90,8 @@ def _of_trainers(setting: Setting, name: str, training: int) -> float:
     price = TrainingPrice(request.model, request.recipe, request.cluster.nodes[0])
     seconds, tokens, prompts = 0.0, 0, request.recipe.prompts
     for step in range(steps):
-        groups = (episodes.group(number, step) for number in range(step * prompts, (step + 1) * prompts))
+        version = max(0, step - request.recipe.staleness)  # that its groups are started under
+        groups = (episodes.group(number, version) for number in range(step * prompts, (step + 1) * prompts))
         batch = [trajectory for group in groups for trajectory in group]
         seconds += price.seconds([trajectory.final_context for trajectory in batch], layout)
         tokens += sum(trajectory.generated_tokens for trajectory in batch)

@@ -6,28 +6,23 @@ version a group starts under is foretold as the one that the pipeline, when full
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from libra.cost.device import SwitchCost
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
-from libra.route.oracle import Oracle
 from libra.sim.posttrain.episodes import Episodes
-from libra.sim.posttrain.loop import simulate_posttraining
-from libra.sim.posttrain.rehearsal import STEPS
-from libra.sim.posttrain.system import Moment, System
+from libra.sim.posttrain.system import Moment
 from libra.trajectory import Trajectory
 
 
 @dataclass(slots=True)
 class Foretold:
-    """Episodes that are known as soon as they are drawn, from the `first` group on, by the names they have in a run."""
+    """Episodes that are known as soon as they are drawn."""
 
     episodes: Episodes
-    first: int = 0  # number of the group that is asked for as 0
-    version: int = 0  # likewise
     known: dict[str, Trajectory] = field(default_factory=dict)  # by id
 
     @property
@@ -39,21 +34,21 @@ class Foretold:
         return self.episodes.max_context
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        drawn = self.episodes.group(self.first + number, self.version + version)
+        drawn = self.episodes.group(number, version)
         self.known.update((trajectory.id, trajectory) for trajectory in drawn)
         return drawn
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "foretold", "first": self.first, "version": self.version, "episodes": self.episodes.describe()}
+        return {"name": "foretold", "episodes": self.episodes.describe()}
 
 
 @dataclass(slots=True)
 class Foresight:
-    """Plans for the trajectories of the steps to come, in rehearsals with these very trajectories."""
+    """Plans for the very trajectories of the steps to come: they are known, so nothing is tracked or forecast."""
 
     episodes: Episodes
     planner: Planner
-    system: System  # as it runs, but for plan and router
+    switch: SwitchCost
     period: int  # steps
 
     def plan(self, current: Plan | None, version: int) -> Plan | None:
@@ -65,22 +60,8 @@ class Foresight:
         for number in range(self.period * recipe.prompts):
             for trajectory in self.episodes.group(first + number, version + number // recipe.prompts):
                 tracker.observe(trajectory)
-
-        def check(plans: Sequence[Plan], mean_context: float) -> list[float]:
-            return [self._seconds(plan, first, version) for plan in plans]
-
-        replanner = Replanner(
-            self.planner, current, period=self.period, tracker=tracker, switch=self.system.switch, check=check
-        )
+        replanner = Replanner(self.planner, current, period=self.period, tracker=tracker, switch=self.switch)
         return replanner.plan if replanner.step((), ()).taken else None
-
-    def _seconds(self, plan: Plan, first: int, version: int) -> float:
-        """Of a step, once the pipeline is full."""
-        filling = 1 + self.planner.recipe.staleness
-        foretold = Foretold(self.episodes, first, version)
-        system = replace(self.system, plan=plan, route=lambda: Oracle(foretold.known), replan=None)
-        steps = simulate_posttraining(system, foretold, filling + STEPS).steps
-        return (steps[-1].ended - steps[filling - 1].ended) / STEPS
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from benchmarks.evaluation import baselines
 from benchmarks.evaluation.baselines import Choice
 from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.systems import Parts, made, ours
+from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle, ours
 from libra.sim.posttrain.loop import simulate_posttraining
 from libra.sim.posttrain.outcome import PostTraining
 from libra.sim.posttrain.system import System
@@ -24,11 +24,22 @@ def run(
         raise ValueError(f"system {system} has no parts; give them to ours")
     if parts is not None:
         what, episodes = ours(where, Parts(**parts)), where.episodes
+    elif system == "oracle":
+        return _oracle(where)
     elif choice is None and system in baselines.NAMES:
         what, episodes = made(where, system, chosen(where, system))
     else:
         what, episodes = made(where, system, None if choice is None else Choice(**choice))
     return told(what, simulate_posttraining(what, episodes, where.steps))
+
+
+def _oracle(setting: Setting) -> dict[str, Any]:
+    """The best of what an oracle could do here, which it knows, too."""
+    found = []
+    for most_buckets in ORACLE_BUCKETS:
+        what, episodes = oracle(setting, most_buckets)
+        found.append(told(what, simulate_posttraining(what, episodes, setting.steps)))
+    return max(found, key=lambda values: float(values["throughput"]))
 
 
 def told(system: System, outcome: PostTraining) -> dict[str, Any]:

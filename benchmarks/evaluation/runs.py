@@ -14,16 +14,16 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.estimate import Estimate
 from benchmarks.evaluation.posttraining_cell import run
 from benchmarks.evaluation.searches import search_cell
-from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.setting import STEPS, Setting
 
 Parts = Mapping[str, Any]  # of ours, those that differ
 Values = Mapping[str, Any]
 QUICK: Mapping[str, Any] = {"nodes": 2, "groups": 11, "steps": 12}  # of a setting, for a first look
 Key = tuple[Setting, str, tuple[tuple[str, Any], ...]]
 
-# CPU time of a run beside one of a system that decides nothing meanwhile, roughly; rehearsals are simulations, too.
-_DECIDING = {"ours": 20.0, "oracle": 20.0, "homogeneous": 2.0, "heterogeneous": 2.0, "published-cmlfq": 2.0}
-_TURNS = {"search_r1": 1.0, "dapo_math": 1.0, "r2e_gym": 4.0}  # likewise, of the workloads
+# CPU time of a run beside one of a system that decides nothing meanwhile, roughly.
+_DECIDING = {"ours": 3.0, "oracle": 4.0, "homogeneous": 1.5, "heterogeneous": 1.5, "published-cmlfq": 1.5}
+_TURNS = {"search_r1": 1.0, "dapo_math": 0.6, "r2e_gym": 2.5}  # likewise, of the workloads
 
 
 def run_cell(setting: Setting, system: str, parts: Parts | None = None) -> Cell:
@@ -43,7 +43,7 @@ def with_searches(runs: Iterable[Cell]) -> list[Cell]:
     for cell in runs:
         system, setting = cell.arguments["system"], Setting(**cell.arguments["setting"])
         if system in baselines.NAMES:
-            found = search_cell(setting, system, f"search, {words_of(setting)}, {system}")
+            found = search_cell(setting, system, f"search, {words_of(replace(setting, steps=STEPS))}, {system}")
             searches[found.name] = found
     return [*searches.values(), *runs]
 
@@ -54,6 +54,7 @@ def words_of(setting: Setting) -> str:
     words = [setting.workload, model_name(setting)]
     words += [f"signal {setting.signal}"] if setting.signal != usual.signal else []
     words += [f"staleness {setting.staleness}"] if setting.staleness != usual.staleness else []
+    words += [f"{setting.steps} steps"] if setting.steps != usual.steps else []
     return ", ".join(words)
 
 

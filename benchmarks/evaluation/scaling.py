@@ -23,7 +23,7 @@ from libra.report.axes import measured_axis
 MODEL, WORKLOAD = "Qwen/Qwen3-14B", "search_r1"
 NODES = (2, 4, 8, 16, 32, 64, 128)
 _QUICK_NODES = NODES[:2]
-SYSTEMS = ("ours", "static")
+SYSTEMS = ("ours", "even")
 STEPS = 6
 _GROUPS = 32 / 6  # of a step, for each node
 
@@ -38,7 +38,7 @@ def _cells(quick: bool) -> list[Cell]:
     cells = []
     for nodes in _QUICK_NODES if quick else NODES:
         setting = setting_of(nodes)
-        cells.append(search_cell(setting, "static", f"search, {setting.gpus} GPUs, static"))
+        cells.append(search_cell(setting, "even", f"search, {setting.gpus} GPUs, even"))
         for system in SYSTEMS:
             arguments = {"setting": setting.arguments(), "system": system}
             cost = nodes * STEPS * (20.0 if system == "ours" else 1.0)
@@ -65,34 +65,33 @@ def _rows(results: Sequence[Result]) -> list[Row]:
     found, searched = _found(results), searching(results)
     rows = []
     for gpus, ours in found["ours"].items():
-        case, static = f"{gpus:,} GPUs", found["static"][gpus]
+        case, even = f"{gpus:,} GPUs", found["even"][gpus]
         rows += [Row(case, name, found[name][gpus]["throughput"] / gpus, "tokens/s and GPU") for name in SYSTEMS]
-        rows.append(Row(case, "ours over static", ours["throughput"] / static["throughput"], "x"))
+        rows.append(Row(case, "ours over even", ours["throughput"] / even["throughput"], "x"))
         rows.append(Row(case, "one plan", ours["planning"], "s CPU"))
-        rows.append(Row(case, "plan and rehearsals before the run", ours["preparing"], "s CPU"))
-        rows.append(Row(case, "search of the best static plan", searched[gpus], "s CPU"))
-        rows.append(Row(case, "simulating a step of static", static["simulating"] / STEPS, "s CPU"))
+        rows.append(Row(case, "search of the even split's choice", searched[gpus], "s CPU"))
+        rows.append(Row(case, "simulating a step of even", even["simulating"] / STEPS, "s CPU"))
         rows.append(Row(case, "simulating a step of ours, replanning included", ours["simulating"] / STEPS, "s CPU"))
     return rows
 
 
 def _tables(results: Sequence[Result]) -> dict[str, str]:
     found, searched = _found(results), searching(results)
-    header = ["GPUs", "ours, tokens/s and GPU", "best static, tokens/s and GPU", "ours over it", "one plan, CPU s"]
-    header += ["plan and rehearsals, CPU s", "search of best static, CPU s", "simulated step of best static, CPU s"]
+    header = ["GPUs", "ours, tokens/s and GPU", "even split, tokens/s and GPU", "ours over it", "one plan, CPU s"]
+    header += ["search of the even split's choice, CPU s", "simulated step of ours, CPU s", "of the even split, CPU s"]
     body = []
     for gpus, ours in found["ours"].items():
-        static = found["static"][gpus]
+        even = found["even"][gpus]
         body.append(
             [
                 f"{gpus:,}",
                 f"{ours['throughput'] / gpus:.1f}",
-                f"{static['throughput'] / gpus:.1f}",
-                f"{ours['throughput'] / static['throughput']:.2f}",
+                f"{even['throughput'] / gpus:.1f}",
+                f"{ours['throughput'] / even['throughput']:.2f}",
                 f"{ours['planning']:.1f}",
-                f"{ours['preparing']:.0f}",
                 f"{searched[gpus]:.0f}",
-                f"{static['simulating'] / STEPS:.2f}",
+                f"{ours['simulating'] / STEPS:.2f}",
+                f"{even['simulating'] / STEPS:.2f}",
             ]
         )
     return {"sizes": markdown_table(header, body)}
@@ -103,14 +102,14 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
     sizes = doubling_axis("GPUs", min(found["ours"]), max(found["ours"]))
     each = [
         Line(name, tuple((gpus, values["throughput"] / gpus) for gpus, values in found[system].items()))
-        for name, system in (("ours", "ours"), ("best static", "static"))
+        for name, system in (("ours", "ours"), ("even split", "even"))
     ]
-    ours, static = found["ours"].items(), found["static"].items()
+    ours, even = found["ours"].items(), found["even"].items()
     times = [
         Line("one plan", tuple((gpus, values["planning"]) for gpus, values in ours)),
-        Line("plan and rehearsals", tuple((gpus, values["preparing"]) for gpus, values in ours)),
-        Line("search of best static", tuple(searching(results).items())),
-        Line("a simulated step of best static", tuple((gpus, values["simulating"] / STEPS) for gpus, values in static)),
+        Line("a simulated step of ours", tuple((gpus, values["simulating"] / STEPS) for gpus, values in ours)),
+        Line("search of the even split's choice", tuple(searching(results).items())),
+        Line("a simulated step of the even split", tuple((g, values["simulating"] / STEPS) for g, values in even)),
     ]
     return {
         "throughput": lines(
@@ -123,8 +122,8 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
         ),
         "seconds": lines(
             f"What deciding and simulating cost: A800, {model}, {WORKLOAD}",
-            "CPU seconds by the number of GPUs: of one plan, of a plan with its rehearsals, of the search for the best"
-            " static plan, and of one simulated step.",
+            "CPU seconds by the number of GPUs: of one plan, of the search for what the even split leaves open, and of"
+            " one simulated step of either.",
             times,
             sizes,
             log_axis("CPU seconds", [y for line in times for _, y in line.points]),

@@ -22,17 +22,16 @@ T = TypeVar("T")
 
 
 def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
-    """What became of a run, and CPU seconds: `planning` of one plan, `preparing` of all before the run (for ours the
-    plan and its rehearsals, for a baseline nothing but the plan: its search is a cell of its own), `simulating` of the
-    run, what is decided meanwhile included."""
+    """What became of a run, and CPU seconds: `planning` of one plan, and `simulating` of the run, what is decided
+    meanwhile included. A baseline's search is a cell of its own."""
     where = Setting(**setting)
     tracker = where.tracker(planner := ours_planner(where))  # episodes and profiles are read before the clock starts
     _, planning = _clocked(lambda: planner.plan(tracker))
     choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
-    (what, episodes), preparing = _clocked(lambda: made(where, system, choice))
+    what, episodes = made(where, system, choice)
     outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.steps))
     found = told(what, outcome)
-    found |= {"planning": planning, "preparing": preparing, "simulating": simulating}
+    found |= {"planning": planning, "simulating": simulating}
     return found | {"choice": None if choice is None else asdict(choice)}
 
 

@@ -21,6 +21,7 @@ from libra.recipe import Recipe
 from libra.sim.posttrain.episodes import Episodes
 from libra.trajectory import Trajectory
 
+STEPS = 60  # over the whole drift, unless an experiment says otherwise
 KNOWN_GROUPS = 64  # of the policy before its first step, as from evaluating it
 _BEFORE = 1_000_000  # number of the first of those groups: none of a run comes so far
 
@@ -34,7 +35,7 @@ class Setting:
     signal: str = "strong"  # how much tool returns tell: see benchmarks/workloads
     nodes: int = 6  # of eight A800
     staleness: int = 4  # versions; of all systems but the colocated one. Assumed: the paper does not say
-    steps: int = 60
+    steps: int = STEPS
     seed: int = 0
     groups: int | None = None  # that a step trains on; None: as many as the workload says
 

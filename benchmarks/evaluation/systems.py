@@ -27,6 +27,7 @@ from libra.sim.posttrain.replanning import Replanning
 from libra.sim.posttrain.system import PUBLISHED_SWITCH, Replan, System
 
 PERIOD = 5  # steps between two decisions
+ORACLE_BUCKETS = (4, 1)  # at most; an oracle knows which of them is better for a run
 
 
 # Libra as published, part by part
@@ -43,12 +44,12 @@ def heterogeneous(setting: Setting) -> System:
 
 
 def published_cmlfq(setting: Setting) -> System:
-    return _replanned(setting, "+ C-MLFQ", "cmlfq-published", _restarts(setting))
+    return _replanned(setting, "+ C-MLFQ", "cmlfq-published", _restarts(setting), move_kv=True)
 
 
 def published(setting: Setting) -> System:
     """All of it: role changes at the published seconds."""
-    return _replanned(setting, "Libra as published", "cmlfq-published", PUBLISHED_SWITCH)
+    return _replanned(setting, "Libra as published", "cmlfq-published", PUBLISHED_SWITCH, move_kv=True)
 
 
 # Ours
@@ -63,7 +64,7 @@ class Parts:
     rehearse: bool = False  # the ablation says what it is worth
     replan: bool = True
     move_kv: bool = True
-    most_buckets: int = 4
+    most_buckets: int = 1  # more gain nothing here: the ablation says so
     period: int = PERIOD
     switch: float = 1.0  # times the published seconds of role changes
 
@@ -74,8 +75,8 @@ def ours_planner(setting: Setting, parts: Parts | None = None) -> Planner:
 
 
 def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> System:
-    """Gradients that begin before a batch is complete, C-MLFQ in full, KV that follows its trajectory, replanning, and
-    role changes at the published seconds."""
+    """Gradients that begin before a batch is complete, engines of one size, C-MLFQ in full, KV that follows its
+    trajectory, replanning, and role changes at the published seconds."""
     parts = parts or Parts()
     planner = ours_planner(setting, parts)
     first = System(
@@ -93,21 +94,18 @@ def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> Sy
     return replace(first, replan=partial(_replanning, setting, planner, first, parts.rehearse, parts.period))
 
 
-def oracle(setting: Setting) -> tuple[System, Episodes]:
+def oracle(setting: Setting, most_buckets: int = ORACLE_BUCKETS[0]) -> tuple[System, Episodes]:
     """Knows the trajectories of a run in advance, their tools included: routes by them, and plans for those of the
-    period to come, in rehearsals with these very trajectories. It pays what ours pays for changes. A lower bound for
-    those who route to buckets and change plans by period, as far as its search goes; not for everyone.
+    period to come. It pays what ours pays for changes.
 
     The trajectories that come with it are the setting's, and known when they are drawn."""
-    planner = setting.planner(early_gradients=True)
+    planner = setting.planner(max_buckets=most_buckets, early_gradients=True)
     foretold = Foretold(setting.episodes)
-    system = System(
-        "oracle", planner.plan(setting.tracker(planner)), lambda: Oracle(foretold.known), serve_by_priority=True
-    )
-    foresight = Foresight(setting.episodes, planner, system, PERIOD)
+    foresight = Foresight(setting.episodes, planner, PUBLISHED_SWITCH, PERIOD)
     plan = foresight.plan(None, 0)
     assert plan is not None
-    return replace(system, plan=plan, replan=lambda: Foreseeing(foresight, plan)), foretold
+    system = System("oracle", plan, lambda: Oracle(foretold.known), serve_by_priority=True)
+    return replace(system, replan=lambda: Foreseeing(foresight, plan)), foretold
 
 
 MAKERS: dict[str, Callable[[Setting], System]] = {
@@ -132,9 +130,11 @@ def made(setting: Setting, name: str, choice: Choice | None = None) -> tuple[Sys
     return oracle(setting) if name == "oracle" else (MAKERS[name](setting), setting.episodes)
 
 
-def _replanned(setting: Setting, name: str, route: str, switch: SwitchCost, **recipe: int) -> System:
+def _replanned(
+    setting: Setting, name: str, route: str, switch: SwitchCost, *, move_kv: bool = False, **recipe: int
+) -> System:
     planner = setting.planner(**recipe)
-    first = System(name, planner.plan(setting.tracker(planner)), router(setting, route), switch=switch, move_kv=False)
+    first = System(name, planner.plan(setting.tracker(planner)), router(setting, route), switch=switch, move_kv=move_kv)
     return replace(first, replan=partial(_replanning, setting, planner, first, False, PERIOD))
 
 
