@@ -30,7 +30,7 @@ def run(
         what, episodes = made(where, system, chosen(where, system))
     else:
         what, episodes = made(where, system, None if choice is None else Choice(**choice))
-    return told(what, simulate_posttraining(what, episodes, where.steps))
+    return told(what, simulate_posttraining(what, episodes, where.run_steps))
 
 
 def _oracle(setting: Setting) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _oracle(setting: Setting) -> dict[str, Any]:
     found = []
     for most_buckets in ORACLE_BUCKETS:
         what, episodes = oracle(setting, most_buckets)
-        found.append(told(what, simulate_posttraining(what, episodes, setting.steps)))
+        found.append(told(what, simulate_posttraining(what, episodes, setting.run_steps)))
     return max(found, key=lambda values: float(values["throughput"]))
 
 

@@ -24,14 +24,14 @@ MODEL, WORKLOAD = "Qwen/Qwen3-14B", "search_r1"
 NODES = (2, 4, 8, 16, 32, 64, 128)
 _QUICK_NODES = NODES[:2]
 SYSTEMS = ("ours", "even")
-STEPS = 6
+STEPS = 15  # the first of a run: two decisions are in them
 _GROUPS = 32 / 6  # of a step, for each node
 
 Found = Mapping[str, Mapping[int, Values]]  # by system and GPUs
 
 
 def setting_of(nodes: int) -> Setting:
-    return Setting(MODEL, WORKLOAD, nodes=nodes, groups=round(_GROUPS * nodes), steps=STEPS)
+    return Setting(MODEL, WORKLOAD, nodes=nodes, groups=round(_GROUPS * nodes), first=STEPS)
 
 
 def _cells(quick: bool) -> list[Cell]:

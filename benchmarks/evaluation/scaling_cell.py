@@ -29,7 +29,7 @@ def scale(setting: dict[str, Any], system: str) -> dict[str, Any]:
     _, planning = _clocked(lambda: planner.plan(tracker))
     choice: Choice | None = chosen(where, system) if system in baselines.NAMES else None
     what, episodes = made(where, system, choice)
-    outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.steps))
+    outcome, simulating = _clocked(lambda: simulate_posttraining(what, episodes, where.run_steps))
     found = told(what, outcome)
     found |= {"planning": planning, "simulating": simulating}
     return found | {"choice": None if choice is None else asdict(choice)}

@@ -35,7 +35,7 @@ def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
 
 def search_cell(setting: Setting, system: str, name: str) -> Cell:
     """The same for all seeds and lengths of a run."""
-    where = replace(setting, seed=0, steps=HINDSIGHT_STEPS)
+    where = replace(setting, seed=0, steps=HINDSIGHT_STEPS, first=None)
     arguments = {"setting": where.arguments(), "system": system}
     return Cell(name, search, arguments, where.files, cost=_FIRST * (2 if system in ("static", "hindsight") else 1))
 
