@@ -18,6 +18,7 @@ MODULES = (  # of this package; each has an `EXPERIMENT`
     "neighbourhood",
     "routing_strong",
     "throughput",
+    "ceiling",
     "long_run",
     "reward_time",
     "ablation",
