@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,12 @@ def test_the_cells_of_every_experiment_can_be_told_apart(experiment: Experiment)
         calls = {(cell.function_name, json.dumps(cell.arguments, sort_keys=True)) for cell in cells}
         assert len(calls) == len(cells)
         assert all(path.is_file() for cell in cells for path in cell.inputs)
-    assert {cell.name for cell in quick} <= {cell.name for cell in full}
+    # A first look may take fewer steps, which names say; it asks about nothing else.
+    assert _but_for_steps(quick) <= _but_for_steps(full)
+
+
+def _but_for_steps(cells: Sequence[Cell]) -> set[str]:
+    return {re.sub(r", \d+ steps\b", "", cell.name) for cell in cells}
 
 
 @pytest.mark.parametrize(("tp", "count"), [(1, 48), (2, 24), (8, 6)])

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,26 +14,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.evaluation_page import require_places
 
-from benchmarks.evaluation import ablation, baselines, estimate, reward_time, scaling, sensitivity, throughput
+from benchmarks.evaluation import (
+    ablation,
+    baselines,
+    ceiling,
+    estimate,
+    long_run,
+    posttraining_cell,
+    reward_time,
+    scaling,
+    sensitivity,
+    throughput,
+)
 from benchmarks.evaluation.baselines import Choice, choices
+from benchmarks.evaluation.ceiling_cell import ceiling as ceiling_cell
 from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.intervals import ratio_interval
 from benchmarks.evaluation.page import with_tables
-from benchmarks.evaluation.posttraining_cell import run
+from benchmarks.evaluation.posttraining_cell import run, told
 from benchmarks.evaluation.reward_curve import reward, seconds_to, worth
 from benchmarks.evaluation.runs import Runs, key, run_cell, with_searches
 from benchmarks.evaluation.scaling_cell import scale
 from benchmarks.evaluation.searches import chosen, search
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.systems import NAMES, Parts, made, ours
+from benchmarks.evaluation.systems import (
+    MAKERS,
+    NAMES,
+    ORACLE_BUCKETS,
+    Parts,
+    homogeneous,
+    made,
+    oracle,
+    ours,
+    published,
+)
 from libra.cache import cache_directory
-from libra.sim.posttrain.system import PUBLISHED_SWITCH
+from libra.sim.posttrain.loop import simulate_posttraining
+from libra.sim.posttrain.system import PUBLISHED_SWITCH, System
 
 MODEL = "Qwen/Qwen3-14B"
 SMALL = Setting(MODEL, "search_r1", nodes=2, groups=2, steps=3, staleness=1)
-EXPERIMENTS = [it.EXPERIMENT for it in (throughput, reward_time, ablation, sensitivity, scaling)]
+BUSY = replace(SMALL, groups=8)  # so much to train on that trainers alone rule choices out
+EXPERIMENTS = [it.EXPERIMENT for it in (throughput, ceiling, long_run, reward_time, ablation, sensitivity, scaling)]
+ONE_SEED = {"long-run", "scaling"}
 SPEED = {"colocated": 1000.0, "even": 2000.0, "static": 2500.0, "ours": 4000.0, "oracle": 4400.0}  # others: 1500
+CEILING = 8000.0
 
 
 def made_up(cell: Cell) -> dict[str, Any]:
@@ -40,8 +67,10 @@ def made_up(cell: Cell) -> dict[str, Any]:
     asked = cell.arguments
     if cell.function is search:
         choice = {"training": 24, "shape": "a800/tp4", "concurrency": None}
-        return {"choice": choice, "judged": [choice | {"throughput": 1.0}]}
-    seed, steps = asked["setting"]["seed"], asked["setting"]["steps"]
+        return {"choice": choice, "judged": [choice | {"throughput": 1.0}], "left_out": 3}
+    if cell.function is ceiling_cell:
+        return {"throughput": CEILING * (1 + asked["setting"]["seed"] * 0.01), "versions": []}
+    seed, steps = asked["setting"]["seed"], Setting(**asked["setting"]).run_steps
     speed = SPEED.get(asked["system"], 1500.0) * (1 + seed * (0.02 if asked["system"] == "ours" else 0.01))
     speed *= 0.8 if asked.get("parts") else 1.0
     values = {
@@ -51,9 +80,10 @@ def made_up(cell: Cell) -> dict[str, Any]:
         "engine_share": 0.25,
         "tokens": [1e6] * steps,
         "staleness": [0.0 if asked["system"] == "colocated" else 1.0] * steps,
+        "changes": 2,
         "ended": [(number + 1) * 1e6 / speed for number in range(steps)],
     }
-    return values | {"planning": 0.1, "preparing": 5.0, "simulating": 1.0}
+    return values | ({"planning": 0.1, "simulating": 1.0} if cell.function is scale else {})
 
 
 def results(experiment: Experiment, quick: bool = False) -> list[Result]:
@@ -76,7 +106,7 @@ def test_tables_rows_and_figures_are_made_of_the_results(experiment: Experiment,
     assert with_tables(page, {f"{experiment.name}/{name}": text for name, text in tables.items()}, [experiment.name])
     assert all(svg.startswith("<svg") for svg in figures.values())
     intervals = any(re.search(r"\d \([\d.,]+ to [\d.,]+\)", table) for table in tables.values())
-    assert intervals == (not quick and experiment.name != "scaling")
+    assert intervals == (not quick and experiment.name not in {"ceiling", *ONE_SEED})
     if not quick:
         require_places(experiment.name, tables, figures)
 
@@ -88,10 +118,26 @@ def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
     whole, chain, others = calls(throughput.EXPERIMENT), calls(ablation.EXPERIMENT), calls(sensitivity.EXPERIMENT)
     assert calls(reward_time.EXPERIMENT) == whole
     assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
-    base = Setting(MODEL, "search_r1").arguments()
-    shared = [arguments for _, arguments in others if arguments["setting"] == base]
-    assert {"setting": base, "system": "ours"} in shared
-    assert all(call in whole for call in others if call[1] == {"setting": base, "system": "static"})
+    own = {name for name, arguments in calls(ceiling.EXPERIMENT) if (name, arguments) not in whole}
+    assert own == {"benchmarks.evaluation.ceiling_cell:ceiling"}
+    # What is usual is one of the values of all that is varied.
+    usual = Setting(MODEL, "search_r1", steps=sensitivity.STEPS).arguments()
+    shared = [arguments for _, arguments in others if arguments["setting"] == usual and "parts" not in arguments]
+    assert shared == [{"setting": usual, "system": system} for system in ("ours", "static")]
+
+
+def test_runs_of_other_lengths_share_their_searches() -> None:
+    def searches(experiment: Experiment) -> list[dict[str, Any]]:
+        return [dict(cell.arguments) for cell in experiment.cells(False) if cell.function is search]
+
+    whole = searches(throughput.EXPERIMENT)
+    systems = [*NAMES, *throughput.SECOND]
+    assert len(whole) == len(throughput.WORKLOADS) * sum(system in baselines.NAMES for system in systems)
+    assert all(it in whole for it in searches(long_run.EXPERIMENT))
+    usual = [it for it in searches(sensitivity.EXPERIMENT) if it in whole]
+    assert [(it["system"], it["setting"]["signal"], it["setting"]["staleness"]) for it in usual] == [
+        ("static", "strong", 4)
+    ]
 
 
 def test_a_search_is_one_for_all_seeds_and_starts_before_the_runs() -> None:
@@ -150,7 +196,7 @@ def test_goals_stand_where_a_number_is_published_and_are_met_or_not() -> None:
         **{(workload, over_oracle): True for workload in throughput.WORKLOADS},
     }
     slow = [
-        replace(it, values=it.values | {"throughput": 1.5 * it.values["throughput"]})
+        replace(it, values={**it.values, "throughput": 1.5 * it.values["throughput"]})
         if it.cell.arguments["system"] in ("colocated", "static")
         else it
         for it in results(throughput.EXPERIMENT)
@@ -163,9 +209,32 @@ def test_goals_stand_where_a_number_is_published_and_are_met_or_not() -> None:
 def test_what_a_part_is_worth_is_found_where_it_was_put() -> None:
     rows = ablation.EXPERIMENT.rows(results(ablation.EXPERIMENT))
     shares = [row.value for row in rows if row.unit == "x of ours"]
-    assert shares == pytest.approx([0.8] * len(ablation.DIFFERENT) * len(ablation.WORKLOADS))
-    table = ablation.EXPERIMENT.tables(results(ablation.EXPERIMENT))["chain-qwen3-14b-r2e-gym"]
-    assert "| 763 | 1.80 |" in table.splitlines()[-1]
+    assert shares == pytest.approx([0.8] * len(ablation.DIFFERENT) * len(ablation.PARTS_WORKLOADS))
+    tables = ablation.EXPERIMENT.tables(results(ablation.EXPERIMENT))
+    assert "| 763 | 1.80 |" in tables["chain-qwen3-14b-r2e-gym"].splitlines()[-1]
+    assert all(len(tables[name].splitlines()) == 3 + len(ablation.DIFFERENT) for name in tables if "parts" in name)
+
+
+def test_choices_that_were_left_out_of_a_search_count_among_all() -> None:
+    table = throughput.EXPERIMENT.tables(results(throughput.EXPERIMENT))["choices"]
+    assert table.splitlines()[-1].endswith("| 24 | tp4 | as admitted | 1 of 4 |")
+
+
+def test_shares_of_the_ceiling_are_paired_by_seed() -> None:
+    rows = ceiling.EXPERIMENT.rows(results(ceiling.EXPERIMENT))
+    found = {row.metric: row.value for row in rows if row.case.startswith("r2e_gym")}
+    assert found["if nobody waits"] == pytest.approx(1.01 * CEILING)
+    assert found["colocated: share of it"] == pytest.approx(100 * 1000 / CEILING)
+    ours = fmean(4000 * (1 + 0.02 * seed) / (CEILING * (1 + 0.01 * seed)) for seed in throughput.SEEDS)
+    assert found["ours: share of it"] == pytest.approx(100 * ours)
+    assert found["it over colocated"] == pytest.approx(CEILING / 1000)
+
+
+@pytest.mark.parametrize(("cpu", "met"), [(39.9, True), (40.0, False)])
+def test_a_long_run_has_to_be_simulated_in_time(cpu: float, met: bool) -> None:
+    found = [replace(it, cpu_seconds=cpu) for it in results(long_run.EXPERIMENT)]
+    verdicts = {row.metric: row.met for row in long_run.EXPERIMENT.rows(found) if row.met is not None}
+    assert verdicts == {f"simulating {system}": met for system in long_run.SYSTEMS}
 
 
 # Reward
@@ -249,6 +318,25 @@ def test_a_search_returns_the_choice_that_it_judged_best_and_the_run_takes_it() 
     assert outcome == run(SMALL.arguments(), "even", choice=found["choice"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [(SMALL, "even"), (SMALL, "static"), (BUSY, "static")],
+    ids=["small even", "small static", "busy static"],
+)
+def test_no_choice_is_judged_to_exceed_its_trainers_and_a_search_may_leave_it_out(setting: Setting, name: str) -> None:
+    offered = choices(setting, name)
+    judged = {it: baselines.judged(setting, name, it) for it in offered}
+    assert all(found <= baselines.at_most(setting, name, it) for it, found in judged.items())
+    found = search(setting.arguments(), name)
+    best = max(judged, key=judged.__getitem__)
+    assert found["choice"] == asdict(best)
+    assert len(found["judged"]) + found["left_out"] == len(offered)
+    assert (found["left_out"] > 0) == ((setting, name) == (BUSY, "static"))
+    simulated = {Choice(it["training"], it["shape"], it["concurrency"]): it["throughput"] for it in found["judged"]}
+    assert simulated == {it: judged[it] for it in simulated}
+    assert all(baselines.at_most(setting, name, it) <= judged[best] for it in offered if it not in simulated)
+
+
 def test_a_search_that_is_not_given_is_looked_up_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grids = cache_directory() / "grids"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -268,9 +356,34 @@ def test_size_and_parts_reach_the_run() -> None:
     assert replace(SMALL, groups=None).recipe().batch == 512
     slow = ours(SMALL, Parts(switch=4.0, rehearse=False))
     assert slow.switch.engine_start == 4 * PUBLISHED_SWITCH.engine_start
-    outcome = scale(SMALL.arguments(), "ours")
+    outcome = scale(replace(SMALL, steps=60, first=3).arguments(), "ours")
     assert len(outcome["ended"]) == 3 and outcome["choice"] is None
-    assert min(outcome[what] for what in ("planning", "preparing", "simulating")) > 0
+    assert min(outcome[what] for what in ("planning", "simulating")) > 0
+
+
+def test_engines_of_ours_have_one_size_unless_asked_and_kv_moves_from_published_cmlfq_on() -> None:
+    def sizes(system: System) -> int:
+        return len({bucket.shape for bucket in system.plan.allocation.buckets})
+
+    setting = replace(SMALL, groups=16)  # for which the planner would have two
+    assert sizes(ours(setting)) == sizes(homogeneous(setting)) == 1
+    assert sizes(ours(setting, Parts(most_buckets=4))) == 2
+    assert published(setting).request.recipe.max_buckets == 4
+    moves = [name for name, make in MAKERS.items() if make(SMALL).move_kv]
+    assert moves == ["published-cmlfq", "published", "ours"]
+
+
+@pytest.mark.parametrize("sizes", [ORACLE_BUCKETS, ORACLE_BUCKETS[::-1]], ids=str)
+def test_the_oracle_takes_the_better_of_its_two_runs(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = replace(SMALL, groups=4)
+    monkeypatch.setattr(posttraining_cell, "ORACLE_BUCKETS", sizes)
+    runs = []
+    for most in ORACLE_BUCKETS:
+        what, episodes = oracle(setting, most)
+        runs.append(told(what, simulate_posttraining(what, episodes, setting.steps)))
+    slower, faster = sorted(runs, key=lambda values: float(values["throughput"]))
+    assert slower["throughput"] < faster["throughput"]
+    assert run(setting.arguments(), "oracle") == faster
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ def priced(plan: Plan) -> float:
     return plan.predicted.step
 
 
-def running(check: Asked, switch: SwitchCost = FREE) -> tuple[Replanner, Plan]:
-    """After a first step on short trajectories, of which the plan that is priced best was started."""
+def running(check: Asked, switch: SwitchCost = FREE, calls: int = 1) -> tuple[Replanner, Plan]:
+    """After a first step on trajectories of about `calls` calls, for which the plan that is priced best was started."""
     check.seconds, answer = priced, check.seconds
     replanner = Replanner(PLANNER, check=check, switch=switch)
-    replanner.step(trajectories(0, 1), [])
+    replanner.step(trajectories(0, calls), [])
     check.seconds = answer
     assert replanner.plan is not None
     return replanner, replanner.plan
@@ -137,14 +137,15 @@ DECISIONS = [
 def test_what_runs_stays_unless_another_plan_gains_more_than_it_costs(
     others: float, start: float, looks: int, taken: bool, reason: str
 ) -> None:
-    """By the check what runs takes 1e6 s a step, and anything else `others`."""
+    """By the check what runs takes 1e6 s a step, and anything else `others`. Long trajectories give way to short ones,
+    and large engines to small ones: contexts of those that stop are made again, which the change costs, too."""
     switch = SwitchCost(start, start, 0.0)
     check = Asked(lambda plan: 1e6 if plan.allocation == runs.allocation else 2e6)
-    replanner, runs = running(check, switch)
+    replanner, runs = running(check, switch, calls=30)
     for _ in range(looks - 1):
         assert not replanner.step([], []).taken
     check.seconds = lambda plan: 1e6 if plan.allocation == runs.allocation else others
-    decision = replanner.step(trajectories(1, 30), [])
+    decision = replanner.step(trajectories(1, 1), [])
     assert (decision.taken, reason in decision.reason) == (taken, True), decision.reason
     assert decision.current is not None and replanner.plan is not None
     assert decision.current.step == 1e6
@@ -153,7 +154,8 @@ def test_what_runs_stays_unless_another_plan_gains_more_than_it_costs(
     assert (replanner.plan.allocation != runs.allocation) == taken
     assert replanner.looks[-1].predicted == (decision.proposed if taken else decision.current)
     if taken:
-        assert any(isinstance(move, Change) and move.kind == "start" for move in decision.moves)
+        changed = {(move.kind, move.role) for move in decision.moves if isinstance(move, Change)}
+        assert changed >= {("stop", "engine"), ("start", "engine")}
         request = check.plans[-1][0].request
         assert isinstance(request, ClusterRequest)
         after, problem, refill = replanner.plan.allocation, request.menu().problem, live_refill(request)
@@ -184,7 +186,7 @@ def test_the_same_answers_give_the_same_decisions() -> None:
 
 @pytest.mark.parametrize("answer", [[], [1.0], [math.nan], [math.inf], [0.0], [-1.0]], ids=str)
 def test_an_answer_that_is_no_seconds_of_each_plan_is_refused(answer: list[float]) -> None:
-    def check(plans: Sequence[Plan], _: float) -> list[float]:
+    def check(plans: Sequence[Plan], mean_context: float) -> list[float]:
         return answer if answer in ([], [1.0]) else answer * len(plans)
 
     replanner = Replanner(PLANNER, check=check)
