@@ -104,6 +104,8 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
     routers = problem.reach_tried if runs else problem.reach_untried
     work = max(_asked(row, reach, own, bucket) for row in option.work for reach in routers)
     squared = max(_asked(option.refresh, reach, own, bucket) for reach in routers)
+    if option.fills and sum(option.fills[j] for j in own) > bucket.engines:
+        return math.inf
     residence = max([option.residence[j] for j in own if problem.met[j]], default=0.0)
     after = (
         (training.seconds if training.tail is None else training.tail)
@@ -246,6 +248,7 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
         # The first shape holds everything, lest most problems are infeasible.
         holds = longest if shape == 0 else draw(st.integers(1, longest + 1))
         rows = draw(st.integers(1, 2))
+        fills = draw(st.tuples(*[st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.5])] * classes))
         for seats in range(1, draw(st.integers(1, 3)) + 1):
             engines.append(
                 EngineOption(
@@ -260,6 +263,8 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
                     residence=draw(per_class),
                     generates=draw(st.sampled_from([0.0, 0.0, 0.5, 2.0, 7.5])),
                     waits=draw(st.sampled_from([0.0, 0.0, 1.0, 10.0])),
+                    # Sums of these are exact, so that what just fits does so for everyone.
+                    fills=draw(st.sampled_from([(), fills])) if seats > 1 else (),
                 )
             )
     tried = tuple(draw(st.lists(reach, min_size=1, max_size=2)))

@@ -33,8 +33,8 @@ from libra.model import ModelSpec
 from libra.plan.problem import EngineOption
 from libra.recipe import Recipe
 
-# Share of its class's nodes that is taken to generate, where a price must guess how many engines share a batch.
-_GENERATING = 0.5
+# Shares of tool returns that find their context gone, at most, that options are priced for; with 1 all of them do.
+_EVICTED = (0.0, 0.125, 0.25, 0.5, 1.0)
 # A batch is due `batches` publications after its start: t[v + batches] = max(t[v + batches - 1], t[v] + longest[v]),
 # where t is the second of a publication. Of independent normal to log-normal longest trajectories this goes on as if
 # each were the longest of batches ** 0.15 to batches ** 0.5 as many draws.
@@ -153,13 +153,12 @@ def _shape_options(
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
-    engines = _GENERATING * nodes.count * nodes.gpus / grid.tp
     together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
     return [
         option
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
         for option in _batch_options(
-            near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, engines, factors
+            near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, factors
         )
     ]
 
@@ -175,10 +174,10 @@ def _batch_options(
     kv: int,
     holds: int,
     stall: float,
-    engines: float,
     factors: BatchFactors,
 ) -> list[EngineOption]:
-    """One option for each class that may be the longest of a bucket, as far as these take different times."""
+    """Options for each class that may be the longest of a bucket, as far as these take different times, and for each
+    share of contexts that caches may forget, as far as fewer engines forget more."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
     factors = factors.at(recipe.staleness)
@@ -199,23 +198,26 @@ def _batch_options(
             again = min(max(0.0, cls.turns - 1), float(batches)) * refill
             alone[j] = replace(alone[j], generates=alone[j].generates + again)
     upto = [longest_alone(alone[: last + 1], draws[: last + 1], slowed) for last in range(len(classes))]
-    evicted = _evicted_share(recipe, classes, _alive(recipe, stay, upto[-1], slowed), kv * engines)
+    unfinished = _unfinished_tokens(recipe, classes, _alive(recipe, stay, upto[-1], slowed))
+    evictions = [share for share in _EVICTED if sum(unfinished) > (1 + _before(share)) * kv or not share]
     tops: list[int] = []
     for last in reversed(range(len(classes))):
         if not tops or upto[last].seconds < (1 - _TOLD_APART) * upto[tops[-1]].seconds:
             tops.append(last)
-    works = []
+    # What is longer than an option's longest class takes no less than this, whichever other option it has.
+    by_one = 0.0
+    works: list[tuple[int, float, tuple[tuple[float, ...], ...]]] = []
     for top in tops:
         # What others generate while the longest trajectory waits for a tool does not delay it. But where batches
         # overlap it delays the next one, and that the tools' seconds are not slowed is in the price.
         spared = 0.0 if recipe.staleness or not upto[top].waits else upto[top].waits / upto[top].seconds
-        rows = [
-            [count * row for row in batch_work(timing, cls, kv, spared, evicted, factors)]
-            for count, cls in zip(expected, classes, strict=True)
-        ]
-        works.append(tuple(zip(*rows, strict=True)))
-    # What is longer than an option's longest class takes no less than this, whichever other option it has.
-    by_one = batches * (max(sum(row) for work in works for row in work) + stall)
+        for evicted in evictions:
+            rows = [
+                [count * row for row in batch_work(timing, cls, kv, spared, evicted, factors)]
+                for count, cls in zip(expected, classes, strict=True)
+            ]
+            works.append((top, evicted, tuple(zip(*rows, strict=True))))
+            by_one = max(by_one, batches * (max(sum(row) for row in works[-1][2]) + stall))
     return [
         EngineOption(
             shape=shape,
@@ -229,8 +231,10 @@ def _batch_options(
             residence=tuple(it.seconds if j <= top else by_one + it.seconds for j, it in enumerate(upto)),
             generates=upto[top].generates,
             waits=upto[top].waits,
+            # With the most that is priced, a context is always gone, or all of them fit one engine.
+            fills=() if evicted == evictions[-1] else tuple(tokens / ((1 + evicted) * kv) for tokens in unfinished),
         )
-        for top, work in reversed(list(zip(tops, works, strict=True)))
+        for top, evicted, work in reversed(works)
     ]
 
 
@@ -243,15 +247,19 @@ def _alive(recipe: Recipe, stay: Sequence[Longest], longest: Longest, slowed: fl
     return tuple(min(1.0, (slowed * it.generates + it.waits) / most) for it in stay)
 
 
-def _evicted_share(recipe: Recipe, classes: Sequence[TrajectoryClass], alive: Sequence[float], kv: float) -> float:
-    """Share of tool returns that find their context gone, when all that is under way shares `kv` tokens of cache.
+def _unfinished_tokens(recipe: Recipe, classes: Sequence[TrajectoryClass], alive: Sequence[float]) -> tuple[float, ...]:
+    """[class] tokens of context of all that is under way.
 
     Caches forget what was used least recently. In a batch that is served in turns that is what is needed next, so soon
-    after not all of it fits anything that is needed is gone.
+    after not all of it fits anything that is needed is gone: of (1 + x) times as much as fits, a share x.
     """
-    contexts = sum(
-        its * cls.share * cls.context_sum / cls.generated
+    batches = (1 + recipe.staleness) * recipe.batch
+    return tuple(
+        its * batches * cls.share * cls.context_sum / cls.generated if cls.generated else 0.0
         for its, cls in zip(alive, classes, strict=True)
-        if cls.generated
     )
-    return min(1.0, max(0.0, (1 + recipe.staleness) * recipe.batch * contexts / kv - 1))
+
+
+def _before(share: float) -> float:
+    """The next smaller of `_EVICTED`."""
+    return max((other for other in _EVICTED if other < share), default=0.0)

@@ -183,6 +183,8 @@ class AssignmentModel:
                 self._add(pulp.lpSum(self.m[b][o]) == self.n[b][o])
                 self._add(self.n[b][o] >= self.y[b][o])
                 self._add(self.n[b][o] <= self._most_engines(o) * self.y[b][o])
+                filled = zip(self.problem.engines[o].fills, self.w[b][o], strict=False)
+                self._add(pulp.lpSum(part * w for part, w in filled) <= self.n[b][o])
 
     def _same_means_the_present_buckets(self) -> None:
         present = _present(self.problem)

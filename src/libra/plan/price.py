@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Prediction, Problem, TrainingOption
 
+_ROOM = 1e-9  # relative: what just fits must not need an engine more for rounding
+
 
 @dataclass(frozen=True, slots=True)
 class BucketPrice:
@@ -138,10 +140,16 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
         candidates = [
             _bucket_price(problem, training, option, bucket, members, tried)
             for option in problem.engines
-            if option.shape == bucket.shape and option.holds >= bucket.up_to
+            if option.shape == bucket.shape and option.holds >= bucket.up_to and _has_room(option, bucket, members)
         ]
         found.append(min(candidates, key=lambda c: max(c.load, _latency(problem, training, c))))
     return tuple(found)
+
+
+def _has_room(option: EngineOption, bucket: Bucket, members: list[int]) -> bool:
+    """Whether the caches of the bucket's engines hold as much as the option is priced for."""
+    filled = math.fsum(option.fills[j] for j in members) if option.fills else 0.0
+    return filled <= bucket.engines * (1 + _ROOM)
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:

@@ -34,6 +34,9 @@ The line of staleness, (1 + staleness) * step >= R_b + L + S, then reads
 with no factor below 0. The step is never longer than W_b / n_b + stall_b + (generates_b + waits_b + L + S) / (1 +
 staleness), and as long only where the longest never waits and nothing follows.
 
+Caches that are full forget contexts, which then are prefilled again. Options of a shape that differ in how much of that
+their work has are for different numbers of engines: those whose caches hold what the bucket's classes fill of them.
+
 A bucket's work W_b is the largest of several rows, each linear in the classes the bucket serves; with `refresh` it also
 grows by (refresh seconds squared) / step.
 """
@@ -90,7 +93,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
-    """One way to generate, priced for every class. Options of one `shape` differ only in `seats` and their prices.
+    """One way to generate, priced for every class. Options of one `shape` differ only in `seats`, `fills` and
+    prices.
 
     Prices may be for some of the classes only: those of others are then no less than what another option asks.
 
@@ -109,16 +113,23 @@ class EngineOption:
     # Where batches start together, the longest trajectory of one that an engine serves, if it were the only one:
     generates: float = 0.0  # seconds in which it generates
     waits: float = 0.0  # seconds in which its tools run
+    # [class] engines whose caches its unfinished contexts fill: the prices hold for a bucket that has as many engines
+    # as its classes fill. Empty: for any number of engines; each shape has an option of that kind.
+    fills: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
         _require_costs(f"engine option {self.name}", stall=(self.stall,), refresh=self.refresh)
         _require_costs(f"engine option {self.name}", generates=(self.generates,), waits=(self.waits,))
+        _require_costs(f"engine option {self.name}", fills=self.fills)
         _require_costs(
             f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row)
         )
-        if not self.work or any(len(row) != len(self.residence) for row in (*self.work, self.refresh)):
-            raise ValueError(f"engine option {self.name}: work, refresh and residence must price the same classes")
+        rows = (*self.work, self.refresh, *((self.fills,) if self.fills else ()))
+        if not self.work or any(len(row) != len(self.residence) for row in rows):
+            raise ValueError(
+                f"engine option {self.name}: work, refresh, residence and fills must be of the same classes"
+            )
 
     @property
     def name(self) -> str:
@@ -247,6 +258,9 @@ class Problem:
                 raise ValueError(
                     f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart"
                 )
+        for shape in self.shapes:
+            if all(option.fills for option in self.engines if option.shape == shape):
+                raise ValueError(f"shape {shape} has no price for few engines; list an option of it that fills none")
         classes = len(self.peaks)
         rows = (self.met, *self.reach_tried, *self.reach_untried, *(option.residence for option in self.engines))
         if any(len(row) != classes for row in rows):

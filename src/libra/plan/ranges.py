@@ -46,6 +46,8 @@ class RangeTable:
             np.array(seconds)[:, None, None]
             for seconds in zip(*((o.stall, o.generates, o.waits) for o in problem.engines), strict=True)
         )
+        fills = np.array([option.fills or (0.0,) * classes for option in problem.engines])
+        self._least = np.maximum(1.0, np.ceil(_sums(fills) * (1 - _SLACK)))  # engines with room for the range
         self._possible = self._ranges_held()
 
     def engines(self, training: TrainingOption, step: float) -> Counts:
@@ -59,7 +61,7 @@ class RangeTable:
         if self._refreshes:
             asked = asked + self._refresh / step
         with np.errstate(divide="ignore", invalid="ignore"):
-            count = np.maximum(1, np.ceil(asked / usable * (1 - _SLACK)))
+            count = np.maximum(self._least, np.ceil(asked / usable * (1 - _SLACK)))
         kept = self._possible & (usable > 0) & (self._residence <= limit)
         count = np.where(kept & (count < NEVER), count, NEVER)
         return np.array([count[options].min(axis=0) for options in self._options]).astype(np.int64)
@@ -107,10 +109,15 @@ def _asked(costs: Floats, routers: Floats) -> Floats:
     """
     rows = costs[:, :, None, :] * routers  # [option, row, router, class]
     strays = (costs[:, :, None, :] * (1 - routers)).sum(axis=-1)
-    upto = np.cumsum(np.concatenate((np.zeros((*rows.shape[:-1], 1)), rows), axis=-1), axis=-1)
-    sums = upto[..., None, 1:] - upto[..., :-1, None]  # [option, row, router, first, last]
+    sums = _sums(rows)  # [option, row, router, first, last]
     sums[..., 0, :] += strays[..., None]
     return np.asarray(sums.max(axis=(1, 2)))
+
+
+def _sums(costs: Floats) -> Floats:
+    """[..., first, last] sums over ranges of what is given by class."""
+    upto = np.cumsum(np.concatenate((np.zeros((*costs.shape[:-1], 1)), costs), axis=-1), axis=-1)
+    return np.asarray(upto[..., None, 1:] - upto[..., :-1, None])
 
 
 def _longest(residence: Floats) -> Floats:
