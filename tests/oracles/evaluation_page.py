@@ -1,4 +1,4 @@
-"""What docs/evaluation.md has a place for."""
+"""What the page of the evaluation has a place for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.evaluation.page import with_tables
 from benchmarks.evaluation.registry import experiments
 
-PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "evaluation" / "evaluation.md"
 
 
 def require_places(experiment: str, tables: Mapping[str, str], figures: Collection[str]) -> None:

@@ -132,16 +132,30 @@ def test_where_no_tool_returns_there_is_one_bucket() -> None:
     assert len(Planner(CLUSTER, QWEN_06B, SYNC).plan(silent).allocation.buckets) == 1
 
 
-def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_half_the_nodes() -> None:
-    some, crowd = (SYNC.model_copy(update={"batch": batch}) for batch in (128, 4096))
+def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_its_engines() -> None:
+    """Nothing is priced for a batch that one engine holds. For a larger one, options forget the less the more engines
+    they are for, and of (1 + x) times as much as fits a share x."""
+    some, crowd = (SYNC.model_copy(update={"batch": batch}) for batch in (128, 8192))
+    kv = kv_of(some, QWEN_14B, 1)
 
-    def for_each(recipe: Recipe) -> float:
-        option = options_of(recipe=recipe)[0]
-        assert option.devices == 1
-        return max(map(sum, option.work)) / recipe.batch
+    def of_one_device(recipe: Recipe) -> list[EngineOption]:
+        options = [option for option in options_of(recipe=recipe) if option.devices == 1]
+        return [option for option in options if option.generates == options[0].generates]
 
-    assert for_each(some) == pytest.approx(for_each(SYNC))
-    assert for_each(crowd) > 1.2 * for_each(SYNC)
+    def tokens(recipe: Recipe) -> float:
+        return recipe.batch * sum(cls.share * cls.context_sum / cls.generated for cls in THREE)
+
+    (held,) = of_one_device(some)
+    assert tokens(some) < kv and held.fills == ()
+    few, *many = of_one_device(crowd)
+    assert len(many) > 1 and few.fills == () and all(option.fills for option in many)
+    works = [max(map(sum, option.work)) / crowd.batch for option in (few, *many)]
+    assert works == sorted(works, reverse=True)
+    assert works[-1] == pytest.approx(max(map(sum, held.work)) / some.batch)
+    assert sum(many[-1].fills) == pytest.approx(tokens(crowd) / kv)
+    assert [sum(many[-1].fills) / sum(option.fills) - 1 for option in many] == pytest.approx(
+        [0.5, 0.25, 0.125, 0.0][-len(many) :]
+    )
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
@@ -153,7 +167,7 @@ def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
     def waits(rare: float) -> list[float]:
         classes = (replace(short, share=1 - rare), replace(long, share=rare))
         assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).met == (True, True)
-        return [option.alone for option in options_of(classes, recipe=recipe)[:2]]
+        return [option.alone for option in options_of(classes, recipe=recipe) if not option.fills][:2]
 
     each_short, each_long = waits(0.5)
     # There are one or two buckets, and the batches under way wait for the same trajectory, or each for its own.

@@ -108,6 +108,17 @@ def test_price(problem: Problem, allocation: Allocation, wanted: Prediction) -> 
     )
 
 
+def test_a_bucket_runs_as_its_engines_have_room_for() -> None:
+    """With one engine its work is that of few; with two their caches hold what both classes fill."""
+    forgetful = replace(LONG, work=((500.0, 1000.0),))
+    roomy = replace(LONG, seats=8, work=((100.0, 200.0),), fills=(0.5, 1.5))
+    problem = replace(PROBLEM, engines=(forgetful, roomy))
+    options = [bucket_prices(problem, one_bucket(1, engines))[0].option for engines in (1, 2)]
+    assert options == [forgetful, roomy]
+    with pytest.raises(ValueError, match="list an option of it that fills none"):
+        replace(PROBLEM, engines=(roomy,))
+
+
 def test_a_bucket_runs_with_the_seats_that_delay_the_step_least() -> None:
     """Many seats for the work; few where the longest trajectory alone counts."""
     busy = bucket_prices(PROBLEM, two_buckets(1, 2, 1))[0]

@@ -141,7 +141,7 @@ def test_what_runs_stays_unless_another_plan_gains_more_than_it_costs(
     and large engines to small ones: contexts of those that stop are made again, which the change costs, too."""
     switch = SwitchCost(start, start, 0.0)
     check = Asked(lambda plan: 1e6 if plan.allocation == runs.allocation else 2e6)
-    replanner, runs = running(check, switch, calls=30)
+    replanner, runs = running(check, switch, calls=16)
     for _ in range(looks - 1):
         assert not replanner.step([], []).taken
     check.seconds = lambda plan: 1e6 if plan.allocation == runs.allocation else others

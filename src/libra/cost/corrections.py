@@ -34,21 +34,21 @@ UNCORRECTED = BatchFactors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 # The price lets others slow the longest trajectory while it generates, so what others generate counts the same whether
 # it uses tools or not.
 OVERLAP = BatchFactors(
-    decode=1.05,
-    decode_beside_tools=1.05,
-    prefill=1.22,
-    eviction=1.1,
-    memory=0.84,
-    generation=0.92,
-    tools=1.07,
+    decode=1.04,
+    decode_beside_tools=1.04,
+    prefill=1.21,
+    eviction=1.02,
+    memory=0.8,
+    generation=0.93,
+    tools=1.06,
 )
 
 BATCH = BatchFactors(
-    decode=0.91,
-    decode_beside_tools=0.32,
-    prefill=0.68,
-    eviction=1.74,
-    memory=0.5,
+    decode=0.92,
+    decode_beside_tools=0.26,
+    prefill=0.73,
+    eviction=1.6,
+    memory=0.39,
     generation=0.98,
     tools=0.98,
     overlapping=OVERLAP,
