@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.evaluation.fixed_plans import uniform_plans
-from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.setting import STEPS, Setting
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
@@ -70,6 +70,12 @@ def judged(setting: Setting, name: str, choice: Choice) -> float:
     """Tokens per second with this choice, in the simulation that it is judged by."""
     episodes, steps = _judging(setting, name)
     return simulate_posttraining(system(setting, name, choice), episodes, steps).throughput
+
+
+def in_hindsight(setting: Setting, choice: Choice) -> float:
+    """Tokens per second of a whole run with this choice, of `STEPS` steps."""
+    episodes = replace(setting, steps=STEPS).episodes
+    return simulate_posttraining(system(setting, "hindsight", choice), episodes, STEPS).throughput
 
 
 def at_most(setting: Setting, name: str, choice: Choice) -> float:

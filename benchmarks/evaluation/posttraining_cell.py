@@ -24,7 +24,7 @@ def run(
         raise ValueError(f"system {system} has no parts; give them to ours")
     if parts is not None:
         what, episodes = ours(where, Parts(**parts)), where.episodes
-    elif system == "oracle":
+    elif choice is None and system == "oracle":
         return _oracle(where)
     elif choice is None and system in baselines.NAMES:
         what, episodes = made(where, system, chosen(where, system))

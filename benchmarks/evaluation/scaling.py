@@ -56,7 +56,7 @@ def _found(results: Sequence[Result]) -> Found:
 
 
 def searching(results: Sequence[Result]) -> dict[int, float]:
-    """CPU seconds of the searches for the best static plan, by GPUs."""
+    """CPU seconds of the searches for what the even split leaves open, by GPUs."""
     searches = [result for result in results if result.cell.function is search]
     return {Setting(**result.cell.arguments["setting"]).gpus: result.cpu_seconds for result in searches}
 

@@ -61,9 +61,10 @@ class Parts:
 
     early_gradients: bool = True
     route: str = "cmlfq"
-    rehearse: bool = False  # the ablation says what it is worth
+    rehearse: bool = False  # plans that were not rehearsed did better, in the runs that were looked at
     replan: bool = True
     move_kv: bool = True
+    start_by_cache: bool = True
     most_buckets: int = 1  # more gain nothing here: the ablation says so
     period: int = PERIOD
     switch: float = 1.0  # times the published seconds of role changes
@@ -85,6 +86,7 @@ def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> Sy
         router(setting, parts.route),
         switch=SwitchCost(**{what: parts.switch * seconds for what, seconds in asdict(PUBLISHED_SWITCH).items()}),
         serve_by_priority=True,
+        start_by_cache=parts.start_by_cache,
         move_kv=parts.move_kv,
     )
     if parts.rehearse:
@@ -104,7 +106,7 @@ def oracle(setting: Setting, most_buckets: int = ORACLE_BUCKETS[0]) -> tuple[Sys
     foresight = Foresight(setting.episodes, planner, PUBLISHED_SWITCH, PERIOD)
     plan = foresight.plan(None, 0)
     assert plan is not None
-    system = System("oracle", plan, lambda: Oracle(foretold.known), serve_by_priority=True)
+    system = System("oracle", plan, lambda: Oracle(foretold.known), serve_by_priority=True, start_by_cache=True)
     return replace(system, replan=lambda: Foreseeing(foresight, plan)), foretold
 
 
@@ -134,7 +136,14 @@ def _replanned(
     setting: Setting, name: str, route: str, switch: SwitchCost, *, move_kv: bool = False, **recipe: int
 ) -> System:
     planner = setting.planner(**recipe)
-    first = System(name, planner.plan(setting.tracker(planner)), router(setting, route), switch=switch, move_kv=move_kv)
+    first = System(
+        name,
+        planner.plan(setting.tracker(planner)),
+        router(setting, route),
+        switch=switch,
+        start_by_cache=True,
+        move_kv=move_kv,
+    )
     return replace(first, replan=partial(_replanning, setting, planner, first, False, PERIOD))
 
 

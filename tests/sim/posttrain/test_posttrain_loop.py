@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.small_cluster import CLASSES
 from posttrain_cases import (
     LONGEST,
     TWO_NODES,
@@ -38,6 +40,11 @@ from libra.route.baselines import LeastLoaded, RoundRobin
 from libra.route.catalogue import POLICIES, policy_named
 from libra.sim.clock import ticks
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.request import Request
+from libra.sim.planned_engines import planned_engines
+from libra.sim.posttrain import loop
+from libra.sim.posttrain.caller import EpisodeCaller
+from libra.sim.posttrain.loop import simulate_posttraining
 from libra.sim.posttrain.system import System
 from libra.trajectory import Turn, read_trajectories
 
@@ -340,3 +347,26 @@ def test_trajectories_that_generate_nothing_are_trained_on_at_once() -> None:
     outcome = run(system_of(1, changing=False), silent, 3)
     assert (outcome.placements, outcome.generated_tokens) == (0, 0)
     assert [step.final_context_tokens for step in outcome.steps] == [16 * 50] * 3
+
+
+@pytest.mark.parametrize("by_cache", [False, True])
+def test_groups_start_while_the_caches_hold_what_is_unfinished(by_cache: bool) -> None:
+    """As many as staleness admits, or as many as one engine's cache has room for; a part of a group never starts."""
+    recipe = recipe_of(512, 8, staleness=1)
+    plan = plan_of(recipe, layout_of(1), [(1, 1, LONGEST)])
+    (engine,) = planned_engines(plan)
+    context = sum(cls.share * cls.context_sum for cls in CLASSES) / sum(cls.share * cls.generated for cls in CLASSES)
+    held = engine.config.kv_blocks * engine.config.block_size / context
+    assert 16 < held < 1024
+    unfinished: list[int] = []
+    ask = loop._Run._ask
+
+    def asked(self: loop._Run, caller: EpisodeCaller, arrival: int) -> Request:
+        unfinished.append(len(self._live))
+        return ask(self, caller, arrival)
+
+    system = System("it", plan, LeastLoaded, start_by_cache=by_cache)
+    with patch.object(loop._Run, "_ask", asked):
+        steps = simulate_posttraining(system, agents(8), 3).steps
+    assert [step.trajectories for step in steps] == [512] * 3
+    assert held - 8 < max(unfinished) <= held if by_cache else max(unfinished) == 1024

@@ -13,6 +13,7 @@ on all devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -252,8 +253,20 @@ class _Run:
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
 
     def _has_room(self) -> bool:
+        samples = self._recipe.samples_per_prompt
         most = self._recipe.concurrency
-        return most is None or len(self._live) + self._recipe.samples_per_prompt <= most
+        if most is not None and len(self._live) + samples > most:
+            return False
+        return not (self._system.start_by_cache and self._live) or len(self._live) + samples <= self._held()
+
+    def _held(self) -> float:
+        """Trajectories whose contexts the caches of the engines hold, at the mean context in which a token is
+        generated."""
+        request = self._plan.request
+        assert isinstance(request, ClusterRequest)
+        generated = sum(cls.share * cls.generated for cls in request.classes)
+        contexts = sum(cls.share * cls.context_sum for cls in request.classes)
+        return self._cluster.capacity_tokens * generated / contexts if contexts else math.inf
 
     def _require_fitting(self, trajectory: Trajectory) -> None:
         most = self._episodes.max_context
@@ -269,7 +282,7 @@ class _Run:
         self._finished.append(trajectory)
         self._admission.finish(group, trajectory)
         self._train(now)
-        if self._recipe.concurrency is not None:
+        if self._recipe.concurrency is not None or self._system.start_by_cache:
             self._fill(now)
 
     # Training

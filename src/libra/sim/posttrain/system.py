@@ -54,6 +54,9 @@ class System:
     replan: Callable[[], Replan] | None = None  # likewise; None: the plan never changes
     switch: SwitchCost = field(default=PUBLISHED_SWITCH)
     serve_by_priority: bool = False  # engines take waiting turns in the policy's order, not as they come
+    # No group starts that finds the engines' caches full of unfinished trajectories' contexts: they would forget what
+    # they need next, compute it again, and take longer, so that more is unfinished.
+    start_by_cache: bool = False
     move_kv: bool = True  # KV follows a trajectory to another engine where that is quicker than to compute it again
 
     @property
