@@ -21,8 +21,8 @@ from libra.sim.workload.agent import Agent, Tool, agent_trajectories
 from libra.sim.workload.distribution import Constant, LogNormal, LongTail, Uniform
 from libra.trajectory import Trajectory, read_trajectories, truncate
 
-# Trajectories behind each plan. Samples of a prompt are alike, so of 4,096 trajectories in 256 prompts the share of the
-# longest can be a third off, which is not the price's error.
+# Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest
+# are met, which is not the price's error.
 OBSERVED = 16_384
 LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 

@@ -354,7 +354,7 @@ def test_a_search_that_is_not_given_is_looked_up_and_kept(monkeypatch: pytest.Mo
 def test_size_and_parts_reach_the_run() -> None:
     assert SMALL.gpus == 16 and SMALL.recipe().batch == 32
     assert replace(SMALL, groups=None).recipe().batch == 512
-    slow = ours(SMALL, Parts(switch=4.0, rehearse=False))
+    slow = ours(SMALL, Parts(switch=4.0))
     assert slow.switch.engine_start == 4 * PUBLISHED_SWITCH.engine_start
     outcome = scale(replace(SMALL, steps=60, first=3).arguments(), "ours")
     assert len(outcome["ended"]) == 3 and outcome["choice"] is None

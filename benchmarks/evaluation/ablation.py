@@ -37,6 +37,7 @@ DIFFERENT: dict[str, Parts] = {
     "four sizes, least-loaded": {"most_buckets": 4, "route": "least-loaded"},
     "no replanning": {"replan": False},
     "KV stays": {"move_kv": False},
+    "starts whatever caches hold": {"start_by_cache": False},
     "whole batches": {"early_gradients": False},
 }
 _QUICK_WITHOUT = ("least-loaded routing", "whole batches")
@@ -47,9 +48,9 @@ def _cells(quick: bool) -> list[Cell]:
     if quick:
         setting = Setting(MODEL, PARTS_WORKLOADS[0], **QUICK)
         return with_searches(_chain_cells([setting]) + _part_cells([setting], _QUICK_WITHOUT))
-    own = [run_cell(setting, "ours") for setting in _settings(set(CHAIN_WORKLOADS) - set(PARTS_WORKLOADS))]
+    own = [run_cell(setting, "ours") for setting in _settings(CHAIN_WORKLOADS)]
     chain, parts = _chain_cells(_settings(CHAIN_WORKLOADS)), _part_cells(_settings(PARTS_WORKLOADS), DIFFERENT)
-    return with_searches([*chain, *own, *parts])
+    return with_searches({cell.name: cell for cell in [*chain, *own, *parts]}.values())
 
 
 def _settings(workloads: Iterable[str]) -> list[Setting]:

@@ -35,7 +35,7 @@ NAMES = ("colocated", "even", "greedy", "static", "hindsight")
 SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
 SEARCH_STEPS = 4  # that a choice is judged by, after those that fill the pipeline
 HINDSIGHT_STEPS = 15  # over the whole drift
-_BATCHING = 0.1
+_BATCHING = 0.1  # of the seconds of training, granted for batches that come together otherwise; assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ def in_hindsight(setting: Setting, choice: Choice) -> float:
 
 
 def at_most(setting: Setting, name: str, choice: Choice) -> float:
-    """Tokens per second that it cannot be judged to exceed: those of its trainers, if they never waited.
+    """Tokens per second that it is not expected to be judged to exceed: those of its trainers, if they never waited.
 
-    How trajectories come together in batches depends on the run, and changes what training takes by some percent, so
-    `_BATCHING` is granted.
+    How trajectories come together in batches depends on the run, and so does what training takes; `_BATCHING` is
+    granted for that.
     """
     return _of_trainers(setting, name, choice.training)
 

@@ -44,7 +44,7 @@ class Foretold:
 
 @dataclass(slots=True)
 class Foresight:
-    """Plans for the very trajectories of the steps to come: they are known, so nothing is tracked or forecast."""
+    """Plans for the steps to come, by a replanner that is told of their very trajectories."""
 
     episodes: Episodes
     planner: Planner

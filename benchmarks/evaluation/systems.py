@@ -16,13 +16,11 @@ from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
-from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
 from libra.plan.switching import switch_cost
 from libra.route.oracle import Oracle
 from libra.sim.posttrain.episodes import Episodes
-from libra.sim.posttrain.rehearsal import Rehearsal
 from libra.sim.posttrain.replanning import Replanning
 from libra.sim.posttrain.system import PUBLISHED_SWITCH, Replan, System
 
@@ -61,11 +59,10 @@ class Parts:
 
     early_gradients: bool = True
     route: str = "cmlfq"
-    rehearse: bool = False  # plans that were not rehearsed did better, in the runs that were looked at
     replan: bool = True
     move_kv: bool = True
     start_by_cache: bool = True
-    most_buckets: int = 1  # more gain nothing here: the ablation says so
+    most_buckets: int = 1  # `ablation` holds it against four
     period: int = PERIOD
     switch: float = 1.0  # times the published seconds of role changes
 
@@ -89,11 +86,9 @@ def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> Sy
         start_by_cache=parts.start_by_cache,
         move_kv=parts.move_kv,
     )
-    if parts.rehearse:
-        first = replace(first, plan=_rehearsed_start(setting, planner, first))
     if not parts.replan:
         return first
-    return replace(first, replan=partial(_replanning, setting, planner, first, parts.rehearse, parts.period))
+    return replace(first, replan=partial(_replanning, setting, planner, first, parts.period))
 
 
 def oracle(setting: Setting, most_buckets: int = ORACLE_BUCKETS[0]) -> tuple[System, Episodes]:
@@ -144,31 +139,18 @@ def _replanned(
         start_by_cache=True,
         move_kv=move_kv,
     )
-    return replace(first, replan=partial(_replanning, setting, planner, first, False, PERIOD))
+    return replace(first, replan=partial(_replanning, setting, planner, first, PERIOD))
 
 
-def _replanning(setting: Setting, planner: Planner, first: System, rehearse: bool, period: int) -> Replan:
-    rehearsal = Rehearsal(first, seed=setting.seed) if rehearse else None
-    replanner = Replanner(
-        planner, first.plan, period=period, tracker=_fresh(setting, planner), switch=first.switch, check=rehearsal
-    )
-    return Replanning(replanner, period, rehearsal)
+def _replanning(setting: Setting, planner: Planner, first: System, period: int) -> Replan:
+    replanner = Replanner(planner, first.plan, period=period, tracker=_fresh(setting, planner), switch=first.switch)
+    return Replanning(replanner, period)
 
 
 def _fresh(setting: Setting, planner: Planner) -> LengthTracker:
     tracker = setting.tracker(planner)
     tracker.observe_running(())
     return tracker
-
-
-def _rehearsed_start(setting: Setting, planner: Planner, system: System) -> Plan:
-    rehearsal = Rehearsal(system, seed=setting.seed)
-    rehearsal.prepare(setting.known, (), system.route())
-    replanner = Replanner(planner, period=PERIOD, switch=system.switch, check=rehearsal)
-    replanner.step(setting.known, ())
-    plan = replanner.plan
-    assert plan is not None
-    return plan
 
 
 def _restarts(setting: Setting) -> SwitchCost:

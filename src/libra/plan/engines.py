@@ -35,11 +35,12 @@ from libra.recipe import Recipe
 
 # Shares of tool returns that find their context gone, at most, that options are priced for; with 1 all of them do.
 _EVICTED = (0.0, 0.125, 0.25, 0.5, 1.0)
-# A batch is due `batches` publications after its start: t[v + batches] = max(t[v + batches - 1], t[v] + longest[v]),
-# where t is the second of a publication. Of independent normal to log-normal longest trajectories this goes on as if
-# each were the longest of batches ** 0.15 to batches ** 0.5 as many draws.
+# Of batches that overlap, one that waits for a long trajectory gives time to those behind it: with 0 each waits for its
+# own, with 1 all of them for the same one. Chosen between, not fitted.
 _SHARED_WAIT = 1 / 3
-_SLOWED = 2.0  # times as long as alone generation takes beside overlapping batches: engines are about half busy
+# Times as long as alone that generation takes beside overlapping batches: as on engines that are half busy. Chosen; it
+# says which trajectory is the longest and how much is unfinished beside it, not what either takes.
+_SLOWED = 2.0
 _TOLD_APART = 0.04  # relative: longest trajectories whose seconds are as near share an option
 
 
@@ -199,13 +200,12 @@ def _batch_options(
             alone[j] = replace(alone[j], generates=alone[j].generates + again)
     upto = [longest_alone(alone[: last + 1], draws[: last + 1], slowed) for last in range(len(classes))]
     unfinished = _unfinished_tokens(recipe, classes, _alive(recipe, stay, upto[-1], slowed))
-    evictions = [share for share in _EVICTED if sum(unfinished) > (1 + _before(share)) * kv or not share]
+    one_holds = (level for level, share in enumerate(_EVICTED) if sum(unfinished) <= (1 + share) * kv)
+    evictions = _EVICTED[: 1 + next(one_holds, len(_EVICTED) - 1)]
     tops: list[int] = []
     for last in reversed(range(len(classes))):
         if not tops or upto[last].seconds < (1 - _TOLD_APART) * upto[tops[-1]].seconds:
             tops.append(last)
-    # What is longer than an option's longest class takes no less than this, whichever other option it has.
-    by_one = 0.0
     works: list[tuple[int, float, tuple[tuple[float, ...], ...]]] = []
     for top in tops:
         # What others generate while the longest trajectory waits for a tool does not delay it. But where batches
@@ -217,7 +217,8 @@ def _batch_options(
                 for count, cls in zip(expected, classes, strict=True)
             ]
             works.append((top, evicted, tuple(zip(*rows, strict=True))))
-            by_one = max(by_one, batches * (max(sum(row) for row in works[-1][2]) + stall))
+    # What is longer than an option's longest class takes no less than this, whichever other option it has.
+    by_one = batches * (max(sum(row) for _, _, work in works for row in work) + stall)
     return [
         EngineOption(
             shape=shape,
@@ -258,8 +259,3 @@ def _unfinished_tokens(recipe: Recipe, classes: Sequence[TrajectoryClass], alive
         its * batches * cls.share * cls.context_sum / cls.generated if cls.generated else 0.0
         for its, cls in zip(alive, classes, strict=True)
     )
-
-
-def _before(share: float) -> float:
-    """The next smaller of `_EVICTED`."""
-    return max((other for other in _EVICTED if other < share), default=0.0)

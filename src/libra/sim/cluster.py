@@ -161,7 +161,7 @@ class Cluster:
         return self._fleet
 
     @property
-    def capacity_tokens(self) -> int:
+    def kv_tokens(self) -> int:
         """Tokens that the caches of the engines in service hold."""
         configs = (self.specs[instance.engine.index].config for instance in self.fleet.instances)
         return sum(config.kv_blocks * config.block_size for config in configs)

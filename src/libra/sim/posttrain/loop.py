@@ -253,11 +253,12 @@ class _Run:
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
 
     def _has_room(self) -> bool:
-        samples = self._recipe.samples_per_prompt
+        live = len(self._live) + self._recipe.samples_per_prompt  # with one group more
         most = self._recipe.concurrency
-        if most is not None and len(self._live) + samples > most:
+        if most is not None and live > most:
             return False
-        return not (self._system.start_by_cache and self._live) or len(self._live) + samples <= self._held()
+        # One group runs whatever it fills, or there would be none.
+        return not self._system.start_by_cache or not self._live or live <= self._held()
 
     def _held(self) -> float:
         """Trajectories whose contexts the caches of the engines hold, at the mean context in which a token is
@@ -266,7 +267,7 @@ class _Run:
         assert isinstance(request, ClusterRequest)
         generated = sum(cls.share * cls.generated for cls in request.classes)
         contexts = sum(cls.share * cls.context_sum for cls in request.classes)
-        return self._cluster.capacity_tokens * generated / contexts if contexts else math.inf
+        return self._cluster.kv_tokens * generated / contexts if contexts else math.inf
 
     def _require_fitting(self, trajectory: Trajectory) -> None:
         most = self._episodes.max_context
