@@ -84,7 +84,7 @@ def decide_over(
     gain = before.step - after.step
     if current == proposed:
         return Decision(before, after, moves, gain, *numbers, False, "the current allocation is optimal")
-    taken, reason = weigh(before.step, gain, *numbers)
+    taken, reason = _weigh(before.step, gain, *numbers)
     return Decision(before, after, moves, gain, *numbers, taken, reason)
 
 
@@ -113,7 +113,7 @@ def _way(current: Allocation, proposed: Allocation) -> tuple[Move | Change, ...]
     return changes(current, proposed)
 
 
-def weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:
+def _weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:
     """Whether a gain of `gain` seconds of a step of `step` seconds is worth its cost, and why (not)."""
     if gain <= 0:
         return (

@@ -8,24 +8,22 @@ waits for nothing but its solver; carrying out the moves is the loop's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Protocol
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import Forecast, scaled
-from libra.plan.cluster_request import ClusterRequest, Menu
+from libra.plan.cluster_request import ClusterRequest
 from libra.plan.held import sharing_layouts
-from libra.plan.moves import changes
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
 from libra.plan.price import fits, price
 from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
 from libra.plan.recipe_tracker import recipe_tracker
-from libra.plan.replan import Case, Decision, decide_over, expected, weigh
+from libra.plan.replan import Case, Decision, decide_over, expected
 from libra.plan.solve import solve
 from libra.plan.switching import live_refill, switch_cost, switch_seconds
 from libra.trajectory import Trajectory
@@ -58,22 +56,11 @@ class Look:
         return None if self.before is None or self.realised is None else self.before - self.realised
 
 
-class PlanCheck(Protocol):
-    """Knows better than prices what a plan comes to, for example by simulating it."""
-
-    def __call__(self, plans: Sequence[Plan], mean_context: float) -> Sequence[float]:
-        """Seconds of a step of each plan, all for the same trajectories: such as there were of late, with final
-        contexts of `mean_context` tokens on average."""
-        ...
-
-
 class Replanner:
     """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, says whether to change the plan.
 
     A change has to earn its cost back within the steps for which plans have held so far, on average. Prices take a
-    router to be as good as the recipe says for any ranges. With a `check` it is asked about what runs, about the best
-    plan of each number of ranges, and about the best for lengths that are somewhat off; its seconds decide instead of
-    the prices.
+    router to be as good as the recipe says for any ranges.
 
     Threads may share a replanner: each call is one whole step of it. What it returns are values, and can be pickled.
     """
@@ -86,14 +73,13 @@ class Replanner:
         period: int = 5,
         tracker: LengthTracker | None = None,
         switch: SwitchCost | None = None,
-        check: PlanCheck | None = None,
     ) -> None:
         """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
         instead of the stated ones of `libra.plan.switching`. A `tracker` that has seen trajectories is gone on with.
         """
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
-        self._planner, self._period, self._switch, self._check = planner, period, switch, check
+        self._planner, self._period, self._switch = planner, period, switch
         self._plan = plan
         self._looks: list[Look] = []
         self._measured: float | None = None
@@ -172,9 +158,6 @@ class Replanner:
         def cost(wanted: Allocation) -> float:
             return 0.0 if current is None else switch_seconds(cases[0].problem, current, wanted, switch, refill)
 
-        if self._check is not None:
-            mean = math.fsum(cls.share * cls.mean_context for cls in forecast.classes)
-            return self._decide_checked(requests[0], menus[0], usable, mean, horizon, uncertainty, cost)
         proposed = min(usable, key=lambda wanted: expected(cases, wanted).step * horizon + cost(wanted))
         if current is None:
             reason = "nothing runs yet: the best plan is started"
@@ -196,60 +179,6 @@ class Replanner:
         self._measured = None
         return decision
 
-    def _decide_checked(
-        self,
-        request: ClusterRequest,
-        menu: Menu,
-        found: Sequence[Allocation],
-        mean_context: float,
-        horizon: float,
-        uncertainty: float,
-        cost: Callable[[Allocation], float],
-    ) -> Decision:
-        """By what the check says of the plans that were `found`, of the best for each number of ranges, and of what
-        runs."""
-        assert self._check is not None
-        problem, held = menu.problem, self._plan
-        unfit = None if held is None else fits(problem, held.allocation)
-        runs = None if held is None or unfit is not None else held.allocation
-        most = problem.most_buckets or len(problem.peaks)
-        fewer = [solve(replace(problem, most_buckets=buckets)).allocation for buckets in range(1, most)]
-        allocations = list(dict.fromkeys([*found, *fewer, *([] if runs is None else [runs])]))
-        placed = () if held is None else held.placement
-        plans = {
-            allocation: answer(
-                request,
-                problem,
-                _compared(problem, allocation, None),
-                layout=menu.layouts[_key(allocation)],
-                placement=place(problem, allocation, placed),
-            )
-            for allocation in allocations
-        }
-        checked = dict(zip(plans, _sound(self._check(list(plans.values()), mean_context), len(plans)), strict=True))
-        proposed = min(checked, key=lambda wanted: checked[wanted] * horizon + cost(wanted))
-        after = replace(price(problem, proposed), step=checked[proposed])
-        numbers = (horizon, cost(proposed), uncertainty)
-        way = () if held is None else changes(held.allocation, proposed)
-        if runs is None:
-            reason = "nothing runs yet: the best plan is started"
-            if unfit is not None:
-                reason = f"the current allocation no longer fits: {unfit}"
-            decision = Decision(None, after, way, None, *numbers, True, reason)
-        else:
-            before = replace(price(problem, runs), step=checked[runs])
-            gain = before.step - after.step
-            taken, reason = weigh(before.step, gain, *numbers)
-            if proposed == runs:
-                taken, reason = False, "of what was checked, the current allocation is the best"
-            decision = Decision(before, after, way, gain, *numbers, taken, reason)
-        if decision.taken:
-            self._plan = plans[proposed]
-        in_force = after if decision.taken or decision.current is None else decision.current
-        self._looks.append(Look(decision, in_force, self._measured))
-        self._measured = None
-        return decision
-
     def _requests(self, running: Plan | None, forecast: Forecast) -> list[ClusterRequest]:
         """The question for each of `_NODES`, for the work in the middle of the period to come."""
         longest = self._planner.recipe.max_length
@@ -267,22 +196,13 @@ class Replanner:
         return min(float(self._planner.recipe.horizon), steps)
 
 
-def _sound(seconds: Sequence[float], plans: int) -> Sequence[float]:
-    """What a check has answered, unless that is no number of seconds for each plan."""
-    if len(seconds) != plans or not all(math.isfinite(each) and each > 0 for each in seconds):
-        raise ValueError(f"the check says {list(seconds)} of {plans} plans; give the seconds of each, finite and > 0")
-    return seconds
-
-
 def _key(allocation: Allocation) -> tuple[str, int]:
     return allocation.layout, allocation.replicas
 
 
-def _compared(problem: Problem, allocation: Allocation, best: Solution | None) -> Solution:
-    """An allocation beside the best there is for the problem, which it may be or not, or that nobody looked for."""
-    predicted = price(problem, allocation)
-    if best is None:
-        return Solution(allocation, predicted, Proof("feasible", 0.0, 1.0))
+def _compared(problem: Problem, allocation: Allocation, best: Solution) -> Solution:
+    """An allocation beside the best there is for the problem, which it may be or not."""
     if allocation == best.allocation:
         return best
+    predicted = price(problem, allocation)
     return Solution(allocation, predicted, Proof("feasible", best.proof.bound, 1 - best.proof.bound / predicted.step))

@@ -373,7 +373,7 @@ class _Run:
         assert replan is not None
         since, at = self._decided_at
         running = [self._so_far(caller, now) for caller in self._live.values()]
-        moment = Moment(version, self._finished, running, self._policy, seconds(now - at) / (version - since))
+        moment = Moment(version, self._finished, running, seconds(now - at) / (version - since))
         self._finished, self._decided_at = [], (version, now)
         plan = replan.decide(moment)
         if plan is not None:

@@ -9,22 +9,16 @@ from dataclasses import dataclass
 
 from libra.plan.plan import Plan
 from libra.plan.replanner import Replanner
-from libra.sim.posttrain.rehearsal import Rehearsal
 from libra.sim.posttrain.system import Moment
 
 
 @dataclass(slots=True)
 class Replanning:
-    """`rehearsal` is the replanner's check, where it has one."""
-
     replanner: Replanner
     period: int  # steps
-    rehearsal: Rehearsal | None = None
 
     def decide(self, moment: Moment) -> Plan | None:
         if moment.seconds_per_step is not None and self.replanner.looks:
             self.replanner.realised(moment.seconds_per_step)
-        if self.rehearsal is not None:
-            self.rehearsal.prepare(moment.finished, moment.running, moment.policy)
         decision = self.replanner.step(moment.finished, moment.running)
         return self.replanner.plan if decision.taken else None

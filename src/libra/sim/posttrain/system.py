@@ -27,7 +27,6 @@ class Moment:
     version: int
     finished: Sequence[Trajectory]  # since the last time it was asked
     running: Sequence[Trajectory]  # unfinished, as far as they have come
-    policy: Policy  # the router; it must not notice
     seconds_per_step: float | None  # measured since the last time, role changes included; None: no step has ended
 
 
