@@ -1,0 +1,84 @@
+"""What knowing the future, and never waiting, are worth: what foresight looks at, and what the ceiling is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import HealthCheck, assume, given, settings
+from oracles.enumerate_problems import problems
+
+from benchmarks.evaluation.ceiling_cell import Balance, balance
+from benchmarks.evaluation.foresight import Foresight
+from benchmarks.evaluation.setting import Setting
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
+from libra.plan.solve import solve
+from libra.sim.posttrain.episodes import Episodes
+from libra.sim.posttrain.system import PUBLISHED_SWITCH
+from libra.trajectory import Trajectory
+
+GROUPS, STALENESS, PERIOD = 2, 1, 3
+SMALL = Setting("Qwen/Qwen3-14B", "search_r1", nodes=2, groups=GROUPS, steps=8, staleness=STALENESS)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems())
+def test_no_plan_with_engines_of_one_size_is_above_the_ceiling(problem: Problem) -> None:
+    assume(len(problem.pools) == 1)
+    one_size = replace(
+        problem,
+        most_buckets=1,
+        current=None,
+        staleness=max(1, problem.staleness),
+        colocated=False,
+        switch=0.0,
+        use_all_devices=False,
+    )
+    best = balance(one_size)
+    assert best.seconds <= solve(one_size).predicted.step * (1 + 1e-9)
+
+
+def test_at_the_ceiling_both_sides_take_as_long() -> None:
+    work = ((6.0, 12.0), (3.0, 3.0))
+    engines = EngineOption("e", "p", 2, 8, 100, stall=0.0, work=work, refresh=(0.0, 0.0), residence=(99.0, 99.0))
+    training = tuple(TrainingOption("t", "p", devices, devices, 12.0 / devices, 0.0) for devices in range(1, 7))
+    router = ((1.0, 1.0),)
+    problem = Problem((Pool("p", 1, 8),), (engines,), training, (10, 100), (True, True), 100, router, router, 1)
+    # Two of the eight train in 6 s; the other six are three engines with 18 s of work between them.
+    assert balance(problem) == Balance(6.0, 2, "e")
+
+
+@dataclass
+class Recorded:
+    """Episodes that note which groups they are asked for, and under which version."""
+
+    episodes: Episodes
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.episodes.samples_per_prompt
+
+    @property
+    def max_context(self) -> int:
+        return self.episodes.max_context
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        self.asked.append((number, version))
+        return self.episodes.group(number, version)
+
+    def describe(self) -> dict[str, Any]:
+        return self.episodes.describe()
+
+
+def test_foresight_looks_at_the_groups_that_are_yet_to_start() -> None:
+    episodes = Recorded(SMALL.episodes)
+    foresight = Foresight(episodes, SMALL.planner(), PUBLISHED_SWITCH, PERIOD)
+    plan = foresight.plan(None, 0)
+    assert plan is not None
+    assert episodes.asked == [(number, number // GROUPS) for number in range(PERIOD * GROUPS)]
+    episodes.asked.clear()
+    foresight.plan(plan, 3)
+    # At version 3 the pipeline is full: one batch trains and one more for each version of staleness has started.
+    started = (3 + 1 + STALENESS) * GROUPS
+    assert episodes.asked == [(started + number, 3 + number // GROUPS) for number in range(PERIOD * GROUPS)]
