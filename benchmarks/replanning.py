@@ -36,7 +36,7 @@ from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines
 from libra.plan.price import fits, price
 from libra.plan.problem import Allocation, Problem
-from libra.plan.replanner import HALF_LIFE_STEPS, Replanner
+from libra.plan.replanner import REPLANNER_HALF_LIFE_STEPS, Replanner
 from libra.plan.solve import solve
 from libra.plan.switching import live_refill, switch_cost, switch_seconds
 from libra.recipe import Recipe
@@ -152,7 +152,7 @@ def _followed(
 ) -> dict[str, list[Plan]]:
     """What each policy holds in each period, from the trajectories of one seed."""
     rng = random.Random(seed)
-    tracker = LengthTracker(HALF_LIFE_STEPS * _RECIPE.batch, block_tokens=BLOCK)
+    tracker = LengthTracker(REPLANNER_HALF_LIFE_STEPS * _RECIPE.batch, block_tokens=BLOCK)
     tracker.observe_running(())
     replanner = Replanner(planner, period=PERIOD, tracker=tracker)
     held: dict[str, list[Plan]] = {"never": [], "always": [], "replanner": []}

@@ -27,7 +27,7 @@ OBSERVED = 16_384
 LOGS = Path(__file__).parents[1] / "../shared/data/trajectories"
 
 _ETHERNET = (12.5e9, 25e9, 50e9)  # bytes/s of a node
-_MODELS = (
+MODELS = (
     "Qwen/Qwen3-4B",
     "Qwen/Qwen3-8B",
     "Qwen/Qwen3-14B",
@@ -72,7 +72,7 @@ def make_case(
 ) -> Case:
     """Cluster, model and recipe are drawn from the seed, and so are the family's parameters; staleness is not."""
     draw = random.Random(f"{family} {seed}")
-    model = load_model(draw.choice(_MODELS))
+    model = load_model(draw.choice(MODELS))
     max_length = draw.choice((8192, 16384, 32768))
     samples_per_prompt = draw.choice(samples)
     batch = samples_per_prompt * draw.choice((16, 32, 64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from oracles.enumerate_problems import problems
 
@@ -13,8 +14,10 @@ from benchmarks.evaluation.foresight import Foresight
 from benchmarks.evaluation.setting import Setting
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.plan.solve import solve
+from libra.route.baselines import LeastLoaded
 from libra.sim.posttrain.episodes import Episodes
-from libra.sim.posttrain.system import PUBLISHED_SWITCH
+from libra.sim.posttrain.loop import simulate_posttraining
+from libra.sim.posttrain.system import PUBLISHED_SWITCH, Moment, System
 from libra.trajectory import Trajectory
 
 GROUPS, STALENESS, PERIOD = 2, 1, 3
@@ -24,15 +27,9 @@ SMALL = Setting("Qwen/Qwen3-14B", "search_r1", nodes=2, groups=GROUPS, steps=8, 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_no_plan_with_engines_of_one_size_is_above_the_ceiling(problem: Problem) -> None:
-    assume(len(problem.pools) == 1)
+    assume(len(problem.pools) == 1 and not problem.colocated)
     one_size = replace(
-        problem,
-        most_buckets=1,
-        current=None,
-        staleness=max(1, problem.staleness),
-        colocated=False,
-        switch=0.0,
-        use_all_devices=False,
+        problem, most_buckets=1, current=None, staleness=max(1, problem.staleness), use_all_devices=False
     )
     best = balance(one_size)
     assert best.seconds <= solve(one_size).predicted.step * (1 + 1e-9)
@@ -76,9 +73,37 @@ def test_foresight_looks_at_the_groups_that_are_yet_to_start() -> None:
     foresight = Foresight(episodes, SMALL.planner(), PUBLISHED_SWITCH, PERIOD)
     plan = foresight.plan(None, 0)
     assert plan is not None
-    assert episodes.asked == [(number, number // GROUPS) for number in range(PERIOD * GROUPS)]
+    assert episodes.asked == [(number, 0) for number in range(PERIOD * GROUPS)]
     episodes.asked.clear()
     foresight.plan(plan, 3)
-    # At version 3 the pipeline is full: one batch trains and one more for each version of staleness has started.
-    started = (3 + 1 + STALENESS) * GROUPS
-    assert episodes.asked == [(started + number, 3 + number // GROUPS) for number in range(PERIOD * GROUPS)]
+    # Version 3 has been made and version 2 is in use, so that the batches of versions 4 to 3 + STALENESS have started.
+    assert episodes.asked == [((3 + STALENESS) * GROUPS + number, 3) for number in range(PERIOD * GROUPS)]
+
+
+def test_groups_have_started_as_far_as_foresight_takes_them_to() -> None:
+    """At every decision of a run, the group after those that have started is the first that is looked at."""
+    episodes = Recorded(SMALL.episodes)
+    started: list[tuple[int, int]] = []
+
+    @dataclass
+    class Noting:
+        period: int = 1
+
+        def decide(self, moment: Moment) -> None:
+            started.append((moment.version, len(episodes.asked)))
+
+    planner = SMALL.planner()
+    system = System("s", planner.plan(SMALL.tracker(planner)), LeastLoaded, Noting)
+    simulate_posttraining(system, episodes, 6)
+    foreseen = [(version + STALENESS) * GROUPS for version, _ in started]
+    assert [groups for _, groups in started[:4]] == foreseen[:4]
+
+
+@pytest.mark.parametrize("version", [0, 1, 5])
+def test_a_step_has_the_same_trajectories_whoever_starts_them(version: int) -> None:
+    for number in range(4 * GROUPS):
+        drawn = SMALL.episodes.group(number, version)
+        assert all(trajectory.policy_version == version for trajectory in drawn)
+        fresh = SMALL.episodes.group(number, number // GROUPS)
+        assert [it.turns for it in drawn] == [it.turns for it in fresh]
+        assert fresh == SMALL._drifting.group(number, number // GROUPS)

@@ -136,6 +136,14 @@ def test_what_differs_is_kept_apart(reads: list[int], cache: Path, cluster: Clus
     assert not reads
 
 
+def test_what_other_code_made_is_not_read(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE)
+    reads.clear()
+    monkeypatch.setattr("libra.profiles._code", lambda: "other")
+    assert engine_profiles(TWO_GPUS, QWEN_06B, RECIPE) == fresh
+    assert sorted(reads) == [1, 2]
+
+
 def test_where_there_are_no_tables_the_roofline_takes_their_place_and_says_so(cache: Path) -> None:
     notes: list[str] = []
     found = engine_profiles(UNKNOWN, QWEN_06B, RECIPE, note=notes.append)

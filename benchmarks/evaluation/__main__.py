@@ -72,8 +72,9 @@ def _check(options: argparse.Namespace) -> None:
     """Before anything is computed."""
     if options.processes < 1:
         raise ValueError(f"--processes is {options.processes}; give 1 or more")
-    if options.quick and options.markdown is not None:
-        raise ValueError("--markdown with --quick: a first look is not for the page; leave one of them out")
+    for option in ("markdown", "figures") if options.quick else ():
+        if getattr(options, option) is not None:
+            raise ValueError(f"--{option} with --quick: a first look is not for the page; leave one of them out")
     if options.markdown is not None and not options.markdown.is_file():
         raise ValueError(f"--markdown: {options.markdown} is no file; it must exist and hold the markers")
     if options.figures is not None and not options.figures.is_dir():

@@ -19,7 +19,6 @@ from benchmarks.rows import Row
 
 MODEL = "Qwen/Qwen3-14B"
 CHAIN_WORKLOADS = ("r2e_gym", "search_r1")
-PARTS_WORKLOADS = ("search_r1", "dapo_math")
 SEEDS = (0, 1, 2)
 CHAIN = {  # system -> what it adds to the one before
     "even": "even split",
@@ -40,16 +39,21 @@ DIFFERENT: dict[str, Parts] = {
     "starts whatever caches hold": {"start_by_cache": False},
     "whole batches": {"early_gradients": False},
 }
+PARTS = {  # of `DIFFERENT`, by workload
+    "search_r1": tuple(DIFFERENT),
+    "r2e_gym": ("no replanning", "starts whatever caches hold"),
+}
 _QUICK_WITHOUT = ("least-loaded routing", "whole batches")
 _PUBLISHED_ON = "r2e_gym"
 
 
 def _cells(quick: bool) -> list[Cell]:
     if quick:
-        setting = Setting(MODEL, PARTS_WORKLOADS[0], **QUICK)
+        setting = Setting(MODEL, "search_r1", **QUICK)
         return with_searches(_chain_cells([setting]) + _part_cells([setting], _QUICK_WITHOUT))
     own = [run_cell(setting, "ours") for setting in _settings(CHAIN_WORKLOADS)]
-    chain, parts = _chain_cells(_settings(CHAIN_WORKLOADS)), _part_cells(_settings(PARTS_WORKLOADS), DIFFERENT)
+    chain = _chain_cells(_settings(CHAIN_WORKLOADS))
+    parts = [cell for workload, names in PARTS.items() for cell in _part_cells(_settings([workload]), names)]
     return with_searches({cell.name: cell for cell in [*chain, *own, *parts]}.values())
 
 

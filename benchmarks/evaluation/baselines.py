@@ -33,7 +33,7 @@ from libra.sim.posttrain.training import TrainingPrice
 # hindsight: likewise for the whole drift, which nobody knows at the start.
 NAMES = ("colocated", "even", "greedy", "static", "hindsight")
 SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
-SEARCH_STEPS = 4  # that a choice is judged by, after those that fill the pipeline
+SEARCH_STEPS = 4  # that a choice is judged by, after those that fill the pipeline and with those that empty it
 HINDSIGHT_STEPS = 15  # over the whole drift
 _BATCHING = 0.1  # of the seconds of training, granted for batches that come together otherwise; assumed
 
@@ -69,7 +69,13 @@ def choices(setting: Setting, name: str) -> tuple[Choice, ...]:
 def judged(setting: Setting, name: str, choice: Choice) -> float:
     """Tokens per second with this choice, in the simulation that it is judged by."""
     episodes, steps = _judging(setting, name)
-    return simulate_posttraining(system(setting, name, choice), episodes, steps).throughput
+    outcome = simulate_posttraining(system(setting, name, choice), episodes, steps)
+    if name == "hindsight":
+        return outcome.throughput
+    # What fills the pipeline is a small part of a whole run, and most of a short one.
+    filled = outcome.steps[_filling(setting, name) - 1].ended
+    measured = outcome.steps[_filling(setting, name) :]
+    return sum(step.generated_tokens for step in measured) / (measured[-1].ended - filled)
 
 
 def in_hindsight(setting: Setting, choice: Choice) -> float:
@@ -96,8 +102,7 @@ def _of_trainers(setting: Setting, name: str, training: int) -> float:
     price = TrainingPrice(request.model, request.recipe, request.cluster.nodes[0])
     seconds, tokens, prompts = 0.0, 0, request.recipe.prompts
     for step in range(steps):
-        version = max(0, step - request.recipe.staleness)  # that its groups are started under
-        groups = (episodes.group(number, version) for number in range(step * prompts, (step + 1) * prompts))
+        groups = (episodes.group(number, 0) for number in range(step * prompts, (step + 1) * prompts))
         batch = [trajectory for group in groups for trajectory in group]
         seconds += price.seconds([trajectory.final_context for trajectory in batch], layout)
         tokens += sum(trajectory.generated_tokens for trajectory in batch)
@@ -110,7 +115,13 @@ def _judging(setting: Setting, name: str) -> tuple[Episodes, int]:
         return replace(setting, steps=HINDSIGHT_STEPS).episodes, HINDSIGHT_STEPS
     recipe = _request(setting, name, None).recipe
     episodes = Resampled(setting.known, recipe.samples_per_prompt, recipe.max_length, setting.seed)
-    return episodes, 1 + recipe.staleness + SEARCH_STEPS
+    # The last steps start nothing: as many as are measured while others start.
+    return episodes, _filling(setting, name) + SEARCH_STEPS + recipe.staleness
+
+
+def _filling(setting: Setting, name: str) -> int:
+    """Steps whose groups start together."""
+    return 1 + _request(setting, name, None).recipe.staleness
 
 
 def system(setting: Setting, name: str, choice: Choice) -> System:

@@ -1,7 +1,6 @@
 """Who knows every trajectory of a run in advance.
 
-Invariant: what is foretold is what the run will draw, as far as it does not depend on when a group is started: the
-version a group starts under is foretold as the one that the pipeline, when full, would start it under.
+Invariant: what is foretold is what the run will draw.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from libra.plan.replanner import Replanner
 from libra.sim.posttrain.episodes import Episodes
 from libra.sim.posttrain.system import Moment
 from libra.trajectory import Trajectory
+
+_ALL_ALIKE = 1e6  # steps after which a trajectory counts half as much: those of a period all count
 
 
 @dataclass(slots=True)
@@ -54,11 +55,12 @@ class Foresight:
     def plan(self, current: Plan | None, version: int) -> Plan | None:
         """The plan to go over to at this version; None: the current one is best."""
         recipe = self.planner.recipe
-        ahead = version + 1 + recipe.staleness if current is not None else 0
-        first = ahead * recipe.prompts
-        tracker = self.planner.tracker()
+        # As this version was made, and the one before it is in use, the groups of `staleness` steps more have started.
+        first = 0 if current is None else (version + recipe.staleness) * recipe.prompts
+        tracker = self.planner.tracker(_ALL_ALIKE)
         for number in range(self.period * recipe.prompts):
-            for trajectory in self.episodes.group(first + number, version + number // recipe.prompts):
+            # All of one version: there is no trend to follow further, as what comes is known.
+            for trajectory in self.episodes.group(first + number, version):
                 tracker.observe(trajectory)
         replanner = Replanner(self.planner, current, period=self.period, tracker=tracker, switch=self.switch)
         return replanner.plan if replanner.step((), ()).taken else None

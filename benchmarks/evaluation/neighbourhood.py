@@ -11,11 +11,12 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.engines import shape_file
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Bars, grouped_bars
 from benchmarks.evaluation.neighbourhood_cell import near
 from benchmarks.evaluation.page import markdown_table
-from benchmarks.rollout_price_cases import TESTED
+from benchmarks.rollout_price_cases import MODELS, TESTED
 from benchmarks.rows import Row
 
 STALENESS = (1, 4)
@@ -32,6 +33,7 @@ def _cells(quick: bool) -> list[Cell]:
             f"{family} {seed}, staleness {staleness}",
             near,
             {"family": family, "seed": seed, "staleness": staleness},
+            tuple(shape_file(model) for model in MODELS),
             cost=1 + staleness,
         )
         for staleness in STALENESS

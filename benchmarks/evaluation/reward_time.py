@@ -24,7 +24,8 @@ from libra.report.axes import measured_axis
 DISCOUNTS = (0.0, 0.1, 0.3)  # assumed
 _DRAWN = 0.1  # in figures
 _LEVELLED = 4.0  # scales of tokens in the colocated run: it is assumed to end when its reward has all but levelled off
-TARGET = 0.95  # of the reward that the colocated run ends with
+# Of the reward that the colocated run ends with: 38 % of its tokens, which every run trains on whatever the discount.
+TARGET = 0.8
 PUBLISHED = 2.5  # times less, at most: Libra (arXiv 2606.03077)
 _REFERENCE = "colocated"
 _HOUR = 3600.0
@@ -131,7 +132,7 @@ def _figure(runs: Runs, setting: Setting) -> str:
 EXPERIMENT = Experiment(
     name="reward-time",
     title="Time to a reward",
-    question="How long does each system take to 95 % of the reward that colocated training ends with?",
+    question="How long does each system take to 80 % of the reward that colocated training ends with?",
     cells=cells,
     rows=_rows,
     tables=_tables,

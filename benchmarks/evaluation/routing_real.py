@@ -10,11 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.engines import shape_file
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Bars, grouped_bars
 from benchmarks.evaluation.intervals import Interval, mean_interval, ratio_interval
 from benchmarks.evaluation.page import markdown_table
-from benchmarks.evaluation.routing_real_cell import MEASURES, OURS, PREDICTORS, RESAMPLES, THEIRS, makespan, predictions
+from benchmarks.evaluation.routing_real_cell import (
+    MEASURES,
+    MODEL,
+    OURS,
+    PREDICTORS,
+    RESAMPLES,
+    THEIRS,
+    makespan,
+    predictions,
+)
 from benchmarks.evaluation.routing_real_data import lacking, present
 from benchmarks.rows import Row
 
@@ -57,7 +67,7 @@ def _cells(quick: bool) -> list[Cell]:
             f"{case.name}, seed {seed}",
             makespan,
             {"log": case.log, "waits": case.waits, "seed": seed, "routes": list(ROUTES)},
-            inputs=present(case.log),
+            inputs=(*present(case.log), shape_file(MODEL)),
             cost=1,
         )
         for case in CASES

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evaluation.by_step import ByStep
 from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, shape_file
 from benchmarks.workloads.definition import FILES, read
 from libra.cost.grid import EngineProfile
@@ -58,20 +59,27 @@ class Setting:
 
     @cached_property
     def episodes(self) -> Episodes:
+        return ByStep(self._drifting, self.groups_per_step)
+
+    @cached_property
+    def _drifting(self) -> Episodes:
         workload = read(self.workload)
         return workload.episodes(self.signal, seed=workload.seed + self.seed, steps=self.steps)
+
+    @property
+    def groups_per_step(self) -> int:
+        return read(self.workload).groups_per_step if self.groups is None else self.groups
 
     @cached_property
     def known(self) -> tuple[Trajectory, ...]:
         """What was seen of the policy before its first step."""
-        groups = (self.episodes.group(_BEFORE + number, 0) for number in range(KNOWN_GROUPS))
+        groups = (self._drifting.group(_BEFORE + number, 0) for number in range(KNOWN_GROUPS))
         return tuple(trajectory for group in groups for trajectory in group)
 
     def recipe(self, **changes: Any) -> Recipe:
         samples = self.episodes.samples_per_prompt
-        groups = read(self.workload).groups_per_step if self.groups is None else self.groups
         settings: dict[str, Any] = {
-            "batch": groups * samples,
+            "batch": self.groups_per_step * samples,
             "samples_per_prompt": samples,
             "max_length": self.episodes.max_context,
             "staleness": self.staleness,

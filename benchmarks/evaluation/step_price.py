@@ -11,6 +11,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from benchmarks.evaluation.cells import Cell, Result
+from benchmarks.evaluation.engines import shape_file
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.intervals import mean_interval
 from benchmarks.evaluation.page import markdown_table
@@ -18,7 +19,7 @@ from benchmarks.evaluation.palette import MUTED
 from benchmarks.evaluation.scale import log_axis
 from benchmarks.evaluation.sheet import Key, file, legend, mark, path, sheet, y_grid
 from benchmarks.evaluation.step_price_cell import FIRST_SEED, step
-from benchmarks.rollout_price_cases import TESTED
+from benchmarks.rollout_price_cases import MODELS, TESTED
 from benchmarks.rows import Row
 from libra.report.markup import join, tag
 from libra.report.paper import draw_x_ticks
@@ -33,12 +34,13 @@ Groups = Mapping[str, Sequence[Result]]
 
 def _cells(quick: bool) -> list[Cell]:
     """Staleness in turn, and families so that each meets each staleness."""
-    cells = []
+    cells, shapes = [], tuple(shape_file(model) for model in MODELS)
     for number in range(_QUICK_CASES if quick else _CASES):
         staleness = STALENESS[number % len(STALENESS)]
         family = TESTED[(number + number // len(STALENESS)) % len(TESTED)]
         asked = {"family": family, "seed": FIRST_SEED + number, "staleness": staleness}
-        cells.append(Cell(f"{family} {FIRST_SEED + number}, staleness {staleness}", step, asked, cost=1 + staleness))
+        name = f"{family} {FIRST_SEED + number}, staleness {staleness}"
+        cells.append(Cell(name, step, asked, shapes, cost=1 + staleness))
     return cells
 
 

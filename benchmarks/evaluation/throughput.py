@@ -21,8 +21,9 @@ MODELS = ("Qwen/Qwen3-14B", "Qwen/Qwen3-30B-A3B")
 WORKLOADS = ("search_r1", "dapo_math", "r2e_gym")
 STEPS = {MODELS[0]: 60, MODELS[1]: 30}  # over the same drift
 SEEDS = (0, 1, 2)
-# Systems of the second model: links of the published chain are told apart on the first.
-SECOND = ("colocated", "even", "greedy", "static", "published", "ours", "oracle")
+SECOND = ("colocated", "even", "static", "ours")  # systems of the second model; the others are run on the first
+# Links of the published chain that are told apart where the ablation shows them only.
+_LINKS, _LINKED = ("homogeneous", "heterogeneous", "published-cmlfq"), ("r2e_gym", "search_r1")
 _QUICK_SYSTEMS = ("colocated", "even", "ours")
 SHOWN = ("colocated", "even", "greedy", "static", "published", "ours", "oracle")  # in figures: as many as colours
 # Percent by which Libra generates more than (system, workload).
@@ -46,6 +47,7 @@ def cells(quick: bool) -> list[Cell]:
         for model in MODELS
         for workload in WORKLOADS
         for system in (NAMES if model == MODELS[0] else SECOND)
+        if system not in _LINKS or workload in _LINKED
         for seed in SEEDS
     )
 
@@ -83,7 +85,7 @@ def _tables(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _table(runs: Runs, setting: Setting) -> str:
-    header = ["system", "tokens/s", "trainer busy", "engines busy", "ours over it", "published"]
+    header = ["system", "tokens/s", "trainer busy", "engines busy", "ours over it", "published ratio"]
     body = []
     for system in runs.systems(setting):
         gain = PUBLISHED.get((system, setting.workload))
@@ -95,7 +97,7 @@ def _table(runs: Runs, setting: Setting) -> str:
                 f"{_percent(runs, setting, system, 'trainer_share'):.0f} %",
                 f"{_percent(runs, setting, system, 'engine_share'):.0f} %",
                 "" if system == "ours" else over.written(".2f"),
-                "" if gain is None else f"+{gain} %",
+                "" if gain is None else f"{1 + gain / 100:.2f}",
             ]
         )
     return markdown_table(header, body)

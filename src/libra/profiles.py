@@ -8,18 +8,22 @@ is.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from libra import cluster as clusters
 from libra.cache import cache_directory
 from libra.cluster import Cluster, NodeClass
+from libra.cost import collectives, grid, rates, roofline
 from libra.cost.grid import EngineProfile
 from libra.cost.grid_file import load_calibration, load_grid, save_grid
 from libra.cost.rates import Calibration
-from libra.cost.roofline import BATCHES, CHUNKS, CONTEXTS, PREFIXES
+from libra.integrations import aiconfigurator
 from libra.integrations.aiconfigurator import NoTablesError, tables
 from libra.model import ModelSpec
 from libra.plan.engines import node_roofline, tensor_degrees
@@ -71,8 +75,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
         installed = version("aiconfigurator-core")
     except PackageNotFoundError:
         installed = "none"
-    sampled = [BATCHES, CONTEXTS, CHUNKS, PREFIXES]
-    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, sampled]
+    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, _code()]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():
@@ -86,6 +89,13 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     except OSError:
         pass  # a cache that cannot be written costs time, nothing else
     return found
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that makes a grid of tables: what another version of it made is no longer right."""
+    makers = (aiconfigurator, clusters, collectives, grid, rates, roofline)
+    return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
 
 def _known_degrees(nodes: NodeClass, model: ModelSpec, degrees: Sequence[int]) -> EngineProfile:

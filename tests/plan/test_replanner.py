@@ -182,6 +182,14 @@ def test_a_plan_is_judged_by_lengths_that_are_somewhat_off_as_well() -> None:
     assert replanner.plan.predicted == price(replanner.plan.request.menu().problem, replanner.plan.allocation)
 
 
+def test_where_no_plan_serves_all_lengths_the_likeliest_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.plan.replanner.fits", lambda problem, allocation: "too long")
+    replanner = Replanner(PLANNER)
+    decision = replanner.step(trajectories(0, 10), [])
+    assert replanner.plan is not None
+    assert decision.proposed == replanner.plan.predicted
+
+
 def test_results_can_be_pickled_and_are_the_same_every_time() -> None:
     runs = []
     for _ in range(2):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from sessions import OK
 
 from libra.route.bucket import bucket_of
-from libra.route.oracle import TOKEN_SECONDS, Oracle
+from libra.route.oracle import Oracle
 from libra.route.policy import InstanceView, Placement, Policy, Request, ToolReturn, View
+from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory, Turn
 
 LIMITS = (50, 200, 2_000)

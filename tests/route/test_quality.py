@@ -26,10 +26,8 @@ MEASURES: list[Callable[[Quality], float]] = [
     lambda quality: quality.single_shot_accuracy,
     lambda quality: quality.majority_rate,
     lambda quality: quality.balanced_accuracy,
-    lambda quality: quality.turn_accuracy,
     lambda quality: quality.migrated_share,
     lambda quality: quality.moves,
-    lambda quality: quality.never_right,
 ]
 
 
@@ -98,8 +96,7 @@ class Recorder:
 def count_by_hand(counted: list[Trajectory], record: list[tuple[str, str, int, Placement | None]]) -> list[float]:
     single: dict[str, bool] = {}
     recalls: dict[int, list[bool]] = {}
-    later: list[bool] = []
-    moved = tokens = moves = never = 0
+    moved = tokens = moves = 0
     for it in counted:
         true = bucket_of(it.peak_context, LIMITS)
         told = [(call, context, answer) for call, id, context, answer in record if id == it.id and answer is not None]
@@ -108,20 +105,16 @@ def count_by_hand(counted: list[Trajectory], record: list[tuple[str, str, int, P
         after_return = [answer for call, _, answer in placements if call == "returned"]
         single[it.id] = (after_return[0] if after_return else placements[0][2]).bucket == true
         recalls.setdefault(true, []).append(single[it.id])
-        later += [answer.bucket == true for _, _, answer in placements[1:]]
         tokens += sum(context for _, context, _ in placements) + it.generated_tokens
         moved += sum(context for _, context, answer in placements if answer.migrated)
         moves += sum(answer.migrated for _, _, answer in placements)
-        never += all(answer.bucket != true for _, _, answer in placements)
     of_bucket = Counter(bucket_of(it.peak_context, LIMITS) for it in counted)
     return [
         sum(single.values()) / len(counted),
         of_bucket.most_common(1)[0][1] / len(counted),
         sum(sum(recall) / len(recall) for recall in recalls.values()) / len(recalls),
-        sum(later) / len(later) if later else math.nan,
         moved / tokens,
         moves / len(counted),
-        never / len(counted),
     ]
 
 
@@ -139,15 +132,14 @@ def test_every_measure_is_as_counted_by_hand(
     quality = evaluate(recorder, workload, FLEET, batch=batch, warm_up=warm_up)
     assert quality.ids == tuple(it.id for it in workload[warm_up:])
     measured = [measure(quality) for measure in MEASURES]
-    assert measured == pytest.approx(count_by_hand(workload[warm_up:], recorder.record), nan_ok=True)
+    assert measured == pytest.approx(count_by_hand(workload[warm_up:], recorder.record))
 
 
 @given(workloads, st.integers(1, 9))
 def test_the_oracle_is_never_wrong_and_never_moves(workload: list[Trajectory], batch: int) -> None:
     quality = evaluate(Oracle({it.id: it for it in workload}), workload, FLEET, batch=batch)
     assert quality.single_shot_accuracy == quality.balanced_accuracy == 1
-    assert quality.turn_accuracy == 1 or math.isnan(quality.turn_accuracy)
-    assert quality.migrated_share == quality.moves == quality.never_right == 0
+    assert quality.migrated_share == quality.moves == 0
 
 
 @given(workloads, st.integers(1, 9))
@@ -169,14 +161,13 @@ def test_turns_are_in_rounds_and_nothing_is_learned_before_its_end(workload: lis
 def test_an_example_with_a_turn_that_outlives_its_bucket() -> None:
     # 10 + 30 + 5 fits bucket 0; 45 + 300 passes bucket 0 after 6 tokens, bucket 1 after 156.
     quality = evaluate(policy_named("mlfq"), [trajectory("t", (30, 5), last=300)], FLEET)
-    assert quality.outcomes.tolist() == [(2, False, 3, 1, 2, 51 + 201, 10 + 45 + 51 + 201 + 330, True)]
-    assert quality.single_shot_accuracy == 0 and quality.turn_accuracy == 1 / 3 and quality.never_right == 0
+    assert quality.outcomes.tolist() == [(2, False, 2, 51 + 201, 10 + 45 + 51 + 201 + 330)]
+    assert quality.single_shot_accuracy == 0
 
 
 def test_a_trajectory_without_tools_counts_by_its_first_placement() -> None:
     quality = evaluate(policy_named("mlfq"), [trajectory("t", last=20), trajectory("u", last=100)], FLEET)
     assert quality.single_shot_accuracy == 0.5
-    assert math.isnan(evaluate(policy_named("mlfq"), [trajectory("t")], FLEET).turn_accuracy)
 
 
 def test_the_warm_up_is_learned() -> None:
@@ -241,7 +232,7 @@ def test_a_weight_is_a_count(weights: list[int]) -> None:
     weighed = Quality(quality.ids, quality.prompts, quality.outcomes, np.array(weights, dtype=float))
     repeated = Quality(quality.ids, quality.prompts, quality.outcomes[rows], np.ones(len(rows)))
     for measure in MEASURES:
-        assert measure(weighed) == pytest.approx(measure(repeated), nan_ok=True)
+        assert measure(weighed) == pytest.approx(measure(repeated))
 
 
 def test_an_interval_of_a_share_is_about_as_wide_as_the_binomial_one() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from libra.plan.changes import Change, relaxations, restrictions, without_strays
 from libra.plan.moves import engines_by_shape
-from libra.plan.price import bucket_prices, devices_used, fixed_seconds, parts, price, training_option
+from libra.plan.price import bucket_latency, bucket_prices, devices_used, parts, price, training_option
 from libra.plan.problem import (
     Allocation,
     Bottleneck,
@@ -247,11 +247,10 @@ def _bound(problem: Problem, allocation: Allocation) -> Bound:
 
 def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, ...]:
     step = price(problem, allocation).step
-    fixed = fixed_seconds(problem, _training(problem, allocation)) / (1 + problem.staleness)
+    training = _training(problem, allocation)
     views = []
     for bucket, priced in zip(allocation.buckets, bucket_prices(problem, allocation), strict=True):
-        longest = priced.residence / (1 + problem.staleness)
-        latency = fixed + (max(longest, priced.load) if problem.synchronous else longest)
+        latency = bucket_latency(problem, training, priced)
         views.append(
             BucketView(
                 shape=bucket.shape,

@@ -4,8 +4,9 @@ Invariant: nothing here is shared with the first formulation but the problem and
 are positions in a row, classes are assigned to them, and CBC (through PuLP) decides. For a step of given length T all
 constraints are linear; each is divided by T, so that tolerances of the solver mean the same for every problem.
 
-    Data        t: training options, f[t] = training + publication (+ two switches) seconds; o: engine options;
-                j: classes, shortest first; k: routers; m: rows of work; b: buckets, shortest first
+    Data        t: training options of at most T seconds, f[t] = those after the last trajectory (all, or a tail) +
+                publication (+ two switches); o: engine options; j: classes, shortest first; k: routers;
+                m: rows of work; b: buckets, shortest first
     Variables   x[t]        train so
                 later[b,j]  class j is served by bucket b or a later one
                 y[b,o]      bucket b is served by engines of option o
@@ -20,6 +21,7 @@ constraints are linear; each is divided by T, so that tolerances of the solver m
                 served          sum over o of w[b,o,j] = later[b,j] - later[b+1,j];  w[b,o,j] <= y[b,o]
                 holds           w[b,o,j] = 0 where j is longer than o holds
                 running         y[b,o] <= n[b,o] <= most engines * y[b,o];  sum over t of m[b,o,t] = n[b,o]
+                filled          sum over j of fills[o,j] w[b,o,j] <= n[b,o]
                 refreshed       q[b,o] >= sum over j of refresh[o,j] reach[k,j] w[b,o,j] + strays
                 in_time         sum over j of work[o,m,j] reach[k,j] w[b,o,j] + strays + q[b,o] / T
                                 <= sum over t of m[b,o,t] usable[o,t]
@@ -29,6 +31,8 @@ constraints are linear; each is divided by T, so that tolerances of the solver m
     is T - stall[o], and less
         generates[o] + waits[o] + f[t]                                      without staleness
         generates[o] T / ((1 + staleness) T - f[t] - waits[o])              with staleness, of batches
+    The latter is 0 where generates[o] is 0, whatever it is divided by; m[b,o,t] = 0 where the divisor is below 0, where
+    it is 0 and generates[o] is not, and where usable[o,t] is not above 0.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
-from libra.plan.recipe_tracker import HALF_LIFE_STEPS, recipe_tracker
+from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 from libra.plan.request import longest_context, make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
 from libra.recipe import Recipe
@@ -65,11 +65,12 @@ def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
 
 
 def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evidence:
-    """Read a log once, for a cluster. Older trajectories weigh less, by half every `HALF_LIFE_STEPS` steps' worth.
+    """Read a log once, for a cluster. Older trajectories weigh less, by half every
+    `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
     Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says.
     """
-    tracker = recipe_tracker(recipe, HALF_LIFE_STEPS)
+    tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     running: list[Trajectory] = []
     finished = longest_turn = 0
     for trajectory in trajectories:

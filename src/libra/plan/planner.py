@@ -18,7 +18,7 @@ from libra.plan.engines import node_roofline
 from libra.plan.held import Held
 from libra.plan.plan import Plan, make_plan
 from libra.plan.problem import Allocation, Problem
-from libra.plan.recipe_tracker import HALF_LIFE_STEPS, recipe_tracker
+from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 from libra.recipe import Recipe
 
 CLASSES = 24  # classes of trajectories that a plan tells apart
@@ -39,7 +39,7 @@ class Planner:
     recipe: Recipe
     profiles: tuple[EngineProfile, ...] | None = None
 
-    def tracker(self, half_life_steps: float = HALF_LIFE_STEPS) -> LengthTracker:
+    def tracker(self, half_life_steps: float = PLANNER_HALF_LIFE_STEPS) -> LengthTracker:
         """An empty tracker that counts as the recipe says; observe finished trajectories with it."""
         return recipe_tracker(self.recipe, half_life_steps)
 

@@ -93,7 +93,7 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     assert training is not None  # it fits
     prices = bucket_prices(problem, allocation)
     rollout = max(bucket.load for bucket in prices)
-    latency = max(_latency(problem, training, bucket) for bucket in prices)
+    latency = max(bucket_latency(problem, training, bucket) for bucket in prices)
     step = max(rollout, training.seconds, latency)
     held = _parts(problem, training, prices)
     return Prediction(step, rollout, training.seconds, latency, max(held, key=lambda name: held[name]))
@@ -142,7 +142,7 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
             for option in problem.engines
             if option.shape == bucket.shape and option.holds >= bucket.up_to and _has_room(option, bucket, members)
         ]
-        found.append(min(candidates, key=lambda c: max(c.load, _latency(problem, training, c))))
+        found.append(min(candidates, key=lambda c: max(c.load, bucket_latency(problem, training, c))))
     return tuple(found)
 
 
@@ -157,7 +157,8 @@ def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
     return training.follows + training.publish + (2 * problem.switch if problem.colocated else 0.0)
 
 
-def _latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
+def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
+    """(residence + what follows it) / (1 + staleness); where steps are synchronous, of load where that is longer."""
     fixed = fixed_seconds(problem, training) / (1 + problem.staleness)
     longest = bucket.residence / (1 + problem.staleness)
     return fixed + (max(longest, bucket.load) if problem.synchronous else longest)

@@ -9,7 +9,7 @@ from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
 from libra.recipe import Recipe
 
-HALF_LIFE_STEPS = 4.0  # optimiser steps, unless the caller knows better
+PLANNER_HALF_LIFE_STEPS = 4.0  # optimiser steps, of a tracker to plan from, unless the caller knows better
 
 
 def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:

@@ -30,7 +30,7 @@ from libra.trajectory import Trajectory
 
 # Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the
 # tracker forgets four times as fast by itself. `benchmarks.replanning` compares.
-HALF_LIFE_STEPS = 12.0
+REPLANNER_HALF_LIFE_STEPS = 12.0
 # Assumed: by how much lengths may change within a period without a trend that shows it yet, as a relative error. A plan
 # that just keeps its step may need several times as long when its longest trajectories are a tenth longer.
 _UNSEEN = 0.1
@@ -51,8 +51,8 @@ class Look:
 
     @property
     def realised_gain(self) -> float | None:
-        """Measured seconds saved since the decision; beside `decision.gain_per_step` where it was taken. The work may
-        have changed as well. None as long as either side has not been measured."""
+        """Measured seconds saved since the decision; beside `decision.gain_per_step` where it was taken. Changes in
+        between are in it, and the work may have changed as well. None as long as either side has not been measured."""
         return None if self.before is None or self.realised is None else self.before - self.realised
 
 
@@ -85,7 +85,7 @@ class Replanner:
         self._measured: float | None = None
         self._lock = Lock()
         if tracker is None:
-            tracker = recipe_tracker(planner.recipe, HALF_LIFE_STEPS)
+            tracker = recipe_tracker(planner.recipe, REPLANNER_HALF_LIFE_STEPS)
             tracker.observe_running(())  # from here on evidence is weighed by start version
         self._tracker = tracker
 
@@ -132,7 +132,7 @@ class Replanner:
                 )
 
     def realised(self, seconds_per_step: float) -> None:
-        """The mean seconds that a step was measured to take since the last decision, role changes left out."""
+        """The mean seconds of a step as measured since the last decision, whatever happened in them."""
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
         with self._lock:
@@ -151,7 +151,7 @@ class Replanner:
         solutions = [solve(case.problem) for case in cases]
         usable = [each.allocation for each in solutions if all(fits(c.problem, each.allocation) is None for c in cases)]
         if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
-            cases, usable = cases[:1], [solutions[0].allocation]
+            cases, usable = [replace(cases[0], weight=1.0)], [solutions[0].allocation]
         horizon, uncertainty = self._horizon(), _CONFIDENCE * self._tracker.work_uncertainty()
         switch, refill = self._switch or switch_cost(requests[0]), live_refill(requests[0])
 

@@ -156,10 +156,10 @@ class LeastLoaded(Baseline):
         eligible = _eligible(instances, needed)
         return min(eligible, key=lambda position: _load(instances[position]), default=None)
 
-    def _rule(self) -> None:
+    def _rule(self) -> Any:
         return None
 
-    def _resume(self, rule: None) -> None:
+    def _resume(self, rule: Any) -> None:
         pass
 
 

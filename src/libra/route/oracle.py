@@ -13,9 +13,8 @@ from typing import Any, Self
 
 from libra.route.bucket import FORMAT, Bucketed
 from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn, require_snapshot
+from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory
-
-TOKEN_SECONDS = 0.02  # of an instance that does not say; among requests due at once any value gives the same order
 
 Known = Mapping[str, Trajectory] | Callable[[str], Trajectory]
 
@@ -135,6 +134,7 @@ class Oracle(Bucketed):
     def _priority(self, request: Request, instance: Instance) -> int:
         progress = self._progress[request.trajectory_id]
         turns = progress.trajectory.turns[progress.turn :]
+        # Where instances do not say, any value gives the same order among requests that are due at once.
         token_seconds = TOKEN_SECONDS if instance.token_seconds is None else instance.token_seconds
         left = token_seconds * sum(turn.generated_tokens for turn in turns)
         left += sum(turn.tool_seconds for turn in turns if turn.tool_seconds is not None)

@@ -23,17 +23,12 @@ class Outcome(NamedTuple):
 
     bucket: int  # of its true final context, the most tokens it ever held
     single_shot: bool  # after its first tool return it was in this bucket; without tool return: at its first placement
-    later: int  # placements after the first one
-    later_right: int  # of these, in this bucket
     moves: int  # placements on another instance than the one before
     moved_tokens: int  # in context at those
     tokens: int  # in context at all placements, and generated
-    ever_right: bool  # any placement was in this bucket
 
 
-_COLUMNS = np.dtype(
-    [(name, np.bool_ if name in ("single_shot", "ever_right") else np.int64) for name in Outcome._fields]
-)
+_COLUMNS = np.dtype([(name, np.bool_ if name == "single_shot" else np.int64) for name in Outcome._fields])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +64,6 @@ class Quality:
         return float((right[of_bucket > 0] / of_bucket[of_bucket > 0]).mean())
 
     @property
-    def turn_accuracy(self) -> float:
-        """Share of all placements after a trajectory's first that were in the bucket of its true final context; nan
-        where no trajectory was placed twice."""
-        return self._ratio("later_right", "later")
-
-    @property
     def migrated_share(self) -> float:
         """Tokens in context when a trajectory was moved to another instance, as a share of the tokens in context at all
         placements and of all generated: of what engines had before them, the part that was moved or recomputed because
@@ -85,11 +74,6 @@ class Quality:
     def moves(self) -> float:
         """Placements on another instance than the one before, per trajectory."""
         return self._ratio("moves")
-
-    @property
-    def never_right(self) -> float:
-        """Share of trajectories that were never placed in the bucket of their true final context."""
-        return 1 - self._ratio("ever_right")
 
     def _ratio(self, of: str, to: str | None = None) -> float:
         total = self.weights.sum() if to is None else self.weights @ self.outcomes[to]
@@ -199,12 +183,9 @@ class _Replay:
         return Outcome(
             bucket=self.bucket,
             single_shot=self.right[0] if self.single_shot is None else self.single_shot,
-            later=len(self.right) - 1,
-            later_right=sum(self.right[1:]),
             moves=self.moves,
             moved_tokens=self.moved_tokens,
             tokens=self.tokens,
-            ever_right=any(self.right),
         )
 
     def _placed(self, placement: Placement | None, context: int) -> Placement:

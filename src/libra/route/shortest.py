@@ -5,13 +5,13 @@ Invariant: where a turn goes is decided as by least loaded; only its priority de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from libra.route.baselines import Baseline
+from libra.route.baselines import LeastLoaded
 from libra.route.causal_tree import ToolState, payload_class
-from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.trajectory import Trajectory
 
 MEMORY = 256  # samples: a mean over so many, and from then on exponentially forgotten at that rate
@@ -77,7 +77,7 @@ def remainders(trajectory: Trajectory) -> Iterator[tuple[ToolState | None, int]]
             yield ToolState(turn.tool, payload_class(turn.returned_tokens), turn.status), remaining
 
 
-class ShortestRemaining(Baseline):
+class ShortestRemaining(LeastLoaded):
     """The `shortest-remaining-first` policy: the least loaded instance, and expected remaining tokens as priority.
 
     It minimises the mean completion time where the expectation is right, and lets the longest wait. Buckets are
@@ -85,7 +85,6 @@ class ShortestRemaining(Baseline):
     """
 
     NAME = "shortest-remaining-first"
-    REASON = "least loaded"
 
     def __init__(self, *, sticky: bool = True) -> None:
         super().__init__(sticky=sticky)
@@ -120,13 +119,6 @@ class ShortestRemaining(Baseline):
             return None
         remaining = self._table.mean(request.task, self._states.get(request.trajectory_id))
         return placement if remaining is None else replace(placement, priority=round(remaining))
-
-    def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
-        return min(
-            (position for position, it in enumerate(instances) if needed <= it.capacity_tokens),
-            key=lambda position: (instances[position].load_tokens, instances[position].id),
-            default=None,
-        )
 
     def _rule(self) -> dict[str, Any]:
         return {

@@ -407,11 +407,12 @@ class Cluster:
             self.migrations += 1
             self.migrated_tokens += request.prompt_tokens
         request.priority = placement.priority
+        request.ask_at = None  # of an earlier placement, on an engine that closed before it got there
         if placement.ask_again is not None:
             owner = request.owner
-            before = owner.generated_before if isinstance(owner, Caller) else 0
-            if placement.ask_again > before:
-                request.ask_at = placement.ask_again - before
+            since = owner.generated_since if isinstance(owner, Caller) else 0
+            if placement.ask_again > since:
+                request.ask_at = placement.ask_again - since
         return self._by_name[placement.instance]
 
     def _place(self, request: Request, route: Policy, again: bool) -> Placement | None:
@@ -421,6 +422,7 @@ class Cluster:
             name = str(request.number)
             prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
             return route.place(policy.Request(name, prompt, request.prompt_tokens, request.prompt_tokens), self._fleet)
+        owner.placed_before = owner.generated_before
         asked, returned = owner.routing_request(), None if again else owner.returned()
         if returned is None:
             return route.place(asked, self._fleet)
@@ -434,13 +436,13 @@ class Cluster:
             owner = request.owner
             if not isinstance(owner, Caller):
                 continue
-            before = owner.generated_before
-            placement = route.outlived(owner.routing_request(), before + request.generated, self._fleet)
+            since = owner.generated_since
+            placement = route.outlived(owner.routing_request(), since + request.generated, self._fleet)
             if placement is None:
                 continue
             if self._by_name.get(placement.instance) is engine:
                 if placement.ask_again is not None:
-                    self._changed(engine, engine.ask(request, placement.ask_again - before, self.now))
+                    self._changed(engine, engine.ask(request, placement.ask_again - since, self.now))
             else:
                 self._destined[request.number] = placement
                 engine.interrupt(request, self.now)

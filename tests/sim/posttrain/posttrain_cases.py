@@ -54,16 +54,17 @@ def plan_of(
     *,
     cluster: Cluster = ONE_NODE,
     placed: Sequence[Group] = (),
+    trains: str = "a800",
 ) -> Plan:
     """The plan with these trainers and engines, whatever would be faster."""
     profiles = rooflines(cluster, QWEN_06B, recipe)
-    request = ClusterRequest(cluster, QWEN_06B, recipe, CLASSES, profiles, None, (("a800", layout),))
+    request = ClusterRequest(cluster, QWEN_06B, recipe, CLASSES, profiles, None, ((trains, layout),))
     menu = request.menu()
     made, above = [], 0
     for tp, engines, up_to in buckets:
         made.append(Bucket(f"a800/tp{tp}", engines, above, up_to))
         above = up_to
-    allocation = Allocation(layout.dp, tuple(made), f"a800/{layout.family}")
+    allocation = Allocation(layout.dp, tuple(made), f"{trains}/{layout.family}")
     return answer(
         request,
         menu.problem,
@@ -175,7 +176,8 @@ def costs_of(plan: Plan, lengths: Sequence[int]) -> tuple[int, int]:
     """Ticks of an optimiser step over trajectories of these final contexts, and of publishing its weights."""
     request = plan.request
     assert isinstance(request, ClusterRequest) and plan.layout is not None
-    needed = TrainingPrice(request.model, request.recipe, request.cluster.nodes[0]).seconds(lengths, plan.layout)
+    nodes = request.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))
+    needed = TrainingPrice(request.model, request.recipe, nodes).seconds(lengths, plan.layout)
     option = training_option(request.menu().problem, plan.allocation)
     assert option is not None
     return ticks(needed), ticks(option.publish)

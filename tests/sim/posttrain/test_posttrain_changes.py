@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from posttrain_cases import (
     LONGEST,
+    ONE_NODE,
     TWO_NODES,
     Ruled,
     Seen,
@@ -24,6 +25,7 @@ from posttrain_cases import (
     single_turns,
 )
 
+from libra.cluster import GPUS, Cluster, NodeClass
 from libra.cost.device import SwitchCost
 from libra.plan.plan import Plan
 from libra.route.attained import AttainedService
@@ -148,6 +150,56 @@ def test_what_was_interrupted_goes_on_with_what_it_had() -> None:
         assert rest.arrival == request.finish
         assert rest.prompt_tokens == request.prompt_tokens + request.generated
         assert rest.output_tokens == request.output_tokens - request.generated
+
+
+class Counting(AttainedService):
+    """Attained service, and a record of what it was told of turns that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placed: dict[str, Request] = {}  # by trajectory
+        self.outgrown: list[tuple[Request, int, int]] = []  # (as placed, context, limit of the bucket that it leaves)
+        self._limits: dict[str, int] = {}
+
+    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+        self.placed[request.trajectory_id] = request
+        return self._noted(request, super().place(request, fleet), fleet)
+
+    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+        self.placed[request.trajectory_id] = request
+        return self._noted(request, super().tool_returned(request, returned, fleet), fleet)
+
+    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        who = request.trajectory_id
+        assert request == self.placed[who]
+        self.outgrown.append((request, request.context_tokens + generated_tokens, self._limits[who]))
+        return self._noted(request, super().outlived(request, generated_tokens, fleet), fleet)
+
+    def _noted(self, request: Request, placement: Placement | None, fleet: Fleet) -> Placement | None:
+        if placement is not None:
+            self._limits[request.trajectory_id] = fleet.limits[placement.bucket]
+        return placement
+
+
+def test_a_turn_leaves_its_bucket_with_the_token_that_outgrows_it_wherever_it_was_before() -> None:
+    """A turn that was stopped by a change of the plan is counted from where it was placed anew."""
+    policy = Counting()
+    timetable = Timetable({1: plans()[1], 2: plans()[2]})
+    with seeing() as seen:
+        run(System("s", plans()[0], lambda: policy, lambda: timetable, switch=SWITCH), agents(GROUP, 1, mean=400), 5)
+    stopped = set()
+    starts: dict[str, set[int]] = {}  # contexts of its turns
+    for request in seen.cluster.requests:
+        assert isinstance(request.owner, EpisodeCaller)
+        trajectory = request.owner.trajectory
+        starts[trajectory.id] = set(trajectory.contexts())
+        if request.status == "interrupted":
+            stopped.add((trajectory.id, request.prompt_tokens + request.generated))
+    anew = 0
+    for placed, context, limit in policy.outgrown:
+        assert context == limit + 1 and (placed.trajectory_id, context) in stopped
+        anew += placed.context_tokens not in starts[placed.trajectory_id]
+    assert 0 < anew < len(policy.outgrown)
 
 
 @pytest.mark.parametrize("route", [LeastLoaded, AttainedService, LengthPredictor, CMLFQ])
@@ -285,6 +337,19 @@ def test_another_layout_stops_training() -> None:
     assert [round(step.waited, 6) for step in outcome.steps[1:]] == [0, 5.0, 0, 0, 0, 0]
     assert outcome.steps[2].training == pytest.approx(step_seconds(trainers(1, tp=2)))
     assert outcome.steps[2].training != pytest.approx(outcome.steps[1].training)
+
+
+def test_training_that_moves_to_nodes_of_another_class_stops_and_is_priced_there() -> None:
+    h800 = NodeClass("h800", 1, 8, GPUS["H800"], intra_bandwidth=200e9, inter_bandwidth=25e9)
+    recipe, cluster = recipe_of(64, 8, staleness=2), Cluster((*ONE_NODE.nodes, h800))
+    here, there = (
+        plan_of(recipe, layout_of(1), [(1, 4, LONGEST)], cluster=cluster, trains=its) for its in ("a800", "h800")
+    )
+    outcome = trained(here, (2, there), join=5.0)
+    assert [round(step.waited, 6) for step in outcome.steps[1:]] == [0, 5.0, 0, 0, 0, 0]
+    assert step_seconds(there) < 0.9 * step_seconds(here)
+    expected = [step_seconds(here)] * 2 + [step_seconds(there)] * 5
+    assert [step.training for step in outcome.steps] == pytest.approx(expected)
 
 
 def test_versions_arrive_in_their_order_when_they_are_sent_faster() -> None:

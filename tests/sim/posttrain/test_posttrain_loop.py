@@ -103,7 +103,10 @@ def test_every_group_is_trained_once_and_none_too_late(staleness: int, seed: int
     assert outcome.generated_tokens == sum(
         trajectory.generated_tokens for number in range(groups) for trajectory in episodes.group(number, 0)
     )
-    assert outcome.engine_share <= 1 and outcome.trainer_share <= 1
+    assert 0 < outcome.engine_share <= 1 and outcome.trainer_share <= 1
+    devices = [step.generating_devices for step in outcome.steps]
+    in_service = outcome.engine_seconds / outcome.seconds
+    assert min(devices) - 1e-6 <= in_service <= max(devices) + 1e-6
 
 
 @pytest.mark.parametrize(

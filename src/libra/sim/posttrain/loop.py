@@ -20,6 +20,7 @@ from functools import partial
 from itertools import count
 
 from libra.admission import Admission
+from libra.cluster import NodeClass
 from libra.cost.collectives import fabric
 from libra.cost.transfer import weight_sync
 from libra.parallel import ParallelLayout
@@ -141,10 +142,11 @@ class _Run:
         self._expected = system.plan.predicted.step  # seconds of a step
         self._published_at = 0
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
+        self._in_service, self._counted_until = 0, 0  # device ticks of engines, until which tick
         self._interruptions = 0
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
         self._joining: tuple[ParallelLayout, int] | None = None  # more replicas that get ready, until which tick
-        nodes = request.cluster.node_class(_pool(self._plan))
+        nodes = _nodes(self._plan)
         self._price = TrainingPrice(request.model, self._recipe, nodes)
         self._fabric = fabric(nodes)
         self._stall = weight_sync(
@@ -173,18 +175,17 @@ class _Run:
         cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
-        end = seconds(self._published_at)
-        devices = [spec.devices for spec in cluster.specs]
+        self._count_service(self._published_at)
         return PostTraining(
             system=self._system.name,
             steps=tuple(self._trained),
             changes=tuple(self._changes),
-            seconds=end,
-            device_seconds=end * self._system.request.cluster.devices,
+            seconds=seconds(self._published_at),
+            engine_seconds=seconds(self._in_service),
             engine_busy=sum(
-                seconds(engine.busy_ticks) * its for engine, its in zip(cluster.engines, devices, strict=True)
+                seconds(engine.busy_ticks) * spec.devices
+                for engine, spec in zip(cluster.engines, cluster.specs, strict=True)
             ),
-            trainer_busy=sum(step.training * step.training_devices for step in self._trained),
             placements=cluster.placements,
             migrations=cluster.migrations,
             migrated_tokens=cluster.migrated_tokens,
@@ -242,15 +243,18 @@ class _Run:
             self._groups += 1
             admission.start(name)
             prompt = Chain(f"prompt of {name}")
+            nothing_to_do = []
             for trajectory in trajectories:
                 self._require_fitting(trajectory)
                 made = calls(trajectory, recipe.tool_seconds_if_unknown)
                 if not made:
-                    self._complete(trajectory, name, now)
+                    nothing_to_do.append(trajectory)
                     continue
                 caller = EpisodeCaller(trajectory, made, 0, name, prompt, due=due)
                 self._live[trajectory.id] = caller
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
+            for trajectory in nothing_to_do:
+                self._complete(trajectory, name, now)
 
     def _has_room(self) -> bool:
         live = len(self._live) + self._recipe.samples_per_prompt  # with one group more
@@ -280,7 +284,8 @@ class _Run:
     def _complete(self, trajectory: Trajectory, group: str, now: int) -> None:
         self._live.pop(trajectory.id, None)
         self._requests.pop(trajectory.id, None)
-        self._finished.append(trajectory)
+        if self._replan is not None:
+            self._finished.append(trajectory)
         self._admission.finish(group, trajectory)
         self._train(now)
         if self._recipe.concurrency is not None or self._system.start_by_cache:
@@ -321,6 +326,11 @@ class _Run:
         step = batch.record(seconds(now) + needed, waited, self._generating_devices())
         self._batch = None
         self._cluster.at(now + ticks(needed + self._switch), lambda at: self._stepped(step, at))
+
+    def _count_service(self, now: int) -> None:
+        """Before engines come or go, and at the end."""
+        self._in_service += self._generating_devices() * (now - self._counted_until)
+        self._counted_until = now
 
     def _generating_devices(self) -> int:
         specs = self._cluster.specs
@@ -389,9 +399,10 @@ class _Run:
         service when they are ready. Nobody waits but who has to: trainers where the layout changes."""
         cluster, switch = self._cluster, self._system.switch
         wanted = {spec.name: spec for spec in self._specs(plan)}
-        # An engine's name says which GPUs it has, so one of the same name is the same.
+        # An engine's name says which GPUs it has, so one of the same name goes on, with the seats that it has.
         here = {instance.id for instance in cluster.fleet.instances}
         self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
+        self._count_service(now)
         closing = sorted(here - wanted.keys())
         for name in closing:
             cluster.close(name)
@@ -409,6 +420,7 @@ class _Run:
     def _ready(self, name: str, now: int) -> None:
         # A later plan may want it in another bucket, or not at all, or again and later.
         if name in self._pending and self._pending[name][1] == now:
+            self._count_service(now)
             self._cluster.add(self._pending.pop(name)[0])
 
     def _relayout(self, plan: Plan, now: int) -> None:
@@ -418,16 +430,18 @@ class _Run:
         if self._joining is not None and self._joining[0] == new:
             return
         self._joining = None
-        if old == new:
+        moves = _nodes(plan) != self._price.nodes
+        if old == new and not moves:
             return
         join = now + ticks(self._system.switch.trainer_join)
-        same = replace(old, dp=new.dp) == new
+        same = replace(old, dp=new.dp) == new and not moves
         if same and new.dp > old.dp:
             self._joining = new, join
             self._cluster.at(join, partial(self._joined, _option(plan)))
             return
         if not same:
             self._blocked_until = join
+            self._price = replace(self._price, nodes=_nodes(plan))
         self._layout, self._option = new, _option(plan)
 
     def _joined(self, option: TrainingOption, now: int) -> None:
@@ -453,5 +467,7 @@ def _option(plan: Plan) -> TrainingOption:
     return option
 
 
-def _pool(plan: Plan) -> str:
-    return next(group.pool for group in plan.placement if group.role == "train")
+def _nodes(plan: Plan) -> NodeClass:
+    """That train."""
+    assert isinstance(plan.request, ClusterRequest)
+    return plan.request.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))

@@ -6,9 +6,6 @@ Invariant: tokens and trajectories are counted when they have been trained on, o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Bound = Literal["training", "rollout", "latency"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +15,7 @@ class StepRecord:
     version: int  # that it made
     started: float  # seconds at which the trainer began with its batch, or with a part of it
     ended: float  # seconds at which the optimiser had made the version
-    waited: float  # seconds that the trainer was idle, since the step before, for want of complete groups
+    waited: float  # seconds that the trainer was idle, since the step before: for complete groups, or another layout
     training: float  # seconds
     trajectories: int
     generated_tokens: int
@@ -50,9 +47,8 @@ class PostTraining:
     steps: tuple[StepRecord, ...]
     changes: tuple[PlanChange, ...]
     seconds: float  # until the last step's weights were published
-    device_seconds: float  # of all devices of the cluster
-    engine_busy: float  # device seconds in which engines had work
-    trainer_busy: float  # device seconds in which trainers had work
+    engine_seconds: float  # device seconds in which engines were in service
+    engine_busy: float  # of these, the ones in which they had work
     placements: int  # of turns, and of what was left of those that were stopped
     migrations: int  # of these, the ones that ran elsewhere than what came before
     migrated_tokens: int  # context of the migrations
@@ -86,5 +82,6 @@ class PostTraining:
 
     @property
     def engine_share(self) -> float:
-        """Share of the engines' device seconds in which they have work; of all devices where they are shared."""
-        return self.engine_busy / (self.device_seconds - self.trainer_busy)
+        """Share of the device seconds of engines in service in which they have work; where trainers share their
+        devices, training is in these, too."""
+        return self.engine_busy / self.engine_seconds

@@ -18,7 +18,7 @@ class Replanning:
     period: int  # steps
 
     def decide(self, moment: Moment) -> Plan | None:
-        if moment.seconds_per_step is not None and self.replanner.looks:
+        if self.replanner.looks:
             self.replanner.realised(moment.seconds_per_step)
         decision = self.replanner.step(moment.finished, moment.running)
         return self.replanner.plan if decision.taken else None

@@ -27,7 +27,7 @@ class Moment:
     version: int
     finished: Sequence[Trajectory]  # since the last time it was asked
     running: Sequence[Trajectory]  # unfinished, as far as they have come
-    seconds_per_step: float | None  # measured since the last time, role changes included; None: no step has ended
+    seconds_per_step: float  # mean as measured since the last time, role changes included
 
 
 class Replan(Protocol):

@@ -1,6 +1,6 @@
 """Who makes a request, as a router sees it.
 
-Invariant: a caller says of itself what was known when its request was made, and goes on saying it.
+Invariant: a caller says of its turn what was known when that was placed, and goes on saying it until it is placed anew.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Caller:
     calls: tuple[Call, ...]  # all that the trajectory makes
     position: int  # in `calls`, of the one that the request is of
     generated_before: int = field(default=0, kw_only=True)  # tokens of the turn before this request was made
+    placed_before: int = field(default=0, kw_only=True)  # those of them that a policy knew when it last placed the turn
     engine: int | None = field(default=None, kw_only=True)  # of its latest request; kept only where KV moves
     told: bool = field(default=False, kw_only=True)  # the policy knows of the return before this call
     due: float | None = field(default=None, kw_only=True)  # seconds by which its group has to be complete
@@ -34,13 +35,19 @@ class Caller:
         """Whether the trajectory makes no other call after this one."""
         return self.position == len(self.calls) - 1
 
+    @property
+    def generated_since(self) -> int:
+        """Tokens of the turn before this request was made, and after the turn was last placed."""
+        return self.generated_before - self.placed_before
+
     def routing_request(self) -> policy.Request:
+        """The turn as it was last placed."""
         trajectory = self.trajectory
         return policy.Request(
             trajectory.id,
             trajectory.prompt_id,
             trajectory.prompt_tokens,
-            self.call.context_tokens + self.generated_before,
+            self.call.context_tokens + self.placed_before,
             trajectory.task,
             self.due,
         )
