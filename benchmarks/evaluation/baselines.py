@@ -33,7 +33,8 @@ from libra.sim.posttrain.training import TrainingPrice
 # hindsight: likewise for the whole drift, which nobody knows at the start.
 NAMES = ("colocated", "even", "greedy", "static", "hindsight")
 SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
-SEARCH_STEPS = 4  # that a choice is judged by, after those that fill the pipeline and with those that empty it
+SEARCH_STEPS = 4  # that a choice is judged by first, after those that fill the pipeline
+FINAL_STEPS = 30  # that the best few are judged by then
 HINDSIGHT_STEPS = 15  # over the whole drift
 _BATCHING = 0.1  # of the seconds of training, granted for batches that come together otherwise; assumed
 
@@ -67,21 +68,19 @@ def choices(setting: Setting, name: str) -> tuple[Choice, ...]:
 
 
 def judged(setting: Setting, name: str, choice: Choice) -> float:
-    """Tokens per second with this choice, in the simulation that it is judged by."""
+    """Tokens per second with this choice, in the short simulation that it is judged by first."""
     episodes, steps = _judging(setting, name)
-    outcome = simulate_posttraining(system(setting, name, choice), episodes, steps)
+    return simulate_posttraining(system(setting, name, choice), episodes, steps).throughput
+
+
+def judged_at_length(setting: Setting, name: str, choice: Choice) -> float:
+    """Tokens per second of the few that did best: in a few steps it is luck which of them waits for a very long
+    trajectory. In hindsight it is a whole run, of `STEPS` steps."""
     if name == "hindsight":
-        return outcome.throughput
-    # What fills the pipeline is a small part of a whole run, and most of a short one.
-    filled = outcome.steps[_filling(setting, name) - 1].ended
-    measured = outcome.steps[_filling(setting, name) :]
-    return sum(step.generated_tokens for step in measured) / (measured[-1].ended - filled)
-
-
-def in_hindsight(setting: Setting, choice: Choice) -> float:
-    """Tokens per second of a whole run with this choice, of `STEPS` steps."""
-    episodes = replace(setting, steps=STEPS).episodes
-    return simulate_posttraining(system(setting, "hindsight", choice), episodes, STEPS).throughput
+        episodes, steps = replace(setting, steps=STEPS).episodes, STEPS
+    else:
+        episodes, steps = _judging(setting, name)[0], FINAL_STEPS
+    return simulate_posttraining(system(setting, name, choice), episodes, steps).throughput
 
 
 def at_most(setting: Setting, name: str, choice: Choice) -> float:
@@ -115,13 +114,7 @@ def _judging(setting: Setting, name: str) -> tuple[Episodes, int]:
         return replace(setting, steps=HINDSIGHT_STEPS).episodes, HINDSIGHT_STEPS
     recipe = _request(setting, name, None).recipe
     episodes = Resampled(setting.known, recipe.samples_per_prompt, recipe.max_length, setting.seed)
-    # The last steps start nothing: as many as are measured while others start.
-    return episodes, _filling(setting, name) + SEARCH_STEPS + recipe.staleness
-
-
-def _filling(setting: Setting, name: str) -> int:
-    """Steps whose groups start together."""
-    return 1 + _request(setting, name, None).recipe.staleness
+    return episodes, 1 + recipe.staleness + SEARCH_STEPS
 
 
 def system(setting: Setting, name: str, choice: Choice) -> System:

@@ -8,34 +8,33 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.evaluation.baselines import HINDSIGHT_STEPS, Choice, at_most, choices, in_hindsight, judged
+from benchmarks.evaluation.baselines import HINDSIGHT_STEPS, Choice, at_most, choices, judged, judged_at_length
 from benchmarks.evaluation.cells import Cell, run
 from benchmarks.evaluation.setting import Setting
 
-FINALISTS = 5
+FINALISTS = 3
 _LONG = {"static": 3, "hindsight": 2}  # what is chosen in hindsight needs the choice of the other
 _FIRST = 1e9  # cost: runs wait for searches, so these start before all runs
 
 
 def search(setting: dict[str, Any], system: str) -> dict[str, Any]:
-    """The choice with the highest throughput, and that of each; those whose trainers alone are not expected to beat the
-    best choice are left out. In hindsight the best few, and the choice of `static`, are judged by a whole run."""
+    """The choice with the highest throughput. All are judged by a short simulation, but for those whose trainers alone
+    are not expected to beat the best so far; then the best few, in hindsight with that of `static`, by a long one."""
     where = Setting(**setting)
-    best, highest = None, 0.0
-    judgements, left_out = [], 0
+    highest, left_out = 0.0, 0
+    judgements: list[dict[str, Any]] = []
     for candidate in choices(where, system):
         if at_most(where, system, candidate) <= highest:
             left_out += 1
             continue
         throughput = judged(where, system, candidate)
         judgements.append(asdict(candidate) | {"throughput": throughput})
-        if throughput > highest:
-            best, highest = candidate, throughput
-    assert best is not None
+        highest = max(highest, throughput)
+    judgements.sort(key=lambda it: -float(it["throughput"]))
+    finalists = [Choice(it["training"], it["shape"], it["concurrency"]) for it in judgements[:FINALISTS]]
     if system == "hindsight":
-        judgements.sort(key=lambda it: -float(it["throughput"]))
-        finalists = [Choice(it["training"], it["shape"], it["concurrency"]) for it in judgements[:FINALISTS]]
-        best = max(dict.fromkeys([*finalists, chosen(where, "static")]), key=lambda it: in_hindsight(where, it))
+        finalists.append(chosen(where, "static"))
+    best = max(dict.fromkeys(finalists), key=lambda it: judged_at_length(where, system, it))
     return {"choice": asdict(best), "judged": judgements, "left_out": left_out}
 
 
