@@ -47,6 +47,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
+	$(VENV)/bin/python -m benchmarks.gateway --quick
 
 bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.slots
@@ -57,6 +58,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed
+	$(VENV)/bin/python -m benchmarks.gateway
 	$(VENV)/bin/python -m benchmarks.workloads
 
 bench-evaluation: setup  ## whole systems in simulation, for hours; what has finished is kept and not run again

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from libra import cli_planning, cli_simulation
+from libra import cli_emulation, cli_planning, cli_routing, cli_simulation
 from libra.config import ConfigError, RunConfig, load_config
 from libra.refusal import bad_input
 from libra.trajectory import TrajectoryFormatError, read_trajectories
@@ -122,7 +122,14 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     return 0
 
 
-for command in (cli_planning.plan, cli_planning.explain, cli_planning.calibrate, cli_simulation.simulate):
+for command in (
+    cli_planning.plan,
+    cli_planning.explain,
+    cli_planning.calibrate,
+    cli_simulation.simulate,
+    cli_routing.route,
+    cli_emulation.emulate,
+):
     app.command()(command)
 
 

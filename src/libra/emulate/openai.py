@@ -1,0 +1,215 @@
+"""Requests and answers in the shapes of OpenAI's API, as vLLM's server has them.
+
+Invariant: what would change the answer and is not emulated is refused; what only shapes a model's choice of tokens
+(temperature, penalties) is accepted and means nothing, as there is no model. Text has four characters a token, so what
+was answered may be sent back and is the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_CHARACTERS = 4  # of a token
+_VOCABULARY = range(1000)  # tokens that are answered: a space and three digits each
+_TEXTS = [f" {token:03d}" for token in _VOCABULARY]
+_Tokens = list[Annotated[int, Field(strict=True, ge=0)]]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _Body(BaseModel):
+    """What both kinds of request have. Other fields are accepted, and mean nothing."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = "emulated"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Literal[1] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    return_token_ids: bool = False
+
+
+class _Completion(_Body):
+    prompt: str | _Tokens
+    echo: Literal[False] = False
+    logprobs: int | None = None
+    prompt_logprobs: None = None
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: str
+    content: str | list[_Part] | None = None
+
+
+class _Chat(_Body):
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that can be served."""
+
+    chat: bool
+    model: str
+    prompt: tuple[int, ...]  # tokens
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    priority: int
+    salt: str
+    logprobs: bool
+    token_ids: bool
+
+
+def parse(body: bytes, chat: bool) -> Asked:
+    """Raises ValueError in one line that names the field."""
+    try:
+        return _chat(_Chat.model_validate_json(body)) if chat else _completion(_Completion.model_validate_json(body))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise ValueError(f"{where}: {first['msg']}") from None
+
+
+def _completion(body: _Completion) -> Asked:
+    prompt = tokens_of(body.prompt) if isinstance(body.prompt, str) else tuple(body.prompt)
+    return _asked(body, False, prompt, body.max_tokens, body.logprobs is not None)
+
+
+def _chat(body: _Chat) -> Asked:
+    prompt: list[int] = []
+    for message in body.messages:
+        content = message.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        prompt += [*tokens_of(f"<{message.role}>"), *tokens_of(text)]
+    prompt += tokens_of("<assistant>")  # whose turn it is, so that the answer follows it now and later
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return _asked(body, True, tuple(prompt), most, body.logprobs)
+
+
+def _asked(body: _Body, chat: bool, prompt: tuple[int, ...], most: int | None, logprobs: bool) -> Asked:
+    return Asked(
+        chat=chat,
+        model=body.model,
+        prompt=prompt,
+        max_tokens=most,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        priority=body.priority,
+        salt=body.cache_salt,
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+    )
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    """Every four characters are a token: what was answered is the tokens that it was, all else one that is never
+    answered."""
+    pieces = (text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS))
+    return tuple(_token(piece) for piece in pieces)
+
+
+def _token(piece: str) -> int:
+    if len(piece) == _CHARACTERS and piece[0] == " " and piece[1:].isascii() and piece[1:].isdigit():
+        return int(piece)
+    return len(_VOCABULARY) + int.from_bytes(piece.encode("utf-32-le"), "little")
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join([_TEXTS[token] for token in tokens])
+
+
+class Answer:
+    """The tokens of one request, and what is said of them. There is no model: tokens are drawn, each with logprob 0."""
+
+    def __init__(self, asked: Asked, number: int, seed: int, finish_reason: Literal["length", "stop"]) -> None:
+        self.asked = asked
+        self.tokens: list[int] = []
+        self._id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{number}"
+        self._created = int(time.time())
+        self._reason = finish_reason
+        self._random = Random(f"{seed} {number}")
+
+    def extend(self, count: int) -> list[int]:
+        """The tokens that follow, until there are `count`."""
+        more = self._random.choices(_VOCABULARY, k=count - len(self.tokens))
+        self.tokens += more
+        return more
+
+    def whole(self, cached_tokens: int) -> bytes:
+        asked, text = self.asked, text_of(self.tokens)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": self._logprobs(self.tokens)}
+        choice |= {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
+        if asked.token_ids:
+            choice |= {"prompt_token_ids": list(asked.prompt), "token_ids": self.tokens}
+        head = self._head("chat.completion" if asked.chat else "text_completion", [choice])
+        return msgspec.json.encode(head | self._usage(cached_tokens))
+
+    def piece(self, tokens: Sequence[int], last: bool) -> bytes:
+        """An event of a stream."""
+        asked, text = self.asked, text_of(tokens)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason if last else None}
+        choice |= {"logprobs": self._logprobs(tokens)}
+        first = len(self.tokens) == len(tokens)
+        if asked.chat:
+            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
+        else:
+            choice["text"] = text
+        if asked.token_ids:
+            choice |= {"token_ids": list(tokens)} | ({"prompt_token_ids": list(asked.prompt)} if first else {})
+        return event(self._head("chat.completion.chunk" if asked.chat else "text_completion", [choice]))
+
+    def last(self, cached_tokens: int) -> bytes:
+        """What ends a stream."""
+        object_name = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        usage = event(self._head(object_name, []) | self._usage(cached_tokens)) if self.asked.include_usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _head(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._id, "object": object_name, "created": self._created, "model": self.asked.model}
+        return head | {"choices": choices}
+
+    def _usage(self, cached_tokens: int) -> dict[str, Any]:
+        prompt, made = len(self.asked.prompt), len(self.tokens)
+        usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return {"usage": usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}}
+
+    def _logprobs(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+        if not self.asked.logprobs:
+            return None
+        texts = [text_of([token]) for token in tokens]
+        if self.asked.chat:
+            return {"content": [{"token": it, "logprob": 0.0, "bytes": None, "top_logprobs": []} for it in texts]}
+        start = len(self.tokens) - len(tokens)
+        offsets = [_CHARACTERS * (start + index) for index in range(len(tokens))]
+        return {"tokens": texts, "token_logprobs": [0.0] * len(texts), "top_logprobs": None, "text_offset": offsets}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def refused(message: str, status: int) -> dict[str, Any]:
+    kind = "invalid_request_error" if status == 400 else "not_found_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
