@@ -172,6 +172,31 @@ def test_a_stream_tells_of_the_first_token_at_once_and_of_all_in_the_end() -> No
         assert tokens == pytest.approx(1 + (at - told[0][1]) / per_token, abs=1.5)
 
 
+def test_a_reader_that_leaves_before_the_first_token_disturbs_nobody() -> None:
+    broken: list[dict[str, object]] = []
+
+    async def leave() -> list[Request]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+        engine = LiveEngine(SPEC, WallClock(asyncio.get_running_loop()))
+        requests = [engine.submit(Chain("c"), 60, 20) for _ in range(2)]
+
+        async def read(request: Request) -> None:
+            async for _ in engine.progress(request):
+                pass
+
+        readers = [asyncio.create_task(read(request)) for request in requests]
+        await asyncio.sleep(1e-4)
+        readers[0].cancel()
+        await asyncio.sleep(1.0)  # its first token comes, before anybody cancels the request
+        assert requests[0].first_token is not None
+        engine.cancel(requests[0])
+        await readers[1]
+        return requests
+
+    assert [it.status for it in run(leave())] == ["finished", "finished"]
+    assert not broken
+
+
 def test_what_no_engine_can_hold_is_refused() -> None:
     async def refuse() -> None:
         LiveEngine(SPEC, WallClock(asyncio.get_running_loop())).submit(Chain("c"), 400, 1)

@@ -79,7 +79,7 @@ class LiveEngine:
         end = self._ends.get(request)
         if end is not None and request.first_token is None:
             first = self._firsts[request] = asyncio.get_running_loop().create_future()
-            await first
+            await asyncio.shield(first)  # it is not the waiter's to cancel
         told = 0
         while True:
             generated = self._generated(request)
