@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.rare_collection import collecting_rarely
 from libra.refusal import bad_input
 
 if TYPE_CHECKING:
@@ -83,23 +81,21 @@ async def _serve(
     seed: int,
     as_json: bool,
 ) -> None:
-    from libra.emulate.server import Emulator, serving
+    from libra.emulate.server import Emulator
+    from libra.http_service import serve
 
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with collecting_rarely(), serving(Emulator(specs, speed, default_tokens, seed), host, port) as taken:
-        base = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
+    def announce(base: str) -> None:
         addresses = {spec.name: f"{base}/engines/{spec.name}/v1" for spec in specs}
         if as_json:
             typer.echo(json.dumps({"base": base, "engines": addresses}))
-        else:
-            typer.echo(f"{len(specs)} emulated engine{'s' if len(specs) > 1 else ''} at {base} (Ctrl-C ends):")
-            for name, address in list(addresses.items())[:_SHOWN]:
-                typer.echo(f"  {name}: {address}")
-            if len(addresses) > _SHOWN:
-                typer.echo(f"  and {len(addresses) - _SHOWN} more: GET {base}/engines")
-        await ended.wait()
+            return
+        typer.echo(f"{len(specs)} emulated engine{'s' if len(specs) > 1 else ''} at {base} (Ctrl-C ends):")
+        for name, address in list(addresses.items())[:_SHOWN]:
+            typer.echo(f"  {name}: {address}")
+        if len(addresses) > _SHOWN:
+            typer.echo(f"  and {len(addresses) - _SHOWN} more: GET {base}/engines")
+
+    await serve(Emulator(specs, speed, default_tokens, seed).application(), host, port, announce)
 
 
 _SHOWN = 16  # addresses that are printed

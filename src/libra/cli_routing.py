@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from libra.output_file import check_writable, write_text
-from libra.rare_collection import collecting_rarely
 from libra.refusal import bad_input
 
 if TYPE_CHECKING:
@@ -89,22 +87,21 @@ def _policy(file: GatewayFile, state: Path | None) -> Policy:
 
 
 async def _serve(file: GatewayFile, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:
-    from libra.gateway.server import Gateway, serving
+    from libra.gateway.server import Gateway
+    from libra.http_service import serve
 
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     written = None if log is None else log.open("a", encoding="utf-8")
+    gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))
+
+    def announce(base: str) -> None:
+        well, count = len(gateway.engines.instances), len(file.engines)
+        if as_json:
+            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "well": well, "engines": count}))
+        else:
+            typer.echo(f"{file.route} routes at {base}/v1 to {well} of {count} engines (Ctrl-C ends)")
+
     try:
-        gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))
-        async with collecting_rarely(), serving(gateway, host, port) as taken:
-            base = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
-            well = len(gateway.engines.instances)
-            if as_json:
-                typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "well": well, "engines": len(file.engines)}))
-            else:
-                typer.echo(f"{file.route} routes at {base}/v1 to {well} of {len(file.engines)} engines (Ctrl-C ends)")
-            await ended.wait()
+        await serve(gateway.application(), host, port, announce)
     finally:
         if written is not None:
             written.close()

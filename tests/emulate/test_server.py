@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from libra.emulate.server import Emulator, serving
+from libra.emulate.server import Emulator
+from libra.http_service import serving
 from libra.sim.cluster import EngineSpec
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost
@@ -26,7 +27,7 @@ Client = Callable[..., Awaitable[tuple[int, Any]]]
 def served(test: Callable[[ClientSession, str, Emulator], Awaitable[None]], engines: int = 1) -> None:
     async def main() -> None:
         emulator = Emulator([EngineSpec(f"e{it}", CONFIG, COST) for it in range(engines)], 1.0, DEFAULT, 0)
-        async with serving(emulator, "127.0.0.1", 0) as port, ClientSession(f"http://127.0.0.1:{port}") as session:
+        async with serving(emulator.application(), "127.0.0.1", 0) as base, ClientSession(base) as session:
             await test(session, "/v1", emulator)
 
     asyncio.run(main())

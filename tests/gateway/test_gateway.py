@@ -14,9 +14,9 @@ import pytest
 from aiohttp import ClientSession
 
 from libra.emulate.server import Emulator
-from libra.emulate.server import serving as emulating
 from libra.gateway.gateway_file import EngineSection, GatewayFile
-from libra.gateway.server import Gateway, serving
+from libra.gateway.server import Gateway
+from libra.http_service import serving
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.sim.cluster import EngineSpec
@@ -79,14 +79,14 @@ def staged(test: Callable[[Stage], Awaitable[None]], engines: int = 2, **setting
             for name in (f"e{number}" for number in range(engines)):
                 emulators[name] = Emulator([EngineSpec(name, CONFIG, COST)], 1.0, 10, 0)
                 own = await stack.enter_async_context(AsyncExitStack())
-                port = await own.enter_async_context(emulating(emulators[name], "127.0.0.1", 0))
-                sections.append(EngineSection(name=name, url=f"http://127.0.0.1:{port}/v1/", max_model_len=512))
+                base = await own.enter_async_context(serving(emulators[name].application(), "127.0.0.1", 0))
+                sections.append(EngineSection(name=name, url=f"{base}/v1/", max_model_len=512))
                 stops[name] = own.aclose
             policy, finished = Noting(), []
             file = GatewayFile(engines=tuple(sections), **{"turn_tokens": 16, **settings})
             gateway = Gateway(file, policy, finished.append)
-            port = await stack.enter_async_context(serving(gateway, "127.0.0.1", 0))
-            session = await stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
+            base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
+            session = await stack.enter_async_context(ClientSession(base))
             await test(Stage(session, gateway, policy, emulators, stops, finished))
 
     asyncio.run(main())

@@ -15,7 +15,8 @@ import yaml
 from aiohttp import ClientSession
 
 from libra.gateway.gateway_file import EngineSection, GatewayFile
-from libra.gateway.server import Gateway, serving
+from libra.gateway.server import Gateway
+from libra.http_service import serving
 from libra.route.cmlfq import CMLFQ
 from libra.trajectory import Trajectory
 
@@ -69,7 +70,7 @@ def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
             for number, port in enumerate(ports)
         )
         gateway = Gateway(GatewayFile(engines=sections), CMLFQ(), finished.append)
-        async with serving(gateway, "127.0.0.1", 0) as port, ClientSession(f"http://127.0.0.1:{port}") as session:
+        async with serving(gateway.application(), "127.0.0.1", 0) as base, ClientSession(base) as session:
             turns = [asyncio.create_task(trajectory(session, str(number))) for number in range(TRAJECTORIES)]
             while gateway.counts.turns < TRAJECTORIES // 2 or not gateway.engines.all["e0"].in_flight:
                 await asyncio.sleep(0.01)

@@ -7,8 +7,7 @@ away is cancelled. All engines are in one process; `/engines/NAME/v1` is what a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Literal
 
@@ -23,7 +22,6 @@ from libra.sim.cluster import EngineSpec
 from libra.sim.engine.request import Request
 
 _LARGEST_BODY = 64 * 2**20  # bytes
-_SHUTDOWN = 1.0  # seconds for those who are being answered to be told that they will not
 _REMEMBERED = 2  # times the blocks of an engine's cache
 
 
@@ -41,6 +39,7 @@ class Emulator:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=_LARGEST_BODY)
+        app.on_shutdown.append(self._close)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/engines", self._list)
@@ -50,7 +49,7 @@ class Emulator:
             app.router.add_post(f"{base}/v1/chat/completions", self._chat)
         return app
 
-    def close(self) -> None:
+    async def _close(self, _: web.Application) -> None:
         for engine in self.engines.values():
             engine.close()
 
@@ -134,18 +133,3 @@ class Emulator:
         said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
         message = refused(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
         raise web.HTTPNotFound(text=web.json_response(message).text, content_type="application/json")
-
-
-@asynccontextmanager
-async def serving(emulator: Emulator, host: str, port: int) -> AsyncIterator[int]:
-    """The port that it answers at; 0 asks for any that is free. Raises OSError where it is taken."""
-    runner = web.AppRunner(
-        emulator.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN
-    )
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        yield runner.addresses[0][1]
-    finally:
-        emulator.close()
-        await runner.cleanup()

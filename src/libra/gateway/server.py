@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 
@@ -34,7 +34,6 @@ from libra.trajectory import Trajectory
 _LARGEST_BODY = 64 * 2**20  # bytes
 _LOOK_WELL, _LOOK_SICK, _LOOK_IDLE = 10.0, 1.0, 60.0  # seconds between two looks
 _LOOK_DEADLINE = 2.0  # seconds for an answer
-_SHUTDOWN = 1.0  # seconds for turns under way, when the gateway ends
 _CONNECT_DEADLINE = 5.0  # seconds until an engine takes a connection
 _DATA, _EVENT = b"data: ", b"\n\n"
 _GONE = {502, 503, 504}  # statuses of a server that cannot
@@ -334,17 +333,3 @@ async def _write(response: web.StreamResponse, data: bytes) -> bool:
 def _no_trajectory(id: str) -> web.Response:
     message = f"trajectory {id} is not under way: its turns name it in the field libra.trajectory"
     return web.Response(body=refusal(message, 404), status=404, headers=_JSON)
-
-
-@asynccontextmanager
-async def serving(gateway: Gateway, host: str, port: int) -> AsyncIterator[int]:
-    """The port that it answers at; 0 asks for any that is free. Raises OSError where it is taken."""
-    runner = web.AppRunner(
-        gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN
-    )
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()

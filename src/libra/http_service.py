@@ -1,0 +1,39 @@
+"""An HTTP application that listens until it is interrupted.
+
+Invariant: it answers by the time that its address is known, and when it ends those who wait are told within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from libra.rare_collection import collecting_rarely
+
+_SHUTDOWN = 1.0  # seconds for those who are being answered
+
+
+@asynccontextmanager
+async def serving(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """The address that it answers at; port 0 asks for any that is free. Raises OSError where it is taken."""
+    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, backlog=4096).start()
+        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def serve(application: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Until Ctrl-C or SIGTERM; `announce` is told the address. Raises OSError where the port is taken."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with collecting_rarely(), serving(application, host, port) as base:
+        announce(base)
+        await ended.wait()
