@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from oracles.enumerate_problems import problems
 
 from benchmarks.evaluation.ceiling_cell import Balance, balance
-from benchmarks.evaluation.foresight import Foresight
+from benchmarks.evaluation.foresight import Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.plan.solve import solve
 from libra.route.baselines import LeastLoaded
-from libra.sim.posttrain.episodes import Episodes
 from libra.sim.posttrain.loop import simulate_posttraining
 from libra.sim.posttrain.system import PUBLISHED_SWITCH, Moment, System
 from libra.trajectory import Trajectory
@@ -46,26 +44,14 @@ def test_at_the_ceiling_both_sides_take_as_long() -> None:
 
 
 @dataclass
-class Recorded:
+class Recorded(Foretold):
     """Episodes that note which groups they are asked for, and under which version."""
 
-    episodes: Episodes
     asked: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.episodes.samples_per_prompt
-
-    @property
-    def max_context(self) -> int:
-        return self.episodes.max_context
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         self.asked.append((number, version))
         return self.episodes.group(number, version)
-
-    def describe(self) -> dict[str, Any]:
-        return self.episodes.describe()
 
 
 def test_foresight_looks_at_the_groups_that_are_yet_to_start() -> None:

@@ -63,7 +63,6 @@ class Parts:
     move_kv: bool = True
     start_by_cache: bool = True
     most_buckets: int = 1  # `ablation` holds it against four
-    period: int = PERIOD
     switch: float = 1.0  # times the published seconds of role changes
 
 
@@ -88,7 +87,7 @@ def ours(setting: Setting, parts: Parts | None = None, name: str = "ours") -> Sy
     )
     if not parts.replan:
         return first
-    return replace(first, replan=partial(_replanning, setting, planner, first, parts.period))
+    return replace(first, replan=partial(_replanning, setting, planner, first))
 
 
 def oracle(setting: Setting, most_buckets: int = ORACLE_BUCKETS[0]) -> tuple[System, Episodes]:
@@ -139,12 +138,12 @@ def _replanned(
         start_by_cache=True,
         move_kv=move_kv,
     )
-    return replace(first, replan=partial(_replanning, setting, planner, first, PERIOD))
+    return replace(first, replan=partial(_replanning, setting, planner, first))
 
 
-def _replanning(setting: Setting, planner: Planner, first: System, period: int) -> Replan:
-    replanner = Replanner(planner, first.plan, period=period, tracker=_fresh(setting, planner), switch=first.switch)
-    return Replanning(replanner, period)
+def _replanning(setting: Setting, planner: Planner, first: System) -> Replan:
+    replanner = Replanner(planner, first.plan, period=PERIOD, tracker=_fresh(setting, planner), switch=first.switch)
+    return Replanning(replanner, PERIOD)
 
 
 def _fresh(setting: Setting, planner: Planner) -> LengthTracker:

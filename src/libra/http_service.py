@@ -10,11 +10,23 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 from aiohttp import web
 
 from libra.rare_collection import collecting_rarely
 
+_KINDS = {404: "not_found_error", 503: "service_unavailable"}  # others: the request's own fault
 _SHUTDOWN = 1.0  # seconds for those who are being answered
+
+
+def refusal(message: str, status: int) -> bytes:
+    """As OpenAI's API says what is wrong, in JSON."""
+    kind = _KINDS.get(status, "invalid_request_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def refused(message: str, status: int) -> web.Response:
+    return web.Response(body=refusal(message, status), status=status, content_type="application/json")
 
 
 @asynccontextmanager

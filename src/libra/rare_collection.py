@@ -1,8 +1,7 @@
 """Garbage collection in a server that holds thousands of requests for long.
 
 Invariant: what only refers to itself is found within minutes, not seconds. A full collection looks at every object of
-every request that waits, and everybody waits for it: with ten thousand of them several hundred milliseconds, every few
-seconds if Python decides when.
+every request that waits, and everybody waits for it.
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ from collections.abc import AsyncIterator
 from itertools import count
 
 from libra.emulate.wall_clock import WallClock
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.batching import Engine
+from libra.sim.cluster import EngineSpec, engine_of
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.pipeline import PipelinedEngine
 from libra.sim.engine.request import Request
 
 _LOOK = 0.02  # seconds between two looks at a request whose tokens are streamed
@@ -32,8 +30,7 @@ class LiveEngine:
         self.spec = spec
         self.prompt_tokens = self.generated_tokens = 0  # of requests that have ended
         self._clock = clock
-        kind = Engine if spec.config.pipeline_parallel_size == 1 else PipelinedEngine
-        self._engine = kind(spec.config, spec.cost)
+        self._engine = engine_of(spec)
         self._numbers = count()
         self._ends: dict[Request, asyncio.Future[None]] = {}
         self._firsts: dict[Request, asyncio.Future[None]] = {}  # of those whose first token somebody waits for

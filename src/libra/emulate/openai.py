@@ -208,8 +208,3 @@ class Answer:
 
 def event(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def refused(message: str, status: int) -> dict[str, Any]:
-    kind = "invalid_request_error" if status == 400 else "not_found_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -16,8 +16,9 @@ from aiohttp import web
 from libra.emulate.context_index import ContextIndex
 from libra.emulate.live_engine import LiveEngine
 from libra.emulate.metrics import CONTENT_TYPE, exposition
-from libra.emulate.openai import Answer, Asked, parse, refused
+from libra.emulate.openai import Answer, Asked, parse
 from libra.emulate.wall_clock import WallClock
+from libra.http_service import refusal, refused
 from libra.sim.cluster import EngineSpec
 from libra.sim.engine.request import Request
 
@@ -83,7 +84,7 @@ class Emulator:
             chain = contexts.chain(asked.prompt, asked.salt)
             turn = engine.submit(chain, len(asked.prompt), tokens, asked.priority)
         except ValueError as error:  # also what an engine refuses
-            return web.json_response(refused(str(error), 400), status=400)
+            return refused(str(error), 400)
         reason: Literal["stop", "length"] = "stop" if asked.max_tokens is None else "length"
         answer = Answer(asked, next(self._numbers), self._seed, reason)
         try:
@@ -131,5 +132,5 @@ class Emulator:
         if name in self.engines:
             return str(name)
         said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
-        message = refused(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
-        raise web.HTTPNotFound(text=web.json_response(message).text, content_type="application/json")
+        message = refusal(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
+        raise web.HTTPNotFound(text=message.decode(), content_type="application/json")

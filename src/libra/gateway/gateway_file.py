@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from libra.route import cmlfq
 from libra.route.catalogue import policy_named
-from libra.yaml_file import ConfigError, Section, read_section, refusal
+from libra.yaml_file import Section, read_section, refusal
 
 _EXAMPLE = "examples/gateway.yaml"
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -62,8 +62,6 @@ def load_gateway(path: Path | str) -> GatewayFile:
     file = read_section(path, GatewayFile, _EXAMPLE)
     try:
         _require_sound(file)
-    except ConfigError:
-        raise
     except ValueError as error:
         raise refusal(path, str(error)) from None
     return file

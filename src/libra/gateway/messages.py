@@ -1,11 +1,11 @@
-"""What the gateway reads of the bodies that pass, and what it says itself.
+"""What the gateway reads of the bodies that pass.
 
 Invariant: bodies pass as they are. Only what routing needs is decoded, and prompts of tokens are counted, not parsed.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -104,10 +104,3 @@ def prompt_tokens(body: Body) -> int:
 def with_field(body: bytes, field: bytes) -> bytes:
     """A JSON object, which has fields, with one more."""
     return b"{" + field + b"," + body.lstrip()[1:]
-
-
-def refusal(message: str, status: int) -> bytes:
-    kinds: dict[int, Literal["invalid_request_error", "not_found_error", "service_unavailable"]]
-    kinds = {404: "not_found_error", 503: "service_unavailable"}
-    kind = kinds.get(status, "invalid_request_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})

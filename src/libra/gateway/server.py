@@ -21,13 +21,13 @@ from libra.gateway.messages import (
     prompt_tokens,
     read_body,
     read_finish,
-    refusal,
     returned_of,
     usage_of,
     with_field,
 )
 from libra.gateway.metrics import CONTENT_TYPE, Counts, exposition
 from libra.gateway.trajectories import Trajectories
+from libra.http_service import refusal, refused
 from libra.route.policy import Placement, Policy, Request, ToolReturn
 from libra.trajectory import Trajectory
 
@@ -110,13 +110,13 @@ class Gateway:
             task = "" if told is None else told.task
             asked, returned = self.trajectories.begin(id, prompt, task, context, returned_of(told), began)
         except ValueError as error:
-            return web.Response(body=refusal(str(error), 400), status=400, headers=_JSON)
+            return refused(str(error), 400)
         usage: tuple[int, int] | None = None
         try:
             response, usage = await self._answered(request, path, raw, body, asked, returned)
             return response
         except _UnavailableError as error:
-            return web.Response(body=refusal(str(error), 503), status=503, headers=_JSON)
+            return refused(str(error), 503)
         finally:
             if usage is None:
                 self.trajectories.failed(id)
@@ -245,7 +245,7 @@ class Gateway:
         except KeyError:
             return _no_trajectory(id)
         except ValueError as error:
-            return web.Response(body=refusal(str(error), 400), status=400, headers=_JSON)
+            return refused(str(error), 400)
         self._policy.finished(trajectory)
         self._finished(trajectory)
         self.counts.finished += 1
@@ -297,7 +297,7 @@ class Gateway:
             with suppress(ClientError, OSError):
                 async with self._session.get(f"{engine.section.url}/models") as answer:
                     return web.Response(body=await answer.read(), status=answer.status, headers=_JSON)
-        return web.Response(body=refusal("no engine is well: GET /engines says which are listed", 503), status=503)
+        return refused("no engine is well: GET /engines says which are listed", 503)
 
     async def _list(self, _: web.Request) -> web.Response:
         listed = [
@@ -332,4 +332,4 @@ async def _write(response: web.StreamResponse, data: bytes) -> bool:
 
 def _no_trajectory(id: str) -> web.Response:
     message = f"trajectory {id} is not under way: its turns name it in the field libra.trajectory"
-    return web.Response(body=refusal(message, 404), status=404, headers=_JSON)
+    return refused(message, 404)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from libra.route.policy import Request, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
@@ -39,12 +38,9 @@ class _Live:
     told: bool = False  # the policy knows of the return before that one
 
 
-State = Literal["first", "returned", "again"]
-
-
 class Trajectories:
-    """Told of each turn `begin`, then `placed` as often as it is, then `ended` or `failed`; `finish` or `forget` when
-    there are no more."""
+    """Told of each turn `begin`, then `told` once the policy was asked of it, then `ended` or `failed`; `finish` or
+    `forget` when there are no more."""
 
     def __init__(self) -> None:
         self._live: dict[str, _Live] = {}  # the one that was touched last comes last

@@ -213,7 +213,7 @@ class Cluster:
     def _add(self, spec: EngineSpec) -> None:
         if spec.name in self._by_name:
             raise ValueError(f"there is an engine {spec.name} already: close it first")
-        engine = _engine(spec, len(self.engines), self._exact)
+        engine = engine_of(spec, len(self.engines), self._exact)
         engine.trace = self._trace
         self.engines.append(engine)
         self.specs.append(spec)
@@ -532,6 +532,6 @@ def _none(request: Request, fleet: Fleet) -> str:
     return f"no engine holds its {request.prompt_tokens} tokens and a turn of {fleet.turn_tokens} more"
 
 
-def _engine(spec: EngineSpec, index: int, exact: bool) -> Engine:
+def engine_of(spec: EngineSpec, index: int = 0, exact: bool = False) -> Engine:
     kind = Engine if spec.config.pipeline_parallel_size == 1 else PipelinedEngine
     return kind(spec.config, spec.cost, index, exact=exact)
