@@ -174,9 +174,8 @@ def test_a_client_that_goes_away_leaves_its_place(stream: bool) -> None:
             await asyncio.sleep(0.005)
         for task in gone:
             task.cancel()
-        began = time.monotonic()
         assert await ask(10) == 200
-        assert time.monotonic() - began < 0.4  # those who left would have kept the engine for 800 ms
+        assert engine.generated_tokens == 10  # those who left were cut off
         assert (engine.running, engine.waiting) == (0, 0)
 
     served(test)
