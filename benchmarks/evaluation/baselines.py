@@ -35,7 +35,7 @@ NAMES = ("colocated", "even", "greedy", "static", "hindsight")
 SPLITS = 12  # of the cluster, in whole halves of a node, that are told apart
 SEARCH_STEPS = 4  # that a choice is judged by first, after those that fill the pipeline
 FINAL_STEPS = 30  # that the best few are judged by then
-HINDSIGHT_STEPS = 15  # over the whole drift
+HINDSIGHT_STEPS = 10  # over the whole drift
 _BATCHING = 0.1  # of the seconds of training, granted for batches that come together otherwise; assumed
 
 

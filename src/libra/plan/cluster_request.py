@@ -18,7 +18,7 @@ from libra.model import ModelSpec
 from libra.parallel import ParallelLayout
 from libra.plan.classes import check_classes, reach
 from libra.plan.engines import RejectedEngine, engine_options, most_buckets
-from libra.plan.layouts import Rejected, training_layouts
+from libra.plan.layouts import Layouts, Rejected, training_layouts
 from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 from libra.recipe import Recipe
 
@@ -79,8 +79,7 @@ class ClusterRequest:
             options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length, factors)
             engines += options
             rejected_engines += rejected
-            held = [layout for name, layout in self.held if name == nodes.name]
-            menu = training_layouts(model, nodes, recipe, classes, nodes.count, held=held)
+        for menu in self.layouts().values():
             training += menu.options
             layouts.update(menu.chosen)
             rejected_layouts += menu.rejected
@@ -111,6 +110,14 @@ class ClusterRequest:
             current=self.current,
         )
         return Menu(problem, layouts, tuple(rejected_layouts), tuple(rejected_engines))
+
+    def layouts(self) -> dict[str, Layouts]:
+        """The training half of the menu, by class of nodes."""
+        found = {}
+        for nodes in self.cluster.nodes:
+            held = [layout for name, layout in self.held if name == nodes.name]
+            found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, nodes.count, held=held)
+        return found
 
     @property
     def switch_seconds(self) -> float:

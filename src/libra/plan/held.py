@@ -25,6 +25,7 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
             raise ValueError(f"{field} differs between the requests; share layouts among plans of one {field}")
     found = {held for request in requests for held in request.held}
     for request in requests:
-        found.update((name.partition("/")[0], layout) for (name, _), layout in request.menu().layouts.items())
+        for name, menu in request.layouts().items():
+            found.update((name, layout) for layout in menu.chosen.values())
     shared: Held = tuple(sorted(found, key=lambda held: (held[0], held[1].name)))
     return tuple(replace(request, held=shared) for request in requests)
