@@ -11,6 +11,7 @@ from oracles.enumerate_problems import problems
 from benchmarks.evaluation.ceiling_cell import Balance, balance
 from benchmarks.evaluation.foresight import Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
+from benchmarks.evaluation.tool_bound_cell import tool_bound
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.plan.solve import solve
 from libra.route.baselines import LeastLoaded
@@ -19,6 +20,7 @@ from libra.sim.posttrain.system import PUBLISHED_SWITCH, Moment, System
 from libra.trajectory import Trajectory
 
 GROUPS, STALENESS, PERIOD = 2, 1, 3
+TOOLS = Setting("Qwen/Qwen3-14B", "r2e_gym", nodes=2, groups=GROUPS, steps=8)  # whose tools take minutes
 SMALL = Setting("Qwen/Qwen3-14B", "search_r1", nodes=2, groups=GROUPS, steps=8, staleness=STALENESS)
 
 
@@ -41,6 +43,35 @@ def test_at_the_ceiling_both_sides_take_as_long() -> None:
     problem = Problem((Pool("p", 1, 8),), (engines,), training, (10, 100), (True, True), 100, router, router, 1)
     # Two of the eight train in 6 s; the other six are three engines with 18 s of work between them.
     assert balance(problem) == Balance(6.0, 2, "e")
+
+
+def _longest_tools(setting: Setting) -> list[float]:
+    """By step."""
+    steps = [range(step * GROUPS, (step + 1) * GROUPS) for step in range(setting.run_steps)]
+    groups = [[trajectory for number in step for trajectory in setting.episodes.group(number, 0)] for step in steps]
+    return [max(sum(turn.tool_seconds or 0.0 for turn in it.turns) for it in group) for group in groups]
+
+
+def test_tools_alone_one_batch_after_the_other() -> None:
+    setting = replace(TOOLS, staleness=0)
+    assert tool_bound(setting.arguments())["seconds"] == pytest.approx(sum(_longest_tools(setting)))
+
+
+def test_tools_alone_with_all_batches_at_once() -> None:
+    setting = replace(TOOLS, staleness=TOOLS.steps)
+    assert tool_bound(setting.arguments())["seconds"] == max(_longest_tools(setting))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_no_run_is_faster_than_its_tools(staleness: int) -> None:
+    setting = replace(TOOLS, staleness=staleness)
+    planner = setting.planner()
+    system = System("s", planner.plan(setting.tracker(planner)), LeastLoaded)
+    run = simulate_posttraining(system, setting.episodes, setting.run_steps)
+    bound = tool_bound(setting.arguments())
+    assert run.seconds > bound["seconds"]
+    assert run.throughput < bound["throughput"]
+    assert run.generated_tokens == pytest.approx(bound["throughput"] * bound["seconds"])
 
 
 @dataclass

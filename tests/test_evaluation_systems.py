@@ -49,6 +49,7 @@ from benchmarks.evaluation.systems import (
     ours,
     published,
 )
+from benchmarks.evaluation.tool_bound_cell import tool_bound
 from libra.cache import cache_directory
 from libra.sim.posttrain.loop import simulate_posttraining
 from libra.sim.posttrain.system import PUBLISHED_SWITCH, System
@@ -68,7 +69,7 @@ def made_up(cell: Cell) -> dict[str, Any]:
     if cell.function is search:
         choice = {"training": 24, "shape": "a800/tp4", "concurrency": None}
         return {"choice": choice, "judged": [choice | {"throughput": 1.0}], "left_out": 3}
-    if cell.function is ceiling_cell:
+    if cell.function in (ceiling_cell, tool_bound):
         return {"throughput": CEILING * (1 + asked["setting"]["seed"] * 0.01), "versions": []}
     seed, steps = asked["setting"]["seed"], Setting(**asked["setting"]).run_steps
     speed = SPEED.get(asked["system"], 1500.0) * (1 + seed * (0.02 if asked["system"] == "ours" else 0.01))
@@ -119,7 +120,7 @@ def test_a_run_that_two_experiments_ask_for_is_one_call() -> None:
     assert calls(reward_time.EXPERIMENT) == whole
     assert [call for call in chain if not call[1].get("parts")] == [call for call in chain if call in whole]
     own = {name for name, arguments in calls(ceiling.EXPERIMENT) if (name, arguments) not in whole}
-    assert own == {"benchmarks.evaluation.ceiling_cell:ceiling"}
+    assert own == {"benchmarks.evaluation.ceiling_cell:ceiling", "benchmarks.evaluation.tool_bound_cell:tool_bound"}
     # What is usual is one of the values of all that is varied.
     usual = Setting(MODEL, "search_r1", steps=sensitivity.STEPS).arguments()
     shared = [arguments for _, arguments in others if arguments["setting"] == usual and "parts" not in arguments]
