@@ -206,3 +206,9 @@ def test_neighbouring_colours_differ_in_lightness_and_all_differ_from_the_paper(
     light = [_luminance(code) for code in PALETTE]
     assert all(abs(one - other) > 0.05 for one, other in pairwise(light))
     assert all((1.05) / (one + 0.05) > 2 for one in light)
+
+
+def test_of_many_points_a_few_have_marks() -> None:
+    many = Line("one", tuple((1024.0 + number, 1.0 + number) for number in range(200)))
+    few = Line("one", many.points[:30])
+    assert [_lines(line).count("<title>") - 1 for line in (few, many)] == [30, 29]  # the figure has one, too

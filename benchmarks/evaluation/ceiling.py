@@ -14,6 +14,7 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Bars, grouped_bars
 from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.palette import number_of
 from benchmarks.evaluation.runs import QUICK, Runs, key, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.throughput import MODELS, SEEDS, WORKLOADS
@@ -105,8 +106,8 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
             "Throughput of systems as percent of what every GPU could do if none ever waited, by workload.",
             list(found),
             [
-                Bars(system, tuple(100 * room.of_ceiling[system] for room in found.values()), like=number)
-                for number, system in enumerate(COMPARED)
+                Bars(system, tuple(100 * room.of_ceiling[system] for room in found.values()), like=number_of(system))
+                for system in COMPARED
             ],
             "percent of the ceiling",
         )

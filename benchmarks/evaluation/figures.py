@@ -16,6 +16,7 @@ from libra.report.markup import Markup, join, tag, text
 from libra.report.paper import Paper, draw_label, draw_x_ticks, text_width
 
 _INSET = 12  # px, between the first and last points and the ends of the grid
+_MARKS = 30  # of a line, at most: more would hide it
 _VALUE = 6.4  # px, of a letter of a value above a bar
 
 
@@ -112,7 +113,8 @@ def grouped_bars(
 
 
 def lines(title: str, description: str, series: Sequence[Line], x_axis: Axis, y_axis: Axis) -> str:
-    """Lines with a mark at each point, in front of their bands. An axis may be logarithmic: `evaluation.scale`.
+    """Lines with a mark at each point, or at every few of many, in front of their bands. An axis may be logarithmic:
+    `evaluation.scale`.
 
     Raises ValueError for a line without points, for a point outside the axes, and where a band has not two ends for
     each point.
@@ -140,7 +142,7 @@ def lines(title: str, description: str, series: Sequence[Line], x_axis: Axis, y_
             around = [at(x, high) for x, (_, high) in ends] + [at(x, low) for x, (low, _) in reversed(ends)]
             bands.append(tag("polygon", points=path(around), fill=colour(key.number), opacity=0.18))
         drawn.append(stroke([at(x, y) for x, y in line.points], key))
-        for x, y in line.points:
+        for x, y in line.points[:: -(-len(line.points) // _MARKS)]:
             drawn.append(mark(*at(x, y), key, f"{line.name}: {y:,.6g} ({x_axis.label}: {x:,.6g})"))
     grid = join(y_grid(y_axis, paper), base, draw_x_ticks(x_axis, inner))
     return file(title, description, paper, names, grid, *bands, *drawn)

@@ -11,6 +11,7 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Line, lines
 from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.palette import number_of
 from benchmarks.evaluation.posttraining_cell import run
 from benchmarks.evaluation.runs import QUICK, Runs, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
@@ -67,7 +68,8 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
     series = []
     for system in SYSTEMS:
         (values,) = runs.of(setting, system).values()
-        series.append(Line(system, tuple((end / _HOUR, step + 1.0) for step, end in enumerate(values["ended"]))))
+        points = tuple((end / _HOUR, step + 1.0) for step, end in enumerate(values["ended"]))
+        series.append(Line(system, points, like=number_of(system)))
     return {
         "steps": lines(
             f"Steps of a long run: {setting.gpus} A800, {model_name(setting)}, {setting.workload}",

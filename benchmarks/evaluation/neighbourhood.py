@@ -106,9 +106,10 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
             "Steps of the plan and of its neighbours, over the shortest of them",
             "Percent by which the simulated step of the plan, and that of its middle neighbour, are longer than the"
             " shortest of the plan and all of its neighbours, by case.",
-            [result.cell.name for result in results],
+            [result.cell.name.replace(", staleness", " /") for result in results],
             [Bars("the plan", plan), Bars("its middle neighbour", middle)],
             "percent longer than the shortest",
+            "case / staleness",
             decimals=1,
         )
     }

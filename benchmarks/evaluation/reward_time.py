@@ -14,10 +14,11 @@ from benchmarks.evaluation.estimate import Estimate
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Line, lines
 from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.palette import SYSTEMS, number_of
 from benchmarks.evaluation.reward_curve import reward, seconds_to, worth
 from benchmarks.evaluation.runs import Runs, Values, model_name, words_of
 from benchmarks.evaluation.setting import Setting
-from benchmarks.evaluation.throughput import SHOWN, cells, file_name
+from benchmarks.evaluation.throughput import cells, file_name
 from benchmarks.rows import Row
 from libra.report.axes import measured_axis
 
@@ -112,12 +113,12 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
 def _figure(runs: Runs, setting: Setting) -> str:
     reference = runs.of(setting, _REFERENCE)[0]
     series = []
-    for number, system in enumerate(SHOWN):
+    for system in SYSTEMS:
         if system in runs.systems(setting):
             values = runs.of(setting, system)[0]
             hours = [second / _HOUR for second in values["ended"]]
             points = tuple(zip(hours, curve(values, reference, _DRAWN), strict=True))
-            series.append(Line(system, points, like=number))
+            series.append(Line(system, points, like=number_of(system)))
     return lines(
         f"Reward against time: {setting.gpus} A800, {model_name(setting)}, {setting.workload}",
         f"Reward, as a saturating function of the tokens that were trained on, at the end of each step of the run with"

@@ -12,6 +12,7 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Line, lines
 from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.palette import number_of
 from benchmarks.evaluation.runs import Values, model_name
 from benchmarks.evaluation.scale import doubling_axis, log_axis
 from benchmarks.evaluation.scaling_cell import scale
@@ -101,7 +102,7 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
     found, model = _found(results), model_name(setting_of(NODES[0]))
     sizes = doubling_axis("GPUs", min(found["ours"]), max(found["ours"]))
     each = [
-        Line(name, tuple((gpus, values["throughput"] / gpus) for gpus, values in found[system].items()))
+        Line(name, tuple((gpus, it["throughput"] / gpus) for gpus, it in found[system].items()), like=number_of(system))
         for name, system in (("ours", "ours"), ("even split", "even"))
     ]
     ours, even = found["ours"].items(), found["even"].items()

@@ -12,6 +12,7 @@ from benchmarks.evaluation.cells import Cell, Result
 from benchmarks.evaluation.experiment import Experiment
 from benchmarks.evaluation.figures import Bars, grouped_bars
 from benchmarks.evaluation.page import markdown_table
+from benchmarks.evaluation.palette import SYSTEMS, number_of
 from benchmarks.evaluation.runs import QUICK, Runs, key, model_name, run_cell, with_searches, words_of
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import NAMES
@@ -25,7 +26,6 @@ SECOND = ("colocated", "even", "static", "ours")  # systems of the second model;
 # Links of the published chain that are told apart where the ablation shows them only.
 _LINKS, _LINKED = ("homogeneous", "heterogeneous", "published-cmlfq"), ("r2e_gym", "search_r1")
 _QUICK_SYSTEMS = ("colocated", "even", "ours")
-SHOWN = ("colocated", "even", "greedy", "static", "published", "ours", "oracle")  # in figures: as many as colours
 # Percent by which Libra generates more than (system, workload).
 PUBLISHED = {
     ("colocated", "search_r1"): 300,
@@ -129,12 +129,12 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
 
 def _figure(runs: Runs, model: str, settings: Sequence[Setting]) -> str:
     bars = []
-    for number, system in enumerate(SHOWN):
+    for system in SYSTEMS:
         if all(system in runs.systems(setting) for setting in settings):
             found = [runs.mean(setting, system, "throughput") for setting in settings]
             # A wide interval of few seeds may end below 0, which no throughput is.
             ends = tuple(None if one.ends is None else (max(one.ends[0], 0.0), one.ends[1]) for one in found)
-            bars.append(Bars(system, tuple(one.value for one in found), ends, like=number))
+            bars.append(Bars(system, tuple(one.value for one in found), ends, like=number_of(system)))
     return grouped_bars(
         f"Throughput: {settings[0].gpus} A800, {model}",
         "Generated tokens that were trained on, per second of a simulated run over the whole drift, by workload and"
