@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.evaluation.page import with_tables
 from benchmarks.evaluation.registry import experiments
 
-PAGE = Path(__file__).parents[2] / "benchmarks" / "evaluation" / "evaluation.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 def require_places(experiment: str, tables: Mapping[str, str], figures: Collection[str]) -> None:
