@@ -61,7 +61,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.gateway
 	$(VENV)/bin/python -m benchmarks.workloads
 
-bench-evaluation: setup  ## whole systems in simulation, for hours; what has finished is kept and not run again
+bench-evaluation: setup  ## whole systems in simulation, an hour and a half; what has finished is kept and not run again
 	$(VENV)/bin/python -m benchmarks.evaluation
 
 fidelity: setup  ## the simulator against vLLM, its schedules and its times; rewrites the tables of docs/fidelity.md

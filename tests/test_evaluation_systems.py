@@ -79,6 +79,7 @@ def made_up(cell: Cell) -> dict[str, Any]:
         "seconds": steps * 1e6 / speed,
         "trainer_share": 0.5,
         "engine_share": 0.25,
+        "migrated_share": 0.1,
         "tokens": [1e6] * steps,
         "staleness": [0.0 if asked["system"] == "colocated" else 1.0] * steps,
         "changes": 2,

@@ -117,7 +117,7 @@ def _figures(results: Sequence[Result]) -> dict[str, str]:
 EXPERIMENT = Experiment(
     name="ceiling",
     title="How much there is to gain",
-    question="On 48 A800: how many tokens per second are there, if no GPU ever waits?",
+    question="On 48 A800: how many tokens per second are there, by our prices, if no GPU ever waits?",
     cells=_cells,
     rows=_rows,
     tables=_tables,

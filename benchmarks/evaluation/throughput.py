@@ -61,6 +61,8 @@ def _rows(results: Sequence[Result]) -> list[Row]:
             rows.append(Row(case, system, runs.mean(setting, system, "throughput").value, "tokens/s"))
             for what, share in (("trainer", "trainer_share"), ("engines", "engine_share")):
                 rows.append(Row(case, f"{system}: {what} busy", _percent(runs, setting, system, share), "%"))
+            moved = _percent(runs, setting, system, "migrated_share")
+            rows.append(Row(case, f"{system}: moved", moved, "% of trained context"))
         for system in runs.systems(setting):
             if system != "ours":
                 rows.append(_compared(runs, setting, system))
@@ -85,7 +87,7 @@ def _tables(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _table(runs: Runs, setting: Setting) -> str:
-    header = ["system", "tokens/s", "trainer busy", "engines busy", "ours over it", "published ratio"]
+    header = ["system", "tokens/s", "trainer busy", "engines busy", "moved", "ours over it", "published ratio"]
     body = []
     for system in runs.systems(setting):
         gain = PUBLISHED.get((system, setting.workload))
@@ -96,6 +98,7 @@ def _table(runs: Runs, setting: Setting) -> str:
                 runs.mean(setting, system, "throughput").written(",.0f"),
                 f"{_percent(runs, setting, system, 'trainer_share'):.0f} %",
                 f"{_percent(runs, setting, system, 'engine_share'):.0f} %",
+                f"{_percent(runs, setting, system, 'migrated_share'):.0f} %",
                 "" if system == "ours" else over.written(".2f"),
                 "" if gain is None else f"{1 + gain / 100:.2f}",
             ]
