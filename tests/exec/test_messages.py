@@ -8,18 +8,20 @@ import msgspec
 import pytest
 
 from libra.exec.messages import (
-    Abort,
     Done,
     EngineMeasured,
     Failure,
     FromWorker,
     Generate,
+    Generated,
+    Interrupt,
     LoadCheckpoint,
     Loaded,
     LoadWeights,
     MeasureEngine,
     MeasureTraining,
     Message,
+    Piece,
     Publish,
     Published,
     Ready,
@@ -37,22 +39,20 @@ from libra.exec.messages import (
     Train,
     Trained,
     TrainingMeasured,
-    Turn,
-    Turns,
     WarmedUp,
     WarmUp,
 )
 
 LAYOUT = (Tensor("embed.weight", (64, 32), 0), Tensor("norm.weight", (32,), 4096))
 SAMPLE = Sample("g0-1", [5, 6, 7], [False, True, True], [0.0, -0.1, -2.5e-7], [-1, 3, 4], -0.75)
-TURN = Turn("g0-1/0#7", [6, 7], [-0.1, -2.5], [(3, 0), (4, 1)], 12, 8, 0.25)
+PIECES = [Piece("g0-1/0#7", 3, [6, 7], [-0.1, -2.5]), Piece("g0-1/0#7", 4, [8], [-0.30000001192092896])]
 
 TO_WORKER = [
     StartEngine("/models/tiny", 160, 16, 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), False),
     StartTrainer("/models/tiny", 0, 5e-5, (0.8, 1.28), "constant", 12.0, 1024, 7, 0.45, (0, 1)),
     Generate("g0-1/0#7", [5, 6, 7], 16, 1.0, 21, 3),
     Generate("fresh", [5], 16, 0.0, -1, 3, salt="fresh"),
-    Abort("g0-1/0#7"),
+    Interrupt("g0-1/0#7"),
     LoadWeights(4, 0, 0xFFFFFFFF),
     MeasureEngine([(1, 16), (8, 64)], 3),
     MeasureTraining([[14, 22], [31]], 6),
@@ -69,7 +69,7 @@ TO_WORKER = [
 FROM_WORKER = [
     Ready(1.5),
     Ready(1.5, LAYOUT, 4160),
-    Turns([TURN], 3.5, 40, 12, 90, 4),
+    Generated(PIECES, ["g0-1/0#7"], 3.5, 40, 12, 90),
     Loaded(4, 0.01),
     EngineMeasured([(4.0, 88.0, 0.0, 0.01)]),
     TrainingMeasured([(120, 0.5)], 0.1, 0.02),
@@ -105,9 +105,9 @@ def test_answers_arrive_as_they_were_sent(message: Message) -> None:
     [
         b'{"type":"Exec","code":"1"}',
         b'{"type":"Ready","seconds":1.0,"layout":[],"buffer_bytes":0}',  # an answer, not an order
-        b'{"type":"Abort","id":"a","force":true}',
-        b'{"type":"Abort"}',
-        b'{"type":"Abort","id":7}',
+        b'{"type":"Interrupt","id":"a","force":true}',
+        b'{"type":"Interrupt"}',
+        b'{"type":"Interrupt","id":7}',
         b'{"id":"a"}',
         b"[]",
         b"null",

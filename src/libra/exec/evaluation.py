@@ -17,7 +17,7 @@ from libra.exec.rollout import Episode, Rollout
 from libra.report.records import Evaluation
 
 _AT_ONCE = 64  # episodes under way
-_SOON = -1  # goes ahead of training episodes inside an engine
+_NOW = 0.0  # due before all training episodes
 _CHECKED = 12  # episodes
 
 
@@ -29,7 +29,7 @@ async def evaluate(
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
         async with seats:
-            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _SOON, heat)
+            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))
     greedy = await asyncio.gather(*(one("greedy", i, p, 0.0) for i, p in enumerate(prompts)))
@@ -47,7 +47,7 @@ async def logprob_gap(rollout: Rollout, core: Handle, prompts: Sequence[Prompt],
     """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes."""
     episodes = await asyncio.gather(
         *(
-            rollout.episode(f"{label}-{index}", prompt, _SOON, 1.0, fresh=True)
+            rollout.episode(f"{label}-{index}", prompt, _NOW, 1.0, fresh=True)
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )

@@ -1,8 +1,8 @@
 """The thin executor: carries a plan out, worker by worker, and keeps the truth about who is what.
 
 Invariant: every prefix of the changes is a state that the run can go on in. A change that fails leaves its worker
-failed and drops the rest; planning starts again from what is true. Finished work is never lost: running turns are
-drained, and those that cannot be are taken up elsewhere from their last completed turn.
+failed and drops the rest; planning starts again from what is true. Work is never lost: a turn whose engine is to do
+something else, or is gone, goes on elsewhere after its last token.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ from libra.exec.weights import BUFFERS
 from libra.plan.problem import Allocation
 
 _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
+# For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
+# again elsewhere, tenths of a second to seconds for all turns of an engine. Who waits about as long as stopping costs,
+# and stops then, never pays much more than twice the better of the two (ski rental; Karlin et al. 1988).
+_GRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class Executor:
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
         """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
         self._current = LoadWeights(version, buffer, checksum)
-        return await asyncio.gather(*(self._load(entry.handle) for entry in self.fleet.instances()))
+        return await asyncio.gather(*(self._reload(entry.handle) for entry in self.fleet.instances()))
 
     async def restart(self, name: str) -> float:
         """End a worker's process and bring it back into the same role; returns the seconds it was out of service."""
@@ -185,9 +189,8 @@ class Executor:
             instance = self.fleet.remove(name)
             self._become(name, Role.DRAINING, worker.shape)
             if instance is not None:
-                # Turns are short; one that is not done by the deadline is taken up elsewhere when its engine stops.
-                await instance.handle.drained(DEADLINES[Role.DRAINING] / 2)
-                await instance.handle.stop()
+                await instance.handle.drained(_GRACE_SECONDS)
+                await instance.handle.stop()  # reports what turns have by then, and they go on elsewhere
         if self.pool[name].role is Role.DRAINING:
             self._become(name, Role.IDLE)
 
@@ -247,11 +250,14 @@ class Executor:
             for worker in self.pool.overdue(time.monotonic()):
                 self.lose(worker.id, f"it was {worker.role} for more than {DEADLINES[worker.role]:.0f} s")
 
-    async def _load(self, handle: EngineHandle) -> float:
+    async def _reload(self, handle: EngineHandle) -> float:
         try:
-            seconds = await handle.load(self._current)
+            return await self._load(handle)
         except WorkerLostError:
             return 0.0  # reported by its channel; nobody waits for it
+
+    async def _load(self, handle: EngineHandle) -> float:
+        seconds = await handle.load(self._current)
         self._watcher.weights(handle.name, self._current.version, seconds)
         return seconds
 

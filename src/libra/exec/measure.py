@@ -114,10 +114,12 @@ async def _closed_loop(entry: Instance, seats: int, context: int, tag: str) -> _
         async with waiting:
             prompt = [4 + (number + 5 * position) % 16 for position in range(context)]
             tokens = fewest + (7 * number) % (most - fewest + 1)
-            done = await handle.generate(
-                Generate(f"{tag}-{number}", prompt, tokens, 1.0, -1, number, salt=f"{tag}-{number}")
+            made: list[int] = []
+            await handle.generate(
+                Generate(f"{tag}-{number}", prompt, tokens, 1.0, -1, number, salt=f"{tag}-{number}"),
+                lambda piece: made.extend(piece.tokens),
             )
-            return len(done.tokens)
+            return len(made)
 
     await turn(_TURNS)  # the counters arrive with a finished turn: start from a fresh one
     busy, iterations = handle.busy_seconds, handle.iterations

@@ -55,7 +55,7 @@ class StartTrainer(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """One turn. Generation stops at `stop_token` or after `max_tokens`."""
+    """One turn, or what is left of it. Generation stops at `stop_token` or after `max_tokens`."""
 
     id: str
     tokens: list[int]
@@ -66,7 +66,9 @@ class Generate(Message, frozen=True):
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
 
 
-class Abort(Message, frozen=True):
+class Interrupt(Message, frozen=True):
+    """Stop a turn where it is. Its last piece and its end are reported like those of any other."""
+
     id: str
 
 
@@ -167,27 +169,25 @@ class Ready(Message, frozen=True):
     buffer_bytes: int = 0
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One finished generation. `spans` are (version, index of its first token)."""
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn generated since the piece before, all with one version of the weights."""
 
-    id: str
+    turn: str  # id of its `Generate`
+    version: int
     tokens: list[int]
-    logprobs: list[float]
-    spans: list[tuple[int, int]]
-    prompt_tokens: int
-    cached_tokens: int
-    seconds: float
+    logprobs: list[float]  # one per token
 
 
-class Turns(Message, frozen=True):
-    """What one or more engine iterations finished, and the engine's counters since it started."""
+class Generated(Message, frozen=True):
+    """What an engine generated since it last said so, and its counters since it started. Comes every
+    `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
 
-    turns: list[Turn]
+    pieces: list[Piece]  # those of one turn in order
+    ended: list[str]  # turns that generate no more; all their pieces have come
     busy_seconds: float  # wall seconds with work, messages, loads and pacing included
     prefilled_tokens: int  # prompt tokens computed, prefix-cache hits excluded
     iterations: int
     generated_tokens: int
-    running: int
 
 
 class Loaded(Message, frozen=True):
@@ -257,10 +257,10 @@ class Failure(Message, frozen=True):
 
 
 ToWorker = (
-    StartEngine | StartTrainer | Generate | Abort | LoadWeights | MeasureEngine | MeasureTraining | Train | Regroup
+    StartEngine | StartTrainer | Generate | Interrupt | LoadWeights | MeasureEngine | MeasureTraining | Train | Regroup
     | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint | Score | Stop
 )  # fmt: skip
 FromWorker = (
-    Ready | Turns | Loaded | EngineMeasured | TrainingMeasured | Trained | WarmedUp | Published | Regrouped | Done
+    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Trained | WarmedUp | Published | Regrouped | Done
     | Scored | Failure
 )  # fmt: skip

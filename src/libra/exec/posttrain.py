@@ -147,6 +147,8 @@ class PostTraining:
     def _feed(self) -> None:
         """Start as many groups as staleness admits and the run still needs."""
         training = self._config.training
+        # Its batch is the one after those that staleness lets be made meanwhile.
+        due = self._recorder.now() + (1 + training.max_staleness) * (self._periods.predicted_seconds or 0.0)
         while self._admission.may_start() and self._groups_started < training.steps * training.prompts_per_step:
             number = self._groups_started
             self._groups_started += 1
@@ -155,7 +157,7 @@ class PostTraining:
             self._admission.start(group)
             for index in range(training.samples_per_prompt):
                 self.started_trajectories += 1
-                task = asyncio.create_task(self._run_episode(group, index, prompt, number))
+                task = asyncio.create_task(self._run_episode(group, index, prompt, due))
                 self._episodes.add(task)
                 task.add_done_callback(self._episode_ended)
 
@@ -166,9 +168,9 @@ class PostTraining:
         random.Random(f"epoch:{self._config.seed}:{epoch}").shuffle(order)
         return self._prompts[order[index]]
 
-    async def _run_episode(self, group: str, index: int, prompt: Prompt, order: int) -> None:
+    async def _run_episode(self, group: str, index: int, prompt: Prompt, due: float) -> None:
         temperature = self._config.training.temperature
-        episode = await self._rollout.episode(f"{group}-{index}", prompt, order, temperature)
+        episode = await self._rollout.episode(f"{group}-{index}", prompt, due, temperature)
         self._admission.finish(group, episode)
         self._recorder.episode(episode)
         limits = [bucket.up_to for bucket in self._executor.fleet.allocation.buckets]

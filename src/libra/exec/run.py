@@ -147,7 +147,7 @@ class _Session:
         codec = TokenizerCodec(self._model)
         policy = PublishedCMLFQ.restore(state.policy) if state is not None else PublishedCMLFQ()
         allocation = _start_allocation(config)
-        fleet = Fleet(policy, allocation, environment.turn_tokens)
+        fleet = Fleet(policy, allocation)
         cluster = config.cluster
         executor = self._executor = Executor(
             self._launcher,
