@@ -23,6 +23,8 @@ from libra.plan.cluster_request import ClusterRequest
 from libra.plan.document import dump_plan, parse_plan
 from libra.plan.slots import SlotRequest
 from libra.recipe import Recipe
+from libra.report.records import Evaluation
+from libra.route.catalogue import policy_named
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG, LOG, PROFILE = (EXAMPLES / name for name in ("calculator.yaml", "trajectories.jsonl", "profile_2_cores.json"))
@@ -601,6 +603,11 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
         changed(start={"buckets": [{"shape": "short", "engines": 2, "up_to": 64}]}),
         "start.buckets: the last bucket uses 'short', which holds 64 tokens; end with the shape that holds 192",
     ),
+    (
+        "unknown policy",
+        changed(routing={"policy": "cmlqf"}),
+        "routing.policy: policy is 'cmlqf'; choose one of round-robin, least-loaded,",
+    ),
     ("in /proc", changed(directory="/proc/runs"), "directory: /proc/runs/calculator cannot be written; give a"),
     (
         "below a file",
@@ -686,6 +693,26 @@ def test_a_run_neither_destroys_nor_invents_an_earlier_one(
         make_run(here)
     before = everything_below(here)
     assert_refused(libra("run", config, *options), message)
+    assert everything_below(here) == before
+
+
+def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
+    config = write(here / "run.yaml", BASE)
+    checkpoint = make_run(here) / "checkpoint-3"
+    checkpoint.mkdir()
+    state = {
+        "format": 1,
+        "step": 3,
+        "seconds": 1.0,
+        "tracker": {},
+        "policy": policy_named("cmlfq-published").snapshot(),
+        "started": json.loads(Evaluation("start", 0, 16, 0.25, 0.5, 2.0).to_json()),
+    }
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    before = everything_below(here)
+    assert_refused(
+        libra("run", config, "--resume"), "routing.policy: runs/calculator/checkpoint-3: snapshot is of policy"
+    )
     assert everything_below(here) == before
 
 

