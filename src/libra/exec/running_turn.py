@@ -1,9 +1,9 @@
 """One turn of an episode, on as many engines as it takes.
 
 Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine goes on
-after the last token that arrived, so every token of the turn is sampled once and none that arrived is lost. The policy
-hears of the tool return before the turn once, and of the turn itself as a simulation would tell it: placed again it is
-a turn that starts with what it has; moved because it outlived its bucket it is still the one that was placed.
+after the last token that arrived. So every token of the turn is of one engine, and none that arrived is lost. The
+policy hears of the tool return before the turn once, and of the turn itself as a simulation would tell it: placed again
+it is a turn that starts with what it has; moved because it outlived its bucket it is still the one that was placed.
 """
 
 from __future__ import annotations
