@@ -127,6 +127,14 @@ class Regroup(Message, frozen=True):
     share_state: bool  # rank 0 broadcasts parameters and optimiser state to the others
 
 
+class StatePlace(msgspec.Struct, frozen=True):
+    """Where a replica publishes its state: two files that process `pid` holds open."""
+
+    pid: int
+    board: int  # file descriptors of that process
+    ring: int
+
+
 class WarmUp(Message, frozen=True):
     """Supervised steps on demonstrations: (tokens, generated mask) per sequence."""
 
