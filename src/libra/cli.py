@@ -79,9 +79,10 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     from libra.environments.registry import load_environment
     from libra.exec.handles import WorkerFailedError, WorkerLostError
     from libra.exec.launch_local import LaunchError
+    from libra.exec.membership import CoreLostError, ExchangeError
     from libra.exec.preflight import check, prepare_run_directory
     from libra.exec.run import run as run_session
-    from libra.exec.trainers import CoreLostError, DivergedError
+    from libra.exec.trainers import DivergedError
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.html import render_report
     from libra.report.live import make_display
@@ -97,7 +98,15 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
-    except (LaunchError, CoreLostError, DivergedError, WorkerFailedError, WorkerLostError, TimeoutError) as error:
+    except (
+        LaunchError,
+        CoreLostError,
+        DivergedError,
+        ExchangeError,
+        WorkerFailedError,
+        WorkerLostError,
+        TimeoutError,
+    ) as error:
         status, problem = 1, f"{error} (logs are in {run_directory / 'logs'})"
     finally:
         display.close()

@@ -93,6 +93,7 @@ class TrainingConfig(Section):
     denominator: Literal["tokens", "sequences", "constant"] = "constant"
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
     micro_batch_tokens: PositiveInt = 1024
+    precision: Literal["bf16", "fp32"] = "bf16"  # of forward and backward; parameters and optimiser are float32
     temperature: PositiveFloat = 1.0
     kv_on_update: Literal["keep", "refresh"] = "keep"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from libra.exec.channel import ControllerChannel, WorkerChannel
@@ -38,6 +39,8 @@ class FarEnd:
         self._connection.sendall(data)
 
     def close(self) -> None:
+        with suppress(OSError):  # it is closed already
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in `receive`
         self._connection.close()
 
 

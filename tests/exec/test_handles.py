@@ -27,7 +27,7 @@ from libra.exec.messages import (
     Stop,
 )
 
-START = StartTrainer("/models/tiny", 0, 1e-3, (0.8, 1.28), "tokens", 1.0, 64, 0, 0.45, (0,))
+START = StartTrainer("/models/tiny", 1e-3, (0.8, 1.28), "tokens", 1.0, 64, "bf16", 0, 0.45, (0,))
 
 
 def request(id: str, tokens: int = 3) -> Generate:
@@ -108,7 +108,6 @@ def test_orders_are_given_one_after_the_other() -> None:
 ANSWERS: list[tuple[Message, type[Exception], str]] = [
     (Done(), TypeError, "worker engine answered Publish with Done"),
     (Failure("the disk is full"), WorkerFailedError, "worker engine: the disk is full"),
-    (Failure("gone", peer_lost=True), WorkerFailedError, "worker engine: gone"),
 ]
 
 
@@ -118,10 +117,8 @@ def test_an_answer_that_is_none(answer: Message, error: type[Exception], message
         asked = asyncio.create_task(handle.ask(Publish(4, 0), Published))
         await far.receive()
         far.send(answer)
-        with pytest.raises(error, match=message) as raised:
+        with pytest.raises(error, match=message):
             await asked
-        if isinstance(answer, Failure) and isinstance(raised.value, WorkerFailedError):
-            assert raised.value.peer_lost is answer.peer_lost
         # The worker is alive: the next order is an order like any other.
         again = asyncio.create_task(handle.ask(Publish(5, 1), Published))
         await far.receive()

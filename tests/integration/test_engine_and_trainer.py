@@ -22,6 +22,7 @@ from libra.exec.fleet import Fleet, Instance
 from libra.exec.handles import EngineHandle, Handle, WorkerFailedError
 from libra.exec.launch_local import LocalLauncher
 from libra.exec.messages import (
+    Commit,
     Done,
     Generate,
     LoadWeights,
@@ -29,6 +30,7 @@ from libra.exec.messages import (
     Publish,
     Published,
     Ready,
+    Reduced,
     Sample,
     SaveCheckpoint,
     Score,
@@ -62,12 +64,12 @@ class Pair:
 def start_trainer(model: Path, replica: int) -> StartTrainer:
     return StartTrainer(
         model_directory=str(model),
-        replica=replica,
         learning_rate=1e-2,
         clip=(0.8, 1.28),
         denominator="constant",
         token_constant=12.0,
         micro_batch_tokens=256,
+        precision="bf16",
         seed=replica,  # replicas start from different optimiser noise; joining must make them equal
         share=0.9,
         cores=(0,),
@@ -138,9 +140,12 @@ def samples(count: int, offset: int = 0) -> list[Sample]:
     return made
 
 
-def step(version: int, buffer: int) -> Train:
+async def step(trainer: Handle, version: int, buffer: int) -> Trained:
+    """A whole step of one replica."""
     batch = samples(5)
-    return Train(version, batch, len(batch), sum(sum(s.generated) for s in batch), buffer)
+    tokens = sum(sum(s.generated) for s in batch)
+    await trainer.ask(Train(version, batch, len(batch), tokens, 60.0), Reduced)
+    return await trainer.ask(Commit(version, buffer), Trained)
 
 
 def gap(generated: list[float], scored: list[float]) -> float:
@@ -151,7 +156,7 @@ def test_engine_and_trainer_agree_after_updates_and_not_before(tmp_path: Path) -
     async def check() -> None:
         async with pair(tmp_path) as both:
             for version in (1, 2, 3):
-                done = await both.trainer.ask(step(version, version % 2), Trained)
+                done = await step(both.trainer, version, version % 2)
                 old = await made(both.engine, turn(f"old-{version}", 24, salt=f"old-{version}"))
                 await both.engine.load(LoadWeights(version, version % 2, done.checksum))
                 new = await made(both.engine, turn(f"new-{version}", 24, salt=f"new-{version}"))
@@ -171,7 +176,7 @@ def test_weights_arrive_in_the_middle_of_a_turn_without_draining(tmp_path: Path)
             running = asyncio.create_task(made(both.engine, turn("long", 200)))
             while both.engine.running == 0:
                 await asyncio.sleep(0)
-            second = await both.trainer.ask(step(2, 0), Trained)
+            second = await step(both.trainer, 2, 0)
             await both.engine.load(LoadWeights(2, 0, second.checksum))
             assert not running.done()
             versions = (await running).versions
@@ -186,7 +191,7 @@ def test_a_damaged_update_is_refused_and_the_old_weights_stay(tmp_path: Path) ->
         async with pair(tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
             await both.engine.load(LoadWeights(1, 1, first.checksum))
-            done = await both.trainer.ask(step(2, 0), Trained)
+            done = await step(both.trainer, 2, 0)
             with pytest.raises(WorkerFailedError, match="version 2: checksum"):
                 await both.engine.load(LoadWeights(2, 0, done.checksum ^ 1))
             assert (await made(both.engine, turn("after", 8))).versions == [1] * 8

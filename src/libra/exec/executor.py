@@ -172,7 +172,7 @@ class Executor:
         self._become(change.worker, Role.JOINING, change.shape)
         if change.role is Role.TRAIN:
             handle = await self._start_trainer(change.worker)
-            await self.trainers.join(handle)
+            await self.trainers.join(handle, core=self.pool[change.worker].allowed == {Role.TRAIN})
         else:
             assert change.shape is not None
             await self._start_engine(change.worker, change.shape)
@@ -202,12 +202,12 @@ class Executor:
         ready = await handle.start(
             StartTrainer(
                 model_directory=str(self._model_directory),
-                replica=self.pool[name].slot,
                 learning_rate=training.learning_rate,
                 clip=training.clip,
                 denominator=training.denominator,
                 token_constant=training.token_constant,
                 micro_batch_tokens=training.micro_batch_tokens,
+                precision=training.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=self._core(name),

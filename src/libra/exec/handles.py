@@ -54,10 +54,6 @@ class WorkerLostError(ConnectionError):
 class WorkerFailedError(RuntimeError):
     """The worker is alive and says that it could not do what it was told."""
 
-    def __init__(self, message: str, peer_lost: bool) -> None:
-        super().__init__(message)
-        self.peer_lost = peer_lost
-
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:
     """A reader that broke must not be forgotten: what it raised goes to the loop's exception handler."""
@@ -94,7 +90,7 @@ class Handle:
         if answer is None:
             raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
         if isinstance(answer, Failure):
-            raise WorkerFailedError(f"worker {self.name}: {answer.error}", answer.peer_lost)
+            raise WorkerFailedError(f"worker {self.name}: {answer.error}")
         if not isinstance(answer, reply):
             raise TypeError(f"worker {self.name} answered {type(message).__name__} with {type(answer).__name__}")
         return answer

@@ -72,7 +72,7 @@ async def measure_switch(executor: Executor, config: RunConfig) -> SwitchCost:
     load = fmean(await executor.reload())
     engine, *others = executor.fleet.instances()
     busy = asyncio.gather(*(_engine_rows(entry, config) for entry in (engine, *others)))
-    joins = [await executor.restart(name) for name in executor.trainers.names()[1:]]
+    joins = [await executor.restart(name) for name in executor.trainers.hybrids()]
     await busy
     training = asyncio.gather(
         *(replica.ask(_training_points(config), TrainingMeasured) for replica in executor.trainers.replicas()),
@@ -161,6 +161,7 @@ def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any
         "slots": config.cluster.slots,
         "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
         "micro_batch_tokens": config.training.micro_batch_tokens,
+        "precision": config.training.precision,
         "trajectories": config.training.trajectories,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }

@@ -21,12 +21,12 @@ from libra.exec.checkpoint import RunState, save_checkpoint
 from libra.exec.counters import EngineCounters
 from libra.exec.executor import Executor
 from libra.exec.grpo import group_advantages
+from libra.exec.joint_step import StepResult
 from libra.exec.messages import Sample
 from libra.exec.periods import Periods
 from libra.exec.recorder import Recorder
 from libra.exec.replanning import Proposal, Replanner
 from libra.exec.rollout import Episode, Rollout
-from libra.exec.trainers import StepResult
 from libra.plan.price import fits, price
 from libra.plan.problem import Allocation
 from libra.report.live import Display, RunView

@@ -24,7 +24,8 @@ from libra.route.catalogue import policy_named, policy_restored
 # larger model adds its weights, see `_check_memory`.
 NURSERY_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
-_TRAINED_COPIES = 5  # float32 weights, gradients, two moments, and the activations of a micro-batch as one more
+# Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
+_TRAINED_COPIES = 8
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
