@@ -6,51 +6,28 @@ import asyncio
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from nurseries import BARE, nursery
 
 from libra.exec.launch_local import LaunchError, LocalLauncher, WorkerLink
 from libra.exec.messages import Failure, Stop
-from libra.exec.weights import create_buffer
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
-NURSERY = """
-import sys
-import libra.exec.nursery as nursery
-nursery._import_everything = lambda: None
-nursery.main(int(sys.argv[1]), int(sys.argv[2]))
-"""
 BROKEN = "raise SystemExit('ImportError: no module named vllm')"
 
 
 def with_launcher(
-    logs: Path, scenario: Callable[[LocalLauncher, subprocess.Popen[bytes]], Awaitable[None]], source: str = NURSERY
+    logs: Path, scenario: Callable[[LocalLauncher, subprocess.Popen[bytes]], Awaitable[None]], source: str = BARE
 ) -> None:
-    """Run a scenario with a launcher, wired as `LocalLauncher.open` wires it."""
-
     async def run() -> None:
-        ours, theirs = socket.socketpair()
-        weights = create_buffer()
-        with open(logs / "nursery.log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", source, str(theirs.fileno()), str(weights)],
-                pass_fds=(theirs.fileno(), weights),
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-            )
-        theirs.close()
-        ours.setblocking(False)
-        launcher = LocalLauncher(process, ours, logs, weights)
-        try:
+        async with nursery(logs, source) as (launcher, process):
             await asyncio.wait_for(scenario(launcher, process), PATIENCE)
-        finally:
-            launcher.close()
 
     asyncio.run(run())
 
