@@ -4,7 +4,7 @@ Invariant: a slot's number is that of the state to which its gradient leads, and
 what the optimiser consumes: added up over all replicas, divided and clipped. Before anything is written to a slot its
 number is taken away. So a copy before and after which a slot had the same number is a copy of that whole update.
 
-The gradients of a step are accumulated in the slot itself and exchanged in place: publishing them costs two stores.
+The gradients of a step are accumulated in the slot itself and exchanged in place: publishing them costs a few stores.
 """
 
 from __future__ import annotations
