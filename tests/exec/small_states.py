@@ -30,7 +30,7 @@ def step(state: TrainState, rate: float = RATE) -> None:
     slot = state.gradient()
     for view in [p.grad for p in state._parameters.values()]:
         view += gradient(state.number + 1, view.numel()).view(view.shape)
-    state._optimiser.param_groups[0]["lr"] = rate
+    state.learning_rate = rate
     state.step(denominator=3.0, gradient_norm=float(slot.norm()))
 
 

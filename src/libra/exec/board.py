@@ -14,16 +14,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from libra.exec.shared_vectors import Layout, OwnVectors
 
 PARAMETERS, FIRST_MOMENT, SECOND_MOMENT = range(3)  # the vectors
-SEQUENCE, CHECKSUM, STEPS, SIGNATURE = range(4)  # the header: see above; AdamW's step count; of the flat layout
+# The header: see above; AdamW's step count; the layout's signature; the learning rate, a double.
+SEQUENCE, CHECKSUM, STEPS, SIGNATURE, LEARNING_RATE = range(5)
 
 
 def board_layout(length: int, dtype: str) -> Layout:
-    return Layout(cells=4, count=3, length=length, dtype=dtype)
+    return Layout(cells=5, count=3, length=length, dtype=dtype)
 
 
 class StateBoard:
@@ -56,6 +58,10 @@ class StateBoard:
     @steps.setter
     def steps(self, steps: int) -> None:
         self._shared.header[STEPS] = steps
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Of the last step."""
+        self._shared.header.view(np.float64)[LEARNING_RATE] = rate
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from libra.exec.board import CHECKSUM, SEQUENCE, SIGNATURE, STEPS, board_layout
-from libra.exec.gradient_ring import CELLS, DENOMINATOR, LEARNING_RATE, NORM, NUMBER, SLOTS, Update, ring_layout
+from libra.exec import board, gradient_ring
+from libra.exec.gradient_ring import NUMBER, SLOTS, Update
 from libra.exec.messages import StatePlace
 from libra.exec.shared_vectors import LayoutError, Vector, attach
 
@@ -37,6 +37,7 @@ class State:
     number: int
     checksum: int
     steps: int  # of the optimiser
+    learning_rate: float
 
 
 class Publication(Protocol):
@@ -58,23 +59,24 @@ class SharedPublication:
 
     def __init__(self, place: StatePlace, length: int, dtype: str, signature: int) -> None:
         """Raises `LayoutError`, and `OSError` when the process is gone."""
-        self._board = attach(place.pid, place.board, board_layout(length, dtype))
-        if self._board.header[SIGNATURE] != signature:
+        self._board = attach(place.pid, place.board, board.board_layout(length, dtype))
+        if self._board.header[board.SIGNATURE] != signature:
             raise LayoutError(f"process {place.pid} trains another model: all replicas must start from the same one")
-        self._ring = attach(place.pid, place.ring, ring_layout(length, dtype))
-        self._numbers = self._ring.header.reshape(SLOTS, CELLS)
+        self._ring = attach(place.pid, place.ring, gradient_ring.ring_layout(length, dtype))
+        self._numbers = self._ring.header.reshape(SLOTS, gradient_ring.CELLS)
         self._doubles = self._numbers.view(np.float64)
 
     def copy_state(self, into: Sequence[torch.Tensor]) -> State | None:
-        sequence = self._settled()
-        state = State(sequence // 2, int(self._board.header[CHECKSUM]), int(self._board.header[STEPS]))
+        sequence, header = self._settled(), self._board.header
+        rate = float(header.view(np.float64)[board.LEARNING_RATE])
+        state = State(sequence // 2, int(header[board.CHECKSUM]), int(header[board.STEPS]), rate)
         for source, target in zip(self._board.vectors, into, strict=True):
             _copy(source, target.numpy())
-        return state if self._board.header[SEQUENCE] == sequence else None
+        return state if header[board.SEQUENCE] == sequence else None
 
     def has_update(self, number: int) -> bool:
         # In this order: an update is published before the state it leads to is reached.
-        reached = self._board.header[SEQUENCE] // 2 >= number
+        reached = self._board.header[board.SEQUENCE] // 2 >= number
         if self._numbers[number % SLOTS, NUMBER] == number:
             return True
         if reached:
@@ -83,16 +85,21 @@ class SharedPublication:
 
     def copy_update(self, number: int, into: torch.Tensor) -> Update:
         index = number % SLOTS
-        rate, denominator, norm = (float(self._doubles[index, cell]) for cell in (LEARNING_RATE, DENOMINATOR, NORM))
+        doubles = self._doubles[index].copy()
         _copy(self._ring.vectors[index][: into.numel()], into.numpy())
         if self._numbers[index, NUMBER] != number:
             raise OverrunError(f"the update to state {number} was overwritten while it was copied")
-        return Update(number, rate, denominator, norm)
+        return Update(
+            number,
+            float(doubles[gradient_ring.LEARNING_RATE]),
+            float(doubles[gradient_ring.DENOMINATOR]),
+            float(doubles[gradient_ring.NORM]),
+        )
 
     def _settled(self) -> int:
         """The sequence number, once it is even."""
         for _ in range(_LOOKS):
-            sequence = int(self._board.header[SEQUENCE])
+            sequence = int(self._board.header[board.SEQUENCE])
             if sequence % 2 == 0:
                 return sequence
             _wait()

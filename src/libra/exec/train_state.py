@@ -35,6 +35,7 @@ class TrainState:
         """Move the parameters onto a board, keeping their values. The optimiser has not stepped yet."""
         first = next(iter(parameters.values()))
         self._parameters, self._optimiser = dict(parameters), optimiser
+        (self._group,) = optimiser.param_groups
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._flat = FlatLayout.of(shapes, first.element_size())
         self._dtype = str(first.dtype).removeprefix("torch.")
@@ -65,6 +66,16 @@ class TrainState:
         return self._board.checksum
 
     @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        rate: float = self._group["lr"]
+        return rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._group["lr"] = rate
+
+    @property
     def place(self) -> StatePlace:
         """Where other processes find it."""
         return StatePlace(os.getpid(), self._board.descriptor, self._ring.descriptor)
@@ -87,6 +98,7 @@ class TrainState:
         with self._board.change():
             yield
             self._board.steps = int(self._steps()[0])
+            self._board.set_learning_rate(self.learning_rate)
 
     def gradient(self) -> torch.Tensor:
         """Zeros [length + 1] for the next step: backward adds to its views, the last element is the denominator's."""
@@ -96,8 +108,7 @@ class TrainState:
 
     def step(self, denominator: float, gradient_norm: float) -> None:
         """Publish the gradient, which is divided and clipped by now, and let the optimiser take it."""
-        (group,) = self._optimiser.param_groups
-        self._ring.publish(Update(self.number + 1, group["lr"], denominator, gradient_norm))
+        self._ring.publish(Update(self.number + 1, self.learning_rate, denominator, gradient_norm))
         with self.change():
             self._optimiser.step()
 
@@ -108,13 +119,13 @@ class TrainState:
             state = publication.copy_state(self._board.vectors)
             if state is not None:
                 self._set_steps(state.steps)
+                self.learning_rate = state.learning_rate
         return state.number if state is not None and state.checksum == self.checksum else None
 
     def take_update(self, publication: Publication, number: int) -> None:
         """Make the published step to state `number`. Raises `OverrunError`, with the state as it was."""
         update = publication.copy_update(number, self._open_slot()[:-1])
-        (group,) = self._optimiser.param_groups
-        group["lr"] = update.learning_rate
+        self.learning_rate = update.learning_rate
         self.step(update.denominator, update.gradient_norm)
 
     def keep(self) -> Kept:

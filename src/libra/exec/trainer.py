@@ -66,9 +66,8 @@ class Trainer:
         optimiser = torch.optim.AdamW(model.parameters(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
         self._model, prepared = self._accelerator.prepare(model, optimiser)
         self._model.train()
-        self._optimiser: torch.optim.AdamW = prepared.optimizer
         named = self._named_parameters()
-        self.state = TrainState(named, self._optimiser)
+        self.state = TrainState(named, prepared.optimizer)
         self.exchange = GradientExchange()
         self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
         self.layout: tuple[Tensor, ...]
@@ -140,8 +139,7 @@ class Trainer:
             self._accelerator.backward(loss)
             total, forward = total + loss.item(), forward + ids.numel()
         demonstrated = float(gradient[-1])
-        for group in self._optimiser.param_groups:
-            group["lr"] = order.learning_rate
+        self.state.learning_rate = order.learning_rate
         self._step(gradient)
         self._pacer.pace()
         return WarmedUp(total / demonstrated, forward)
