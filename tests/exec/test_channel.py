@@ -52,7 +52,7 @@ def worker() -> tuple[WorkerChannel, socket.socket]:
 
 def test_messages_cross_both_ways_in_order() -> None:
     orders: list[Message] = [Generate("a", [1, 2], 16, 1.0, 3, 0), LoadWeights(1, 1, 7), Interrupt("a"), Stop()]
-    answers: list[Message] = [Published(1, 7), Failure("no", True), Done()]
+    answers: list[Message] = [Published(1, 7), Failure("no"), Done()]
 
     async def scenario(channel: ControllerChannel, theirs: socket.socket) -> None:
         worker = WorkerChannel(theirs)
