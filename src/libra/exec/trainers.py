@@ -80,7 +80,9 @@ class Trainers:
     async def leave(self, name: str) -> Handle:
         """Let a replica go at the next step boundary."""
         async with self.boundary:
-            leaving = next(replica for replica in self._replicas if replica.name == name)
+            leaving = next((replica for replica in self._replicas if replica.name == name), None)
+            if leaving is None:
+                raise WorkerLostError(f"replica {name} went away before it could leave")
             if leaving is self.core:
                 raise ValueError(f"worker {name} is the core trainer, which never leaves")
             self._replicas.remove(leaving)
