@@ -19,6 +19,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from libra.cli import app
+from libra.config import load_config
+from libra.disk import DiskError
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.document import dump_plan, parse_plan
 from libra.plan.slots import SlotRequest
@@ -687,6 +689,62 @@ def test_a_run_neither_destroys_nor_invents_an_earlier_one(
     before = everything_below(here)
     assert_refused(libra("run", config, *options), message)
     assert everything_below(here) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed: the run was started with 0 and cannot go on with 4; give the same, or start again with"),
+        (
+            {"training": {"prompts_per_step": 3}},
+            "training.prompts_per_step: the run was started with 24 and cannot go on",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_the_groups_that_it_has(here: Path, change: dict[str, Any], message: str) -> None:
+    run = make_run(here)
+    (run / "config.json").write_text(load_config(write(here / "run.yaml", BASE)).model_dump_json())
+    checkpoint = run / "checkpoint-3"
+    checkpoint.mkdir()
+    started = {"name": "start", "step": 0, "questions": 1, "sampled_accuracy": 0, "greedy_accuracy": 0, "turns_mean": 1}
+    state = {"format": 2, "step": 3, "seconds": 1.0, "tracker": {}, "policy": {}, "started": started}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    assert_refused(libra("run", write(here / "run.yaml", changed(**change)), "--resume"), message)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    run = here / "runs" / "calculator"
+
+    async def full(*_: object) -> None:
+        if saved:
+            (run / "checkpoint-3").mkdir()
+            (run / "checkpoint-3" / "state.json").touch()
+        raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.exec.run.run", full)
+    result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
+    remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
+        f" {remedy}\n",
+    )
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = here / "runs" / "calculator"
+
+    async def full(*_: object) -> None:
+        (run / "metrics.jsonl").touch()
+        (run / "report.html").mkdir()
+        raise DiskError(run / "metrics.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.exec.run.run", full)
+    result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
+    assert result.exit_code == 1 and "metrics.jsonl cannot be written" in result.stderr
 
 
 def test_options_are_checked_as_the_file_is(here: Path) -> None:

@@ -37,6 +37,10 @@ class FarEnd:
     def send_bytes(self, data: bytes) -> None:
         self._connection.sendall(data)
 
+    def hang_up(self) -> None:
+        """As when its process ends, also while `receive` waits."""
+        self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._connection.close()
 
