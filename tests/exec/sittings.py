@@ -80,6 +80,7 @@ class Core:
     """The core replica: what it holds is the list of samples that it was trained on, which is also its checkpoint."""
 
     trained: list[list[str]] = field(default_factory=list)
+    name: str = "core-0"
     lost: bool = False
 
     async def ask(self, message: Message, reply: type[Message]) -> Message:

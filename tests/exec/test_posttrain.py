@@ -19,6 +19,7 @@ from libra.config import ConfigError
 from libra.exec.checkpoint import latest_checkpoint
 from libra.exec.interrupted import read_interrupted
 from libra.exec.journal import read_journal
+from libra.exec.trainers import CoreLostError
 from libra.report.records import StepRecord, read_records
 from libra.trajectory import read_trajectories
 
@@ -95,6 +96,14 @@ def test_steps_that_are_made_again_are_made_of_the_same_trajectories(tmp_path: P
     events = [json.loads(line) for line in (left / "events.jsonl").read_text().splitlines()]
     [resumed] = [event["text"] for event in events if event["kind"] == "resumed"]
     assert resumed.startswith("made steps 3 to ")
+
+
+def test_a_core_trainer_that_is_lost_between_two_steps_ends_the_run(tmp_path: Path) -> None:
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+    sitting.core.lost = True
+    with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
+        asyncio.run(sitting.training.run())
+    sitting.close()
 
 
 def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ class Made:
             self.replanner,
             self.recorder,
             PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
+            home=FIRST,
             first_period=4,
         )
         self.directory, self.step = directory, 0
@@ -176,6 +177,16 @@ def test_a_slot_that_came_back_is_used_at_the_next_boundary(tmp_path: Path, mode
         assert len(made.executor.wanted) == 1
 
     steered(tmp_path, scenario, mode)
+
+
+def test_a_loss_before_the_first_step_is_planned_around_too(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.steering.begin(0)
+        await made.boundary()
+        assert made.executor.wanted == [FIRST]
+
+    steered(tmp_path, scenario, mode="static")
 
 
 def test_a_static_allocation_without_its_slots_is_planned_anew(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from far_end import PATIENCE, FarEnd, connect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.exec.handles import Handle, WorkerFailedError
+from libra.exec.handles import Handle, WorkerFailedError, WorkerLostError
 from libra.exec.messages import Done, Failure, Message, Regroup, Regrouped, Sample, Stop, Train, Trained
 from libra.exec.trainers import CoreLostError, DivergedError, Trainers, split_evenly
 
@@ -156,6 +156,23 @@ def test_a_lost_core_is_an_end() -> None:
         hybrid.to_train.append(GONE)
         with pytest.raises(CoreLostError, match="core-0 is gone during step 2"):
             await trainers.step(2, SAMPLES, 8, 50)
+
+    together(scenario)
+
+
+def test_a_replica_that_died_since_the_last_step_keeps_nobody_from_joining_or_leaving() -> None:
+    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
+        other, third = [Replica(*await connect(Handle, lambda name, why: None, name)) for name in ("other", "third")]
+        hybrid.handle.declare_lost("killed")
+        await trainers.join(other.handle)
+        assert trainers.names() == ("core-0", "other")
+        await trainers.join(third.handle)
+        other.handle.declare_lost("killed")
+        await trainers.leave("third")
+        assert trainers.names() == ("core-0",)
+        with pytest.raises(WorkerLostError, match="replica hybrid-0 went away before it could leave"):
+            await trainers.leave("hybrid-0")
+        await asyncio.gather(other.end(), third.end())
 
     together(scenario)
 

@@ -90,6 +90,7 @@ class Executor:
         """Bring up the first allocation."""
         self._journal.commit(Start(self._version))
         self._watch = asyncio.create_task(self._watch_workers())
+        self._watch.add_done_callback(_raise_in_loop)
         await self._mover.start(allocation)
 
     async def apply(self, wanted: Allocation) -> Applied:
@@ -134,3 +135,9 @@ class Executor:
             await asyncio.sleep(_WATCH_SECONDS)
             self._processes.declare_dead()
             self._mover.fail_overdue()
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A watch that broke must not be forgotten: what it raised goes to the loop's exception handler."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

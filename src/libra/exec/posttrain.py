@@ -27,7 +27,7 @@ from libra.exec.recorder import Recorded, Recorder
 from libra.exec.replanning import Replanner
 from libra.exec.rollout import Episode, Rollout
 from libra.exec.steering import Steering
-from libra.exec.trainers import StepResult
+from libra.exec.trainers import CoreLostError, StepResult
 from libra.report.live import Display, RunView
 from libra.report.records import Evaluation, StepRecord
 
@@ -238,6 +238,9 @@ class PostTraining:
     def _require_sound(self) -> None:
         if self._failure is not None:
             raise self._failure
+        core = self._executor.trainers.core
+        if core.lost:
+            raise CoreLostError(f"core trainer {core.name} is gone")
         self._steering.require_sound()
 
     async def _checkpoint(self) -> None:

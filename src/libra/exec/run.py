@@ -194,7 +194,9 @@ class _Session:
         self._phase.line(_words(started))
         gaps = [await logprob_gap(rollout, executor.trainers.core, heldout, "check-start")]
         recorder.begin()
-        steering = watcher.steering = Steering(config, executor, replanner, recorder, self._display, recorded.periods)
+        steering = watcher.steering = Steering(
+            config, executor, replanner, recorder, self._display, allocation, recorded.periods
+        )
         training = PostTraining(
             config,
             environment,

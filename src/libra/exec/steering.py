@@ -34,8 +34,10 @@ class Steering:
         replanner: Replanner,
         recorder: Recorder,
         display: Display,
+        home: Allocation,
         first_period: int,
     ) -> None:
+        """`home` is the allocation that the run began with, and keeps with `allocation: static`."""
         self._config, self._executor, self._replanner = config, executor, replanner
         self._recorder, self._display = recorder, display
         self.periods = Periods(recorder, first_period)
@@ -43,7 +45,7 @@ class Steering:
         self.last_decision = ""
         self._step = 0
         self._page = 0  # the step after which the last period began, or should have
-        self._home = executor.allocation()  # with `allocation: static`
+        self._home = home
         self._task: asyncio.Task[None] | None = None
         self._applying = False
         self._left: Allocation | None = None
@@ -63,6 +65,7 @@ class Steering:
     def begin(self, step: int) -> None:
         """The first period begins after `step`."""
         self._step = step
+        self._lost = self._any_idle()  # lost before there was somebody to plan around it
         self._begin_period(switching=False)
 
     def stepped(self, step: int, seconds: float) -> None:
@@ -82,8 +85,7 @@ class Steering:
         elif applied:
             self._turn_page(decide=False, tried=False)
         elif self._step - self._page >= self._config.planner.period:
-            idle = any(worker.role is Role.IDLE for worker in self._executor.healthy())
-            self._turn_page(decide=idle or self._config.allocation == "adaptive")
+            self._turn_page(decide=self._config.allocation == "adaptive" or self._any_idle())
 
     def require_sound(self) -> None:
         """Raise what a decision raised."""
@@ -112,6 +114,9 @@ class Steering:
     def close(self) -> None:
         """The last period ends."""
         self.periods.end(self._without_change)
+
+    def _any_idle(self) -> bool:
+        return any(worker.role is Role.IDLE for worker in self._executor.healthy())
 
     def _turn_page(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
@@ -146,7 +151,7 @@ class Steering:
         if self._config.allocation == "static":
             if current is not None and fits(request.problem(), current) is None:
                 return
-            if self._home is not None and self._home.replicas + self._home.engines == len(workers):
+            if self._home.replicas + self._home.engines == len(workers):
                 await self._apply(self._home, current)
                 return
         began = time.monotonic()

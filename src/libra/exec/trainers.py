@@ -73,6 +73,7 @@ class Trainers:
         training stood still."""
         async with self.boundary:
             began = time.monotonic()
+            self._forget_lost()
             self._replicas.append(replica)
             await self._regroup(share_state=True)
             return time.monotonic() - began
@@ -80,11 +81,12 @@ class Trainers:
     async def leave(self, name: str) -> Handle:
         """Let a replica go at the next step boundary."""
         async with self.boundary:
+            if name == self.core.name:
+                raise ValueError(f"worker {name} is the core trainer, which never leaves")
+            self._forget_lost()
             leaving = next((replica for replica in self._replicas if replica.name == name), None)
             if leaving is None:
                 raise WorkerLostError(f"replica {name} went away before it could leave")
-            if leaving is self.core:
-                raise ValueError(f"worker {name} is the core trainer, which never leaves")
             self._replicas.remove(leaving)
             await self._regroup(share_state=False)
             return leaving
@@ -153,6 +155,11 @@ class Trainers:
             prox_gap_mean=sum(answer.prox_gap for answer in done) / max(generated, 1),
             gradient_norm=done[0].gradient_norm,
         )
+
+    def _forget_lost(self) -> None:
+        """Replicas that went away since the last step cannot enter a new membership. The core is not one of them: the
+        next step says what its loss means."""
+        self._replicas = [replica for replica in self._replicas if replica is self.core or not replica.lost]
 
     async def _regroup(self, share_state: bool) -> None:
         """Give every present replica its rank in a new membership."""
