@@ -96,7 +96,9 @@ async def measure(size: Size, directory: Path, cores: Sequence[int]) -> Measured
         await launcher.ready()
         core = await _start(launcher, "core-0", directory / "model", cores[0])
         hybrid = await _start(launcher, "hybrid-0", directory / "model", cores[-1])
-        stepper = _Stepper(Trainers(core, _free_port), core.pid, size.samples)
+        stepper = _Stepper(
+            Trainers(core, _free_port, lambda replica: launcher.kill(replica.pid)), core.pid, size.samples
+        )
         for _ in range(_BEFORE):
             await stepper.step()  # the first ones pay for what is set up once
         for _ in range(size.joins):

@@ -76,8 +76,11 @@ def run(
 
 def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
     # Imported here: planning and reading traces must not need what running needs.
+    from libra.disk import DiskError, writing
     from libra.environments.registry import load_environment
+    from libra.exec.episode_file import EpisodeFileError
     from libra.exec.handles import WorkerFailedError, WorkerLostError
+    from libra.exec.journal import JournalError
     from libra.exec.launch_local import LaunchError
     from libra.exec.membership import CoreLostError, ExchangeError
     from libra.exec.preflight import check, prepare_run_directory
@@ -98,6 +101,10 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
+    except (EpisodeFileError, JournalError) as error:
+        bad_input(error)
+    except DiskError as error:
+        status, problem = 1, str(error)
     except (
         LaunchError,
         CoreLostError,
@@ -112,7 +119,11 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
         display.close()
     report = run_directory / "report.html"
     if (run_directory / "metrics.jsonl").exists():
-        report.write_text(render_report(run_directory), encoding="utf-8")
+        try:
+            with writing(report):
+                report.write_text(render_report(run_directory), encoding="utf-8")
+        except DiskError as error:
+            status, problem = status or 1, problem or str(error)
     if problem:
         saved = any(run_directory.glob("checkpoint-*/state.json"))
         remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"

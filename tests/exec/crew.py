@@ -53,7 +53,7 @@ class Crew:
 
     async def assemble(self, *others: str) -> Trainers:
         """`core-0` and those others, joined."""
-        trainers = Trainers((await self.hire("core-0")).handle, free_port, kill=_never)
+        trainers = Trainers((await self.hire("core-0")).handle, free_port, _never)
         for name in others:
             await trainers.join((await self.hire(name)).handle, core=name.startswith("core"))
         return trainers

@@ -137,6 +137,67 @@ def test_no_answer_by_the_deadline() -> None:
     engine(scenario)
 
 
+def test_the_answer_to_an_order_that_nobody_waits_for_any_more_is_dropped() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        for version in (1, 2):
+            asked = asyncio.create_task(handle.ask(Publish(version, 0), Published))
+            assert await far.receive() == Publish(version, 0)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        waiting = asyncio.create_task(handle.ask(SaveCheckpoint("/x", True), Done))
+        assert await far.receive() == SaveCheckpoint("/x", True)
+        for answer in (Published(1, 5), Failure("the disk is full"), Done()):
+            far.send(answer)
+        assert await waiting == Done()
+        assert (handle.lost, lost) == (False, [])
+
+    engine(scenario)
+
+
+def test_an_order_that_is_cancelled_before_it_is_sent_has_no_answer() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        first = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        second = asyncio.create_task(handle.ask(Publish(2, 0), Published))
+        third = asyncio.create_task(handle.ask(Publish(3, 1), Published))
+        assert await far.receive() == Publish(1, 1)
+        second.cancel()
+        far.send(Published(1, 5))
+        assert await first == Published(1, 5)
+        assert await far.receive() == Publish(3, 1)
+        far.send(Published(3, 7))
+        assert await third == Published(3, 7)
+
+    engine(scenario)
+
+
+def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        await far.receive()
+        asked.cancel()
+        waiting = asyncio.create_task(handle.ask(Publish(2, 0), Published))
+        await far.receive()
+        far.close()
+        with pytest.raises(WorkerLostError, match="went away during Publish"):
+            await waiting
+        assert lost == ["engine"]
+
+    engine(scenario)
+
+
+def test_last_words_that_are_no_answer_are_the_reason_for_the_loss() -> None:
+    async def run() -> None:
+        reasons: asyncio.Queue[str] = asyncio.Queue()
+        handle, far = await connect(Handle, lambda name, why: reasons.put_nowait(why))
+        far.send(Failure("KeyError: 7"))
+        assert await asyncio.wait_for(reasons.get(), PATIENCE) == "it said what nobody had asked for: KeyError: 7"
+        handle.close()
+        far.close()
+
+    asyncio.run(run())
+
+
 # --- generation ----------------------------------------------------------------------------------------------------
 
 

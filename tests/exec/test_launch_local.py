@@ -115,6 +115,41 @@ def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: P
     with_launcher(tmp_path, scenario)
 
 
+def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.exec.launch_local._EXIT_SECONDS", 0.05)
+
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        leaving, hanging, killed = [await launcher.spawn(f"rollout-{number}") for number in range(3)]
+        processes = [os.pidfd_open(link.pid) for link in (leaving, hanging, killed)]
+        leaving.channel.close()
+        await launcher.gone(leaving.pid)
+        os.kill(hanging.pid, signal.SIGSTOP)  # it does not even notice that its channel is closed
+        hanging.channel.close()
+        await launcher.gone(hanging.pid)
+        launcher.kill(killed.pid)
+        await launcher.gone(killed.pid)
+        for ended_process in processes:
+            assert select.select([ended_process], [], [], 0)[0]  # it has ended already
+            os.close(ended_process)
+        launcher.kill(killed.pid)  # no error where there is nothing left
+        await launcher.gone(killed.pid)
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.exec.launch_local._SPAWN_SECONDS", 0.05)
+
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(LaunchError, match="worker rollout-0 cannot start: the nursery process does not answer"):
+            await launcher.spawn("rollout-0")
+
+    with_launcher(tmp_path, scenario)
+
+
 def test_a_nursery_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()

@@ -43,6 +43,9 @@ class Stage:
         await handle.start(StartTrainer(model, RATE, (0.8, 1.28), "tokens", 12.0, 64, precision, seed, share, cores))
         return handle
 
+    def kill(self, replica: Handle) -> None:
+        self.launcher.kill(replica.pid)
+
     async def parameters(self, replica: Handle) -> Tensors:
         directory = self.directory / f"saved-{replica.pid}"
         await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Done)
@@ -52,7 +55,7 @@ class Stage:
         """Parameters before and after all steps by one process."""
         if precision not in self.alone:
             replica = await self.hire("alone", precision)
-            trainers = Trainers(replica, free_port)
+            trainers = Trainers(replica, free_port, self.kill)
             start = await self.parameters(replica)
             for version in range(1, STEPS + 1):
                 await step(trainers, version)
@@ -61,7 +64,7 @@ class Stage:
         return self.alone[precision]
 
     async def two_cores(self, precision: Precision, patience: Patience = STANDARD) -> Trainers:
-        trainers = Trainers(await self.hire("core-0", precision), free_port, patience)
+        trainers = Trainers(await self.hire("core-0", precision), free_port, self.kill, patience)
         await trainers.join(await self.hire("core-1", precision, seed=1), core=True)
         return trainers
 

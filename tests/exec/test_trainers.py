@@ -17,7 +17,19 @@ from libra.exec.handles import WorkerFailedError, WorkerLostError
 from libra.exec.joining import BOUNDARIES, JoinError
 from libra.exec.joint_step import split_evenly
 from libra.exec.membership import FAILURES, CoreLostError, ExchangeError
-from libra.exec.messages import CatchUp, Commit, Discard, Enter, Follow, Identify, Prepare, Publish, Sample, Train
+from libra.exec.messages import (
+    CatchUp,
+    Commit,
+    Discard,
+    Enter,
+    Follow,
+    Identify,
+    Prepare,
+    Publish,
+    Published,
+    Sample,
+    Train,
+)
 from libra.exec.trainers import DivergedError, Trainers
 
 PORT = 29511
@@ -54,7 +66,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], *others: str, patience: P
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # each replica waits on a thread
         floor = Floor()
         core = await floor.hire("core-0")
-        trainers = Trainers(core.handle, lambda: PORT, patience or Patience(), floor.kill)
+        trainers = Trainers(core.handle, lambda: PORT, floor.kill, patience or Patience())
         scene = Scene(floor, trainers)
         try:
             for name in others:
@@ -412,6 +424,42 @@ def test_a_core_that_hangs_between_two_steps_is_found_by_a_join() -> None:
         assert await scene.step(1) == 2
 
     play(scenario, "core-1", patience=SHORT)
+
+
+def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving() -> None:
+    async def scenario(scene: Scene) -> None:
+        trainers = scene.trainers
+        scene.floor.replicas["hybrid-0"].handle.declare_lost("killed")
+        other = await scene.join("hybrid-1")
+        assert trainers.names() == ("core-0", "hybrid-1")
+        await scene.join("hybrid-2")
+        other.handle.declare_lost("killed")
+        await trainers.leave("hybrid-2")
+        assert trainers.names() == ("core-0",)
+        third = await scene.join("hybrid-3")
+        third.handle.declare_lost("killed")
+        with pytest.raises(WorkerLostError, match="hybrid-3 is no training replica, or no more"):
+            await trainers.leave("hybrid-3")
+        assert await scene.step(1) == 1
+        assert_each_sample_is_trained_once(scene, 1)
+
+    play(scenario, "hybrid-0")
+
+
+def test_whichever_core_is_there_answers() -> None:
+    async def scenario(scene: Scene) -> None:
+        first, second = scene.floor.replicas.values()
+        first.will(Publish, ["die"])
+        assert await scene.trainers.ask_core(Publish(3, 1), Published) == Published(3, 1003)
+        assert (first.told(Publish), second.told(Publish)) == ([Publish(3, 1)], [Publish(3, 1)])
+        scene.trainers.require_core()
+        second.will(Publish, ["die"])
+        with pytest.raises(CoreLostError, match="core trainer core-0, core-1 is gone, and no other is left"):
+            await scene.trainers.ask_core(Publish(3, 1), Published)
+        with pytest.raises(CoreLostError):
+            scene.trainers.require_core()
+
+    play(scenario, "core-1")
 
 
 # --- whatever happens ----------------------------------------------------------------------------------------------

@@ -60,6 +60,9 @@ class Pair:
     trainer: Handle
     engine: EngineHandle
 
+    def kill(self, replica: Handle) -> None:
+        self.launcher.kill(replica.pid)
+
 
 def start_trainer(model: Path, replica: int) -> StartTrainer:
     return StartTrainer(
@@ -206,7 +209,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port)
+            trainers = Trainers(both.trainer, _free_port, both.kill)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             alone = await trainers.step(1, batch, len(batch), tokens)
@@ -236,7 +239,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port)
+            trainers = Trainers(both.trainer, _free_port, both.kill)
             hybrid = Handle(await both.launcher.spawn("hybrid"), lambda name, why: None)
             await hybrid.start(start_trainer(both.model, 1))
             await trainers.join(hybrid)

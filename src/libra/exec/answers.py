@@ -7,11 +7,8 @@ connection open and answers nothing; it is found by comparison with the others, 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,12 +39,6 @@ class Patience:
 
 
 STANDARD = Patience()
-
-
-def kill_process(worker: Handle) -> None:
-    """End a worker that hangs. It is a process of ours on this machine: the nursery's child."""
-    with suppress(ProcessLookupError):
-        os.kill(worker.pid, signal.SIGKILL)
 
 
 async def ask_all(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from libra.environments.protocol import Prompt
-from libra.exec.handles import Handle
 from libra.exec.messages import Score, Scored
 from libra.exec.rollout import Episode, Rollout
+from libra.exec.trainers import Trainers
 from libra.report.records import Evaluation
 
 _AT_ONCE = 64  # episodes under way
@@ -43,7 +43,7 @@ async def evaluate(
     ), list(sampled)
 
 
-async def logprob_gap(rollout: Rollout, core: Handle, prompts: Sequence[Prompt], label: str) -> float:
+async def logprob_gap(rollout: Rollout, trainers: Trainers, prompts: Sequence[Prompt], label: str) -> float:
     """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes."""
     episodes = await asyncio.gather(
         *(
@@ -51,7 +51,7 @@ async def logprob_gap(rollout: Rollout, core: Handle, prompts: Sequence[Prompt],
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )
-    scored = await core.ask(Score([episode.tokens for episode in episodes]), Scored)
+    scored = await trainers.ask_core(Score([episode.tokens for episode in episodes]), Scored)
     return max(
         abs(engine - trainer)
         for episode, logprobs in zip(episodes, scored.logprobs, strict=True)

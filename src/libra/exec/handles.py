@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -68,7 +69,8 @@ class Handle:
         self.name, self.pid = link.name, link.pid
         self._channel = link.channel
         self._on_lost = on_lost
-        self._answers: asyncio.Queue[FromWorker | None] = asyncio.Queue()
+        # The orders that have no answer yet, oldest first. One whose asker was cancelled stays: its answer still comes.
+        self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
         self._order = asyncio.Lock()
         self.lost = False
         self._stopping = False  # its end is no loss
@@ -80,11 +82,12 @@ class Handle:
         async with self._order:
             if self.lost:
                 raise WorkerLostError(f"worker {self.name} is gone")
+            asked: asyncio.Future[FromWorker | None] = asyncio.get_running_loop().create_future()
+            self._asked.append(asked)
             self._channel.send(message)
             try:
-                answer = await asyncio.wait_for(self._answers.get(), deadline)
+                answer = await asyncio.wait_for(asked, deadline)
             except TimeoutError:
-                # Its answer may still come, and would be taken for the next order's.
                 self.declare_lost(f"no answer to {type(message).__name__} in {deadline:.0f} s")
                 raise
         if answer is None:
@@ -115,10 +118,16 @@ class Handle:
         self._channel.close()
 
     def _receive(self, message: FromWorker) -> None:
-        self._answers.put_nowait(message)
+        if not self._asked:
+            said = message.error if isinstance(message, Failure) else type(message).__name__
+            self.declare_lost(f"it said what nobody had asked for: {said}")
+        elif not (asked := self._asked.popleft()).done():
+            asked.set_result(message)
 
     def _fail_waiters(self) -> None:
-        self._answers.put_nowait(None)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_result(None)
 
     async def _read(self) -> None:
         try:

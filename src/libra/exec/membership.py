@@ -43,6 +43,14 @@ class Membership:
     def replicas(self) -> tuple[Handle, ...]:
         return (*self.cores, *self.hybrids)
 
+    def require_core(self) -> Handle:
+        """The first core replica that is not lost. Raises `CoreLostError` when all are."""
+        for replica in self.cores:
+            if not replica.lost:
+                return replica
+        names = ", ".join(replica.name for replica in self.cores)
+        raise CoreLostError(f"core trainer {names} is gone, and no other is left")
+
     def hybrid(self, name: str) -> Handle:
         """Raises `WorkerLostError` when there is none of that name."""
         for replica in self.hybrids:
@@ -99,9 +107,7 @@ class Membership:
 
     def forget_lost(self) -> bool:
         """Whether somebody was lost. Raises `CoreLostError` when no core is left."""
-        before, cores = len(self.replicas), ", ".join(replica.name for replica in self.cores)
-        self.cores = [replica for replica in self.cores if not replica.lost]
+        before, first = len(self.replicas), self.require_core()
+        self.cores = [first, *(replica for replica in self.cores if replica is not first and not replica.lost)]
         self.hybrids = [replica for replica in self.hybrids if not replica.lost]
-        if not self.cores:
-            raise CoreLostError(f"core trainer {cores} is gone, and no other is left")
         return len(self.replicas) < before

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from libra.config import ConfigError, RunConfig
+from libra.disk import writing
 from libra.exec.checkpoint import latest_checkpoint
 from libra.route.catalogue import policy_named, policy_restored
 
@@ -24,6 +25,13 @@ from libra.route.catalogue import policy_named, policy_restored
 # larger model adds its weights, see `_check_memory`.
 NURSERY_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
+_RESUMED_AS_STARTED = (
+    (None, "seed"),
+    ("environment", "kind"),
+    ("environment", "train_prompts"),
+    ("training", "prompts_per_step"),
+    ("training", "samples_per_prompt"),
+)
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
 
@@ -44,8 +52,9 @@ def prepare_run_directory(config: RunConfig, overwrite: bool) -> Path:
     directory = config.run_directory
     if overwrite and directory.exists():
         shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
+    with writing(directory / "config.json"):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
     return directory
 
 
@@ -178,6 +187,7 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
         path, state = latest_checkpoint(directory)
+        _check_resumed(config, directory / "config.json")
         try:
             policy_restored(config.routing.policy, state.policy)
         except ValueError as error:
@@ -188,6 +198,20 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
         )
     if used and not resume and not overwrite:
         raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
+
+
+def _check_resumed(config: RunConfig, started_with: Path) -> None:
+    """Groups that are under way must mean the same prompts and be of the same size."""
+    before = json.loads(started_with.read_text())
+    now = config.model_dump(mode="json")
+    for section, key in _RESUMED_AS_STARTED:
+        old, new = (before, now) if section is None else (before[section], now[section])
+        if old[key] != new[key]:
+            name = key if section is None else f"{section}.{key}"
+            raise ConfigError(
+                f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"
+                " again with --overwrite"
+            )
 
 
 def _writable(directory: Path) -> bool:

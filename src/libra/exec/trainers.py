@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from libra.exec.answers import STANDARD, Patience, kill_process
+from libra.exec.answers import STANDARD, Patience
 from libra.exec.handles import Handle
 from libra.exec.joining import Joiner, JoinError
 from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
 from libra.exec.membership import FAILURES, ExchangeError, Membership
-from libra.exec.messages import Commit, Discard, Done, Publish, Published, Reduced, Sample, Train, Trained
+from libra.exec.messages import Commit, Discard, Done, Message, Publish, Published, Reduced, Sample, Train, Trained
 from libra.exec.weights import BUFFERS
+
+Reply = TypeVar("Reply", bound=Message)
 
 
 class DivergedError(RuntimeError):
@@ -31,9 +34,10 @@ class Trainers:
         self,
         core: Handle,
         find_port: Callable[[], int],
+        kill: Callable[[Handle], None],
         patience: Patience = STANDARD,
-        kill: Callable[[Handle], None] = kill_process,
     ) -> None:
+        """`core` is the first replica; `kill` ends the process of one that hangs."""
         self._patience, self._kill = patience, kill
         self._members = Membership(core, find_port, patience, kill)
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
@@ -42,7 +46,12 @@ class Trainers:
 
     @property
     def core(self) -> Handle:
-        return self._members.cores[0]
+        """A core replica that is there. Raises `CoreLostError` when none is."""
+        return self._members.require_core()
+
+    def require_core(self) -> None:
+        """Raises `CoreLostError` when no core replica is there."""
+        self._members.require_core()
 
     @property
     def size(self) -> int:
@@ -89,6 +98,13 @@ class Trainers:
                 else:  # somebody was lost, so that it was prepared in vain
                     await members.regroup()
             return leaving
+
+    async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
+        """What a core replica answers; when it goes away, the next one. Raises `CoreLostError`, `WorkerFailedError`."""
+        while True:
+            [answer] = await self._members.ask([(self.core, order)], reply)
+            if answer is not None:
+                return answer
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
@@ -143,7 +159,7 @@ class Trainers:
         if answers[0] is not None:
             checksum = answers[0].checksum
         else:  # who was to publish is lost
-            checksum = (await self.core.ask(Publish(version, buffer), Published)).checksum
+            checksum = (await self.ask_core(Publish(version, buffer), Published)).checksum
         speeds = [vote.compute_seconds / vote.forward_tokens for vote in votes if vote.forward_tokens]
         self._token_seconds = max(speeds, default=self._token_seconds)
         return summarise(votes, done[0], checksum, buffer, time.monotonic() - began)
