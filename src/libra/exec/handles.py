@@ -118,11 +118,14 @@ class Handle:
         self._channel.close()
 
     def _receive(self, message: FromWorker) -> None:
-        if not self._asked:
-            said = message.error if isinstance(message, Failure) else type(message).__name__
-            self.declare_lost(f"it said what nobody had asked for: {said}")
-        elif not (asked := self._asked.popleft()).done():
-            asked.set_result(message)
+        if self._asked:
+            asked = self._asked.popleft()
+            if not asked.done():
+                asked.set_result(message)
+        elif isinstance(message, Failure):  # its last words
+            self.declare_lost(f"it failed: {message.error}")
+        else:
+            self.declare_lost(f"it sent {type(message).__name__}, which nobody had asked for")
 
     def _fail_waiters(self) -> None:
         for asked in self._asked:
