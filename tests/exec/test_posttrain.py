@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sittings import PER_STEP, SIZE, STALENESS, STEPS, Sitting, sit, sit_until_killed
+from sittings import PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit, sit_until_killed
 
 from libra.config import ConfigError
+from libra.environments.protocol import Prompt
 from libra.exec.checkpoint import latest_checkpoint
 from libra.exec.interrupted import read_interrupted
 from libra.exec.journal import read_journal
 from libra.exec.membership import CoreLostError
+from libra.exec.rollout import Episode, Rollout
 from libra.report.records import StepRecord, read_records
 from libra.trajectory import read_trajectories
 
@@ -121,6 +123,33 @@ def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match="resume with the file that the run was started with"):
         asyncio.run(sitting.training.run())
     sitting.close()
+
+
+def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was under way when its run was interrupted."""
+    for rounds in range(40, 400):
+        run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
+        run.mkdir()
+        sit_until_killed(run, left, False, 3, rounds)
+        if any(left.glob("checkpoint-*/state.json")):
+            history = read_interrupted(left).history
+            if any(group.started_at < history.version for group in history.groups):
+                break
+    steps_until_due: dict[str, int] = {}
+    episode = Rollout.episode
+
+    async def noted(rollout: Rollout, id: str, prompt: Prompt, due: float, temperature: float) -> Episode:
+        steps_until_due[id.split("-")[0]] = round((due - rollout._now()) / 1000)
+        return await episode(rollout, id, prompt, due, temperature)
+
+    monkeypatch.setattr(MadePeriods, "predicted_seconds", 1000.0)
+    monkeypatch.setattr(Rollout, "episode", noted)
+    sit(left, resume=True, seed=1)
+    for group in history.groups:
+        if len(group.episodes) < SIZE:
+            used = history.version - group.started_at
+            assert steps_until_due.pop(f"g{group.number}") == 1 + STALENESS - used
+    assert set(steps_until_due.values()) == {1 + STALENESS}
 
 
 LIMITED = """

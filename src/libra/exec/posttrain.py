@@ -93,10 +93,10 @@ class PostTraining:
         try:
             self._take_up_knowledge()
             await self._make_again()
+            self._steering.begin(self._step)
             self._take_up_groups()
             self._generated = self._rollout.generated_tokens
             self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
-            self._steering.begin(self._step)
             ended = self._recorder.now()
             while self._step < self._config.training.steps:
                 ended = await self._one_step(ended)
