@@ -20,12 +20,16 @@ from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
 from libra.exec.launch_local import LocalLauncher
 from libra.exec.messages import (
     Failure,
+    Identify,
     LoadCheckpoint,
     Loaded,
     LoadWeights,
     Message,
     Publish,
+    Published,
+    Standing,
     StartEngine,
+    StatePlace,
     Stop,
 )
 from libra.exec.mover import Moved
@@ -72,9 +76,9 @@ class Told:
 class Made:
     """An executor and what it works with."""
 
-    def __init__(self, directory: Path, checkpoint: Path | None = None) -> None:
+    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: Pool | None = None) -> None:
         self.directory = directory
-        self.launcher, self.told, self.pool = MadeLauncher(), Told(), make_pool(1, 1, 2)
+        self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
         self.fleet = Fleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
@@ -141,6 +145,60 @@ def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
         assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)
 
     started(tmp_path, scenario, checkpoint)
+
+
+def test_the_slot_of_a_lost_core_is_used_again_and_its_state_comes_from_the_other_one(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_text("4")
+
+    async def run() -> None:
+        made = Made(tmp_path, checkpoint, make_pool(2, 0, 2))
+        workers = made.launcher.workers
+        try:
+            await made.executor.start(FIRST)
+            assert made.executor.trainers.names() == ("core-0", "core-1")
+            loaded = {name: LoadCheckpoint(str(checkpoint)) in worker.orders for name, worker in workers.items()}
+            assert loaded == {"core-0": True, "core-1": False, "rollout-0": False, "rollout-1": False}
+            assert workers["core-1"].version == 4
+            workers["core-0"].die()
+            while not made.told.losses:
+                await asyncio.sleep(0)
+            assert made.executor.trainers.core.name == "core-1"
+            await made.executor.save_final(tmp_path / "model")
+            applied = await made.executor.apply(FIRST)
+            assert [str(moved.move) for moved in applied.moves] == ["idle -> train"]
+            assert made.executor.trainers.names() == ("core-1", "core-0")
+            assert LoadCheckpoint(str(checkpoint)) not in workers["core-0"].orders
+            assert workers["core-0"].version == 4
+        finally:
+            await made.executor.stop()
+            made.journal.close()
+
+    (tmp_path / "tokenizer.json").touch()
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        hold, asked = asyncio.Event(), asyncio.Event()
+
+        async def late() -> Message:
+            asked.set()
+            await hold.wait()
+            return Standing(0, 0, StatePlace(0, 0, 0))
+
+        core = made.launcher.workers["core-0"]
+        core.instead[Identify] = late
+        restarting = asyncio.create_task(made.executor.restart("hybrid-0"))
+        await asked.wait()
+        restarting.cancel()
+        await asyncio.gather(restarting, return_exceptions=True)
+        saving = asyncio.create_task(made.executor.trainers.ask_core(Publish(4, 0), Published))
+        hold.set()
+        assert await saving == Published(4, 7)
+
+    started(tmp_path, scenario)
 
 
 def test_a_worker_changes_sides_and_its_old_process_is_gone_first(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from libra.cost.profile_file import save_profile
 from libra.environments.protocol import Prompt
 from libra.exec.checkpoint import latest_checkpoint
 from libra.exec.episode_file import read_history
+from libra.exec.membership import CoreLostError
 from libra.exec.run import run
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 from libra.report.html import render_report
@@ -56,13 +57,14 @@ class Runs:
         save_profile(directory / "profile.json", PROFILE)
         self.launcher: MadeLauncher
 
-    def config(self, name: str, mode: str = "adaptive", steps: int = STEPS) -> RunConfig:
+    def config(self, name: str, mode: str = "adaptive", steps: int = STEPS, cores: int = 1) -> RunConfig:
         return RunConfig.model_validate(
             {
                 "name": name,
                 "directory": str(self._directory / "runs"),
                 "allocation": mode,
                 "checkpoint_every": 3,
+                "cluster": {"core": cores, "hybrid": 2 - cores, "rollout": 2},
                 "environment": {"kind": "ask", "tools": ["e"], "train_prompts": 8, "heldout_prompts": 4},
                 "model": {"directory": str(self.model)},
                 "warm_up": {"steps": 0},
@@ -161,6 +163,37 @@ def test_the_slot_of_a_lost_engine_is_used_again(runs: Runs, mode: str) -> None:
         for row in rows(config.run_directory, "events")
         if row["time"] > 0
     )
+
+
+def test_the_slot_of_a_lost_core_is_used_again(runs: Runs) -> None:
+    config = runs.config("core-loss", steps=60, cores=2)
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        await until(lambda: len(rows(config.run_directory, "metrics")) >= 2, task)
+        lost = runs.launcher.workers["core-0"]
+        lost.die()
+        await until(lambda: runs.launcher.workers["core-0"] is not lost, task)
+        return await task
+
+    summary = asyncio.run(scenario())
+    require_whole(config.run_directory, summary, steps=60)
+    assert summary.lost_workers == ("core-0",)
+
+
+def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs: Runs) -> None:
+    config = runs.config("cores-lost", steps=60, cores=2)
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        await until(lambda: any(config.run_directory.glob("checkpoint-*/state.json")), task)
+        for name in ("core-0", "core-1"):
+            runs.launcher.workers[name].die()
+        with pytest.raises(CoreLostError, match=r"core trainer .*core-1 is gone, and no other is left"):
+            await task
+        return await runs.start(config, resume=True)
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=60)
 
 
 @pytest.mark.parametrize("steps", [4, 7, 11])
