@@ -155,6 +155,18 @@ def test_the_answer_to_an_order_that_nobody_waits_for_any_more_is_dropped() -> N
     engine(scenario)
 
 
+def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        await far.receive()
+        handle._receive(Published(1, 5))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    engine(scenario)
+
+
 def test_an_order_that_is_cancelled_before_it_is_sent_has_no_answer() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         first = asyncio.create_task(handle.ask(Publish(1, 1), Published))

@@ -86,7 +86,8 @@ class Handle:
             self._asked.append(asked)
             self._channel.send(message)
             try:
-                answer = await asyncio.wait_for(asked, deadline)
+                async with asyncio.timeout(deadline):
+                    answer = await asked
             except TimeoutError:
                 self.declare_lost(f"no answer to {type(message).__name__} in {deadline:.0f} s")
                 raise
