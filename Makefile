@@ -44,6 +44,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.profiles --quick
 	$(VENV)/bin/python -m benchmarks.tracking --quick
 	$(VENV)/bin/python -m benchmarks.replanning --quick
+	$(VENV)/bin/python -m benchmarks.joins --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
@@ -55,6 +56,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.profiles
 	$(VENV)/bin/python -m benchmarks.tracking
 	$(VENV)/bin/python -m benchmarks.replanning
+	$(VENV)/bin/python -m benchmarks.joins
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed

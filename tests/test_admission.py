@@ -107,6 +107,27 @@ def test_a_resumed_run_counts_from_its_version() -> None:
     assert (admission.published, admission.in_flight) == (8, 0)
 
 
+def test_groups_that_were_under_way_are_taken_up_as_they_were() -> None:
+    admission: Admission[int] = Admission(groups_per_step=1, group_size=2, max_staleness=1, version=7)
+    admission.resume("slow", 6, [0])
+    admission.resume("next", 7, [])
+    assert (admission.in_flight, admission.may_start(), admission.ready()) == (2, False, False)
+    completed(admission, "next")
+    assert not admission.ready()  # slow was started under version 6: the batch that makes version 8 is its last
+    admission.finish("slow", 1)
+    assert admission.take() == [("slow", [0, 1])]
+
+
+def test_what_cannot_have_been_under_way_is_refused() -> None:
+    admission: Admission[int] = Admission(groups_per_step=1, group_size=1, max_staleness=1, version=7)
+    with pytest.raises(ValueError, match="group a was started under version 8, after 7"):
+        admission.resume("a", 8, [])
+    with pytest.raises(ValueError, match="cannot be trained on at most 1 versions later any more"):
+        admission.resume("a", 5, [])
+    with pytest.raises(ValueError, match="has its 1 episodes already"):
+        admission.resume("b", 7, [0, 1])
+
+
 def test_what_is_refused() -> None:
     admission: Admission[int] = Admission(groups_per_step=2, group_size=1, max_staleness=0)
     started(admission, "a")
@@ -212,14 +233,22 @@ class Model:
     staleness=st.integers(0, 4),
     steps=st.integers(1, 6),
     eager=st.booleans(),
+    interruptions=st.sets(st.integers(0, 80), max_size=6),
     chance=st.randoms(use_true_random=False),
 )
 def test_any_schedule_ends_with_every_group_used_once(
-    groups_per_step: int, group_size: int, staleness: int, steps: int, eager: bool, chance: random.Random
+    groups_per_step: int,
+    group_size: int,
+    staleness: int,
+    steps: int,
+    eager: bool,
+    interruptions: set[int],
+    chance: random.Random,
 ) -> None:
     admission: Admission[str] = Admission(groups_per_step, group_size, staleness)
     model = Model(groups_per_step, group_size, staleness)
     most = (1 + staleness) * groups_per_step
+    events = 0
     while model.published < steps:
         training = len(model.batches) > model.published
         unfinished = model.unfinished()
@@ -256,6 +285,12 @@ def test_any_schedule_ends_with_every_group_used_once(
             case "publish":
                 model.published += 1
                 admission.publish(model.published)
+        if events in interruptions:  # every batch that was taken is trained on before anything else
+            model.published = len(model.batches)
+            admission = Admission(groups_per_step, group_size, staleness, model.published)
+            for group in [group for group in model.started_at if group not in model.used()]:
+                admission.resume(group, model.started_at[group], list(model.episodes[group]))
+        events += 1
     assert sorted(model.used()) == sorted(model.started_at)
     assert len(model.used()) == steps * groups_per_step
     assert admission.in_flight == 0

@@ -19,10 +19,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from libra.cli import app
+from libra.config import load_config
+from libra.disk import DiskError
+from libra.exec.checkpoint import FORMAT
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.document import dump_plan, parse_plan
 from libra.plan.slots import SlotRequest
 from libra.recipe import Recipe
+from libra.report.records import Evaluation
+from libra.route.catalogue import policy_named
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIG, LOG, PROFILE = (EXAMPLES / name for name in ("calculator.yaml", "trajectories.jsonl", "profile_2_cores.json"))
@@ -601,6 +606,11 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
         changed(start={"buckets": [{"shape": "short", "engines": 2, "up_to": 64}]}),
         "start.buckets: the last bucket uses 'short', which holds 64 tokens; end with the shape that holds 192",
     ),
+    (
+        "unknown policy",
+        changed(routing={"policy": "cmlqf"}),
+        "routing.policy: policy is 'cmlqf'; choose one of round-robin, least-loaded,",
+    ),
     ("in /proc", changed(directory="/proc/runs"), "directory: /proc/runs/calculator cannot be written; give a"),
     (
         "below a file",
@@ -687,6 +697,84 @@ def test_a_run_neither_destroys_nor_invents_an_earlier_one(
     before = everything_below(here)
     assert_refused(libra("run", config, *options), message)
     assert everything_below(here) == before
+
+
+def make_checkpoint(run: Path, policy: dict[str, Any]) -> Path:
+    """What a run with `BASE` left in its directory, with this snapshot of its router."""
+    (run / "config.json").write_text(load_config(write(run.parent / "run.yaml", BASE)).model_dump_json())
+    (run.parent / "run.yaml").unlink()
+    checkpoint = run / "checkpoint-3"
+    checkpoint.mkdir()
+    state = {
+        "format": FORMAT,
+        "step": 3,
+        "seconds": 1.0,
+        "tracker": {},
+        "policy": policy,
+        "started": json.loads(Evaluation("start", 0, 16, 0.25, 0.5, 2.0).to_json()),
+    }
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return checkpoint
+
+
+def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
+    config = write(here / "run.yaml", BASE)
+    make_checkpoint(make_run(here), policy_named("cmlfq-published").snapshot())
+    before = everything_below(here)
+    assert_refused(
+        libra("run", config, "--resume"), "routing.policy: runs/calculator/checkpoint-3: snapshot is of policy"
+    )
+    assert everything_below(here) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed: the run was started with 0 and cannot go on with 4; give the same, or start again with"),
+        (
+            {"training": {"prompts_per_step": 3}},
+            "training.prompts_per_step: the run was started with 24 and cannot go on",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_the_groups_that_it_has(here: Path, change: dict[str, Any], message: str) -> None:
+    make_checkpoint(make_run(here), policy_named("cmlfq").snapshot())
+    assert_refused(libra("run", write(here / "run.yaml", changed(**change)), "--resume"), message)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    run = here / "runs" / "calculator"
+
+    async def full(*_: object) -> None:
+        if saved:
+            (run / "checkpoint-3").mkdir()
+            (run / "checkpoint-3" / "state.json").touch()
+        raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.exec.run.run", full)
+    result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
+    remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
+        f" {remedy}\n",
+    )
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = here / "runs" / "calculator"
+
+    async def full(*_: object) -> None:
+        (run / "metrics.jsonl").touch()
+        (run / "report.html").mkdir()
+        raise DiskError(run / "metrics.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.exec.run.run", full)
+    result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
+    assert result.exit_code == 1 and "metrics.jsonl cannot be written" in result.stderr
 
 
 def test_options_are_checked_as_the_file_is(here: Path) -> None:

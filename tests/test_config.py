@@ -56,6 +56,7 @@ def test_what_is_left_out_has_the_documented_default(tmp_path: Path, data: dict[
     config = load_config(write(tmp_path, data))
     assert config.run_directory == Path("runs/calculator")
     assert (config.seed, config.allocation, config.training.max_staleness) == (0, "adaptive", 1)
+    assert config.routing.policy == "cmlfq"
     assert (config.cluster.slots, config.cluster.core, config.cluster.hybrid, config.cluster.rollout) == (4, 1, 1, 2)
 
 

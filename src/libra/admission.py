@@ -9,6 +9,7 @@ that are taken in parts, as their groups are complete.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -50,6 +51,21 @@ class Admission(Generic[Episode]):
         if group in self._groups:
             raise ValueError(f"group {group} was started before")
         self._groups[group] = _Group(self.published, self.group_size, [])
+
+    def resume(self, group: str, started_at: int, episodes: Iterable[Episode]) -> None:
+        """A group that was under way when its run was interrupted, with what is there of it. Oldest groups first, and
+        before any other starts. Raises ValueError where it can no more be trained on in time."""
+        if started_at > self.published:
+            raise ValueError(f"group {group} was started under version {started_at}, after {self.published}")
+        self.start(group)
+        self._groups[group] = _Group(started_at, self.group_size, [])
+        for episode in episodes:
+            self.finish(group, episode)
+        if not self._in_time([entry.started_at for entry in self._groups.values()], self.lacks):
+            raise ValueError(
+                f"group {group} was started under version {started_at}: it cannot be trained on at most"
+                f" {self.max_staleness} versions later any more"
+            )
 
     def finish(self, group: str, episode: Episode) -> None:
         """One episode of the group is finished."""

@@ -76,12 +76,16 @@ def run(
 
 def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
     # Imported here: planning and reading traces must not need what running needs.
+    from libra.disk import DiskError, writing
     from libra.environments.registry import load_environment
+    from libra.exec.episode_file import EpisodeFileError
     from libra.exec.handles import WorkerFailedError, WorkerLostError
+    from libra.exec.journal import JournalError
     from libra.exec.launch_local import LaunchError
+    from libra.exec.membership import CoreLostError, ExchangeError
     from libra.exec.preflight import check, prepare_run_directory
     from libra.exec.run import run as run_session
-    from libra.exec.trainers import CoreLostError, DivergedError
+    from libra.exec.trainers import DivergedError
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.html import render_report
     from libra.report.live import make_display
@@ -97,13 +101,29 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
         status, problem = 130, f"interrupted (files are in {run_directory})"
     except InfeasiblePlanError as error:
         status, problem = 3, f"the run cannot go on: {error}"
-    except (LaunchError, CoreLostError, DivergedError, WorkerFailedError, WorkerLostError, TimeoutError) as error:
+    except (EpisodeFileError, JournalError) as error:
+        bad_input(error)
+    except DiskError as error:
+        status, problem = 1, str(error)
+    except (
+        LaunchError,
+        CoreLostError,
+        DivergedError,
+        ExchangeError,
+        WorkerFailedError,
+        WorkerLostError,
+        TimeoutError,
+    ) as error:
         status, problem = 1, f"{error} (logs are in {run_directory / 'logs'})"
     finally:
         display.close()
     report = run_directory / "report.html"
     if (run_directory / "metrics.jsonl").exists():
-        report.write_text(render_report(run_directory), encoding="utf-8")
+        try:
+            with writing(report):
+                report.write_text(render_report(run_directory), encoding="utf-8")
+        except DiskError as error:
+            status, problem = status or 1, problem or str(error)
     if problem:
         saved = any(run_directory.glob("checkpoint-*/state.json"))
         remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"

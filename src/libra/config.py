@@ -93,12 +93,17 @@ class TrainingConfig(Section):
     denominator: Literal["tokens", "sequences", "constant"] = "constant"
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
     micro_batch_tokens: PositiveInt = 1024
+    precision: Literal["bf16", "fp32"] = "bf16"  # of forward and backward; parameters and optimiser are float32
     temperature: PositiveFloat = 1.0
     kv_on_update: Literal["keep", "refresh"] = "keep"
 
     @property
     def trajectories(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
+
+
+class RoutingConfig(Section):
+    policy: str = "cmlfq"  # which engine makes a turn; a name that `libra.route.catalogue` knows
 
 
 class PlannerConfig(Section):
@@ -123,6 +128,7 @@ class RunConfig(Section):
     engines: dict[str, ShapeConfig] = Field(min_length=1)
     start: StartConfig
     training: TrainingConfig
+    routing: RoutingConfig = RoutingConfig()
     planner: PlannerConfig = PlannerConfig()
 
     @model_validator(mode="after")

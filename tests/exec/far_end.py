@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from libra.exec.channel import ControllerChannel, WorkerChannel
 from libra.exec.handles import Handle
 from libra.exec.launch_local import WorkerLink
-from libra.exec.messages import Message, ToWorker, Turn, Turns
+from libra.exec.messages import Generated, Message, Piece, ToWorker
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
@@ -38,6 +39,8 @@ class FarEnd:
         self._connection.sendall(data)
 
     def close(self) -> None:
+        with suppress(OSError):  # it is closed already
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in `receive`
         self._connection.close()
 
 
@@ -47,9 +50,22 @@ async def connect(kind: type[H], on_lost: Callable[[str, str], object], name: st
     return kind(WorkerLink(name, 4711, await ControllerChannel.open(ours)), on_lost), FarEnd(theirs)
 
 
-def turn(request: str, *tokens: int) -> Turn:
-    return Turn(request, list(tokens), [-0.5] * len(tokens), [(0, 0)], 3, 0, 0.1)
+def piece(turn: str, *tokens: int, version: int = 0) -> Piece:
+    """Tokens of a turn; their log-probs tell which they are."""
+    return Piece(turn, version, list(tokens), [-0.5 * token for token in tokens])
 
 
-def turns(*finished: Turn, busy: float = 0.0, iterations: int = 0, generated: int = 0, prefilled: int = 0) -> Turns:
-    return Turns(list(finished), busy, prefilled, iterations, generated, 0)
+def generated(
+    *pieces: Piece,
+    ended: Sequence[str] = (),
+    busy: float = 0.0,
+    iterations: int = 0,
+    tokens: int = 0,
+    prefilled: int = 0,
+) -> Generated:
+    return Generated(list(pieces), list(ended), busy, prefilled, iterations, tokens)
+
+
+def whole(turn: str, *tokens: int) -> Generated:
+    """A turn from its first token to its end."""
+    return generated(piece(turn, *tokens), ended=[turn])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from accelerate.state import AcceleratorState
 
 from libra.exec.grpo import Denominator
-from libra.exec.messages import Regroup, Sample, StartTrainer, Train
+from libra.exec.messages import Commit, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
 from libra.exec.pace import Pacer
 from libra.exec.trainer import Trainer
 from libra.exec.weights import create_buffer
@@ -21,13 +22,22 @@ R = TypeVar("R")
 
 TOKENS = 14  # ids that samples are made of, after the special ones
 RATE = 1e-3
+PATIENCE = 20.0  # seconds in the exchange
 
 
-def make_trainer(model: Path, kind: Denominator = "tokens", seed: int = 0, micro_batch: int = 1) -> Trainer:
+def make_trainer(
+    model: Path,
+    kind: Denominator = "tokens",
+    seed: int = 0,
+    micro_batch: int = 1,
+    precision: Precision = "bf16",
+) -> Trainer:
     """A replica. `micro_batch` 1 gives every sample its own, so that a batch may be split anywhere without changing the
-    rounding of bfloat16."""
+    rounding of bfloat16. All replicas of one test have one precision: accelerate keeps it for the whole process."""
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != {"bf16": "bf16"}.get(precision, "no"):
+        AcceleratorState._reset_state()
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    start = StartTrainer(str(model), 0, RATE, (0.8, 1.28), kind, 12.0, micro_batch, seed, 1.0, cores)
+    start = StartTrainer(str(model), RATE, (0.8, 1.28), kind, 12.0, micro_batch, precision, seed, 1.0, cores)
     descriptor = create_buffer()
     try:
         return Trainer(start, descriptor, Pacer(1.0, cores))
@@ -56,9 +66,20 @@ BATCH = [
 ]
 
 
-def order(samples: list[Sample], version: int = 1, publish_to: int = -1) -> Train:
+def order(samples: Sequence[Sample], version: int = 1) -> Train:
     """A step over `samples`, which are all that this replica has."""
-    return Train(version, samples, len(samples), sum(sum(s.generated) for s in samples), publish_to)
+    return Train(version, list(samples), len(samples), sum(sum(s.generated) for s in samples), PATIENCE)
+
+
+def commit(trainer: Trainer, vote: Reduced, publish_to: int = -1) -> Trained:
+    """The verdict is yes."""
+    assert not vote.failure
+    return trainer.commit(Commit(vote.version, publish_to))
+
+
+def train(trainer: Trainer, order: Train, publish_to: int = -1) -> Trained:
+    """A whole step of one replica that votes for itself."""
+    return commit(trainer, trainer.reduce(order), publish_to)
 
 
 def parameters(trainer: Trainer) -> torch.Tensor:
@@ -77,8 +98,14 @@ def at_once(*verbs: Callable[[], R]) -> list[R]:
         return [future.result(timeout=60) for future in [threads.submit(verb) for verb in verbs]]
 
 
-def regroup(replicas: list[Trainer], generation: int, port: int, share_state: bool = False) -> None:
-    def enter(rank: int) -> Callable[[], float]:
-        return lambda: replicas[rank].regroup(Regroup(generation, rank, len(replicas), port, share_state))
+def regroup(replicas: Sequence[Trainer], generation: int, port: int) -> None:
+    """All of them into a new membership, ranks in this order."""
+    for rank, replica in enumerate(replicas):
+        replica.exchange.prepare(Prepare(generation, rank, len(replicas), port))
+    at_once(*(lambda replica=replica: replica.exchange.enter(generation) for replica in replicas))
 
-    at_once(*(enter(rank) for rank in range(len(replicas))))
+
+def step_together(replicas: Sequence[Trainer], shares: Sequence[Sequence[Sample]], version: int = 1) -> list[Trained]:
+    """One step of several replicas, each with its share, who all vote yes."""
+    votes = at_once(*(lambda r=r, s=s: r.reduce(order(s, version)) for r, s in zip(replicas, shares, strict=True)))
+    return [commit(replica, vote) for replica, vote in zip(replicas, votes, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.exec.fleet import Fleet, Instance
 from libra.exec.handles import EngineHandle
-from libra.exec.messages import Generate, Turn
+from libra.exec.messages import Generate, Piece
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 from libra.trajectory import Trajectory
@@ -61,19 +61,28 @@ class AskTool:
         raise NotImplementedError
 
 
-def turn(tokens: Sequence[int], spans: Sequence[tuple[int, int]] = ((0, 0),)) -> Turn:
-    """What an engine made; the log-prob of a token tells its place in the turn."""
-    return Turn("", list(tokens), [-(1.0 + i) for i in range(len(tokens))], list(spans), 0, 0, 0.0)
+Part = list[Piece]
+Take = Callable[[Piece], None]
+
+
+def turn(tokens: Sequence[int], spans: Sequence[tuple[int, int]] = ((0, 0),)) -> Part:
+    """What an engine makes of a turn: a piece for each (version, its first token). The log-prob of a token tells its
+    place."""
+    ends = [start for _, start in spans[1:]] + [len(tokens)]
+    return [
+        Piece("", version, list(tokens[start:end]), [-(1.0 + i) for i in range(start, end)])
+        for (version, start), end in zip(spans, ends, strict=True)
+    ]
 
 
 class Script:
-    """What the engines answer, in the order in which they are asked; an item that is called is an accident."""
+    """What the engines answer, in the order in which they are asked; what is called may also raise."""
 
-    def __init__(self, *answers: Turn | Callable[[], None]) -> None:
+    def __init__(self, *answers: Part | Callable[[Take], None]) -> None:
         self._answers = list(answers)
         self.requests: list[tuple[str, Generate]] = []  # engine and a copy of what it was sent
 
-    def next(self, engine: str, request: Generate) -> Turn:
+    def next(self, engine: str, request: Generate, take: Take) -> None:
         copy = Generate(
             request.id,
             list(request.tokens),
@@ -85,10 +94,11 @@ class Script:
         )
         self.requests.append((engine, copy))
         answer = self._answers.pop(0)
-        if isinstance(answer, Turn):
-            return answer
-        answer()
-        raise AssertionError("an accident raises")
+        if callable(answer):
+            answer(take)
+            return
+        for piece in answer:
+            take(piece)
 
 
 class ScriptedEngine:
@@ -96,10 +106,14 @@ class ScriptedEngine:
 
     def __init__(self, name: str, script: Script) -> None:
         self.name, self.load_tokens = name, 0
+        self.interrupted: list[str] = []
         self._script = script
 
-    async def generate(self, request: Generate) -> Turn:
-        return self._script.next(self.name, request)
+    async def generate(self, request: Generate, take: Take) -> None:
+        self._script.next(self.name, request, take)
+
+    def interrupt(self, turn: str) -> None:
+        self.interrupted.append(turn)
 
 
 def instance(engine: ScriptedEngine, shape: str = "short", capacity: int = 1000) -> Instance:
@@ -111,16 +125,25 @@ class FirstInstance:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ToolReturn | None]] = []
+        self.requests: list[Request] = []
+        self.views: list[View] = []
         self.done: list[Trajectory] = []
         self.gone: list[str] = []
 
     def place(self, request: Request, view: View) -> Placement | None:
         self.asked.append(("place", None))
+        self.requests.append(request)
+        self.views.append(view)
         return self._first(view)
 
     def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
         self.asked.append(("tool_returned", returned))
+        self.requests.append(request)
+        self.views.append(view)
         return self._first(view)
+
+    def outlived(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+        raise NotImplementedError
 
     def finished(self, trajectory: Trajectory) -> None:
         self.done.append(trajectory)
@@ -142,13 +165,13 @@ class FirstInstance:
         if len(self.asked) > 100:
             raise AssertionError("the same turn is placed again and again")
         for found in view.instances:
-            return Placement(found.id, found.bucket, False, "the first")
+            return Placement(found.id, found.bucket, False, "the first", priority=5)
         return None
 
 
 def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> Fleet:
     """A fleet of one bucket with these engines."""
-    fleet = Fleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)), turn_tokens=8)
+    fleet = Fleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
     for engine in engines:
         fleet.add(instance(engine))
     return fleet

@@ -12,7 +12,7 @@ import pytest
 
 import libra.exec.channel
 from libra.exec.channel import ControllerChannel, WorkerChannel
-from libra.exec.messages import Abort, Done, Failure, Generate, LoadWeights, Message, Published, Stop
+from libra.exec.messages import Done, Failure, Generate, Interrupt, LoadWeights, Message, Published, Stop
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
@@ -51,8 +51,8 @@ def worker() -> tuple[WorkerChannel, socket.socket]:
 
 
 def test_messages_cross_both_ways_in_order() -> None:
-    orders: list[Message] = [Generate("a", [1, 2], 16, 1.0, 3, 0), LoadWeights(1, 1, 7), Abort("a"), Stop()]
-    answers: list[Message] = [Published(1, 7), Failure("no", True), Done()]
+    orders: list[Message] = [Generate("a", [1, 2], 16, 1.0, 3, 0), LoadWeights(1, 1, 7), Interrupt("a"), Stop()]
+    answers: list[Message] = [Published(1, 7), Failure("no"), Done()]
 
     async def scenario(channel: ControllerChannel, theirs: socket.socket) -> None:
         worker = WorkerChannel(theirs)
@@ -82,9 +82,9 @@ def test_a_message_larger_than_the_sockets_buffer() -> None:
 
 def test_a_frame_may_come_in_pieces(worker: tuple[WorkerChannel, socket.socket]) -> None:
     channel, peer = worker
-    for byte in frame(msgspec.json.encode(Abort("a"))):
+    for byte in frame(msgspec.json.encode(Interrupt("a"))):
         peer.send(bytes([byte]))
-    assert channel.receive() == Abort("a")
+    assert channel.receive() == Interrupt("a")
 
 
 def test_poll_says_whether_something_waits(worker: tuple[WorkerChannel, socket.socket]) -> None:
@@ -100,7 +100,7 @@ def test_poll_says_whether_something_waits(worker: tuple[WorkerChannel, socket.s
 
 REFUSED = [
     (b'{"type":"Nonsense"}', msgspec.ValidationError),
-    (b'{"type":"Abort","id":"a","extra":1}', msgspec.ValidationError),
+    (b'{"type":"Interrupt","id":"a","extra":1}', msgspec.ValidationError),
     (b"", msgspec.DecodeError),
     (b"not JSON", msgspec.DecodeError),
     (b"\xff", msgspec.DecodeError),

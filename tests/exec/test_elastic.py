@@ -1,29 +1,37 @@
-"""The gradient exchange when somebody is missing."""
+"""The gradient exchange: beside a membership in use the next one forms, and somebody may be missing."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from replicas import BATCH, at_once, free_port, make_trainer, order
+from msgspec.structs import replace
+from replicas import BATCH, PATIENCE, at_once, free_port, make_trainer, order, regroup, train
 
 import libra.exec.elastic
 from libra.exec.elastic import GradientExchange, PeerLostError
-from libra.exec.messages import Regroup
+from libra.exec.messages import Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEER = """
 import sys
 from libra.exec.elastic import GradientExchange
+from libra.exec.messages import Prepare
 exchange = GradientExchange()
-exchange.regroup(1, 1, 2, int(sys.argv[1]))
+exchange.prepare(Prepare(1, 1, 2, int(sys.argv[1])))
+exchange.enter(1)
+print("entered", flush=True)
 sys.stdin.read()
 """
 
@@ -31,7 +39,7 @@ sys.stdin.read()
 @contextmanager
 def peer_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Replica 1 of generation 1, a process of its own that only waits."""
-    process = subprocess.Popen([sys.executable, "-c", PEER, str(port)], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", PEER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process
     finally:
@@ -39,63 +47,135 @@ def peer_process(port: int) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def pair(port: int) -> list[GradientExchange]:
-    exchanges = [GradientExchange(), GradientExchange()]
-    first, second = (lambda rank=rank: exchanges[rank].regroup(1, rank, 2, port) for rank in range(2))
-    at_once(first, second)
-    return exchanges
+def prepare(exchanges: Sequence[GradientExchange], generation: int, port: int) -> None:
+    for rank, exchange in enumerate(exchanges):
+        exchange.prepare(Prepare(generation, rank, len(exchanges), port))
+
+
+def enter(exchanges: Sequence[GradientExchange], generation: int) -> None:
+    at_once(*(lambda exchange=exchange: exchange.enter(generation) for exchange in exchanges))
+
+
+def sums(exchanges: Sequence[GradientExchange], values: Sequence[float]) -> list[list[float]]:
+    """What each replica holds after adding up its value."""
+    tensors = [torch.tensor([value, 1.0]) for value in values]
+    at_once(*(lambda e=e, t=t: e.add_up(t, PATIENCE) for e, t in zip(exchanges, tensors, strict=True)))
+    return [tensor.tolist() for tensor in tensors]
 
 
 def test_alone_an_exchange_is_free() -> None:
-    tensors = [torch.tensor([1.0, 2.0])]
+    tensor = torch.tensor([1.0, 2.0])
     exchange = GradientExchange()
-    assert exchange.add_up(tensors, 7.0) == (7.0, 0.0)
-    exchange.share(tensors)
-    assert tensors[0].tolist() == [1.0, 2.0]
+    assert exchange.add_up(tensor, 0.0) == 0.0
+    exchange.prepare(Prepare(1, 0, 1, 0))
+    assert exchange.formed(1, 0.0)
+    exchange.enter(1)
+    assert exchange.add_up(tensor, 0.0) == 0.0
+    assert tensor.tolist() == [1.0, 2.0]
 
 
-def test_tensors_of_every_shape_are_added_up_in_place() -> None:
-    exchanges = pair(free_port())
-    mine = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor(5.0)]
-    theirs = [torch.tensor([[10.0, 20.0], [30.0, 40.0]]), torch.tensor(50.0)]
-    sums = at_once(lambda: exchanges[0].add_up(mine, 3.0), lambda: exchanges[1].add_up(theirs, 4.0))
-    assert [total for total, _ in sums] == [7.0, 7.0]
-    for tensors in (mine, theirs):
-        assert [tensor.tolist() for tensor in tensors] == [[[11.0, 22.0], [33.0, 44.0]], 55.0]
+def test_a_tensor_is_added_up_in_place() -> None:
+    exchanges = [GradientExchange(), GradientExchange()]
+    prepare(exchanges, 1, free_port())
+    enter(exchanges, 1)
+    assert sums(exchanges, [3.0, 4.0]) == [[7.0, 2.0], [7.0, 2.0]]
 
 
-def test_state_comes_from_replica_0() -> None:
-    exchanges = pair(free_port())
-    mine, theirs = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)], [torch.zeros(2), torch.tensor(0.0)]
-    at_once(lambda: exchanges[0].share(mine), lambda: exchanges[1].share(theirs))
-    assert [tensor.tolist() for tensor in theirs] == [tensor.tolist() for tensor in mine] == [[1.0, 2.0], 3.0]
+def test_the_next_membership_forms_beside_the_present_one() -> None:
+    core, hybrid, joiner, port = GradientExchange(), GradientExchange(), GradientExchange(), free_port()
+    prepare([core, hybrid], 1, port)
+    enter([core, hybrid], 1)
+    prepare([core, hybrid, joiner], 2, port)
+    assert all(exchange.formed(2, PATIENCE) for exchange in (core, hybrid, joiner))
+    assert sums([core, hybrid], [1.0, 2.0]) == [[3.0, 2.0]] * 2  # nobody has entered it yet
+    enter([core, hybrid, joiner], 2)
+    assert sums([core, hybrid, joiner], [1.0, 2.0, 4.0]) == [[7.0, 3.0]] * 3
+    prepare([core, joiner], 3, port)
+    assert sums([core, hybrid, joiner], [1.0, 2.0, 4.0]) == [[7.0, 3.0]] * 3  # who is about to leave takes part
+    enter([core, joiner], 3)
+    assert sums([core, joiner], [1.0, 4.0]) == [[5.0, 2.0]] * 2
 
 
-def test_a_replica_that_dies_before_the_exchange_leaves_the_other_as_it_was(tiny_model: Path) -> None:
-    port = free_port()
-    core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    with peer_process(port) as peer:
-        core.regroup(Regroup(1, 0, 2, port, False))
-        before = core.parameter_hash()
-        peer.kill()
-        peer.wait()
-        with pytest.raises(PeerLostError, match="gradient exchange of 2 replicas failed"):
-            core.train(order(BATCH[:2]))
-    assert core.parameter_hash() == before
-    # Nothing of the failed step is left: with the others' samples it is made again, by those who remain.
-    core.regroup(Regroup(2, 0, 1, port, False))
-    assert core.train(order(BATCH)).parameter_hash == reference.train(order(BATCH)).parameter_hash
+def test_when_the_first_replica_is_gone_another_one_hosts_the_meeting() -> None:
+    first, second, third, port = GradientExchange(), GradientExchange(), GradientExchange(), free_port()
+    prepare([first, second, third], 1, port)
+    enter([first, second, third], 1)
+    del first
+    prepare([second, third], 2, free_port())
+    enter([second, third], 2)
+    assert sums([second, third], [1.0, 2.0]) == [[3.0, 2.0]] * 2
+
+
+def test_only_what_was_prepared_is_entered() -> None:
+    exchange = GradientExchange()
+    with pytest.raises(ValueError, match="membership 1 was not prepared"):
+        exchange.enter(1)
+    exchange.prepare(Prepare(1, 0, 1, 0))
+    exchange.prepare(Prepare(2, 0, 1, 0))
+    with pytest.raises(ValueError, match="membership 1 was not prepared"):
+        exchange.formed(1, 0.0)
+    exchange.enter(2)
+
+
+def test_nobody_else_is_listened_to() -> None:
+    exchanges = [GradientExchange(), GradientExchange()]
+    before = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+    prepare(exchanges, 1, free_port())
+    assert exchanges[0].formed(1, PATIENCE) and exchanges[1].formed(1, PATIENCE)
+    opened = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN} - before
+    assert opened and {address.ip for address in opened} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.elastic, "DEADLINE", timedelta(milliseconds=200))
-    port = free_port()
+    monkeypatch.setattr(libra.exec.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    with pytest.raises(PeerLostError, match="membership 1 of 2 replicas did not come about"):
-        trainer.regroup(Regroup(1, rank, 2, port, False))
+    trainer.exchange.prepare(Prepare(1, rank, 2, free_port()))
+    with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
+        trainer.exchange.enter(1)
     # It must not make a step with its own share alone.
-    with pytest.raises(PeerLostError):
-        trainer.train(order(BATCH[:2]))
-    trainer.regroup(Regroup(2, 0, 1, port, False))
-    assert trainer.train(order(BATCH)).parameter_hash == reference.train(order(BATCH)).parameter_hash
+    assert "the membership is over" in trainer.reduce(order(BATCH[:2])).failure
+    trainer.discard()
+    regroup([trainer], 2, 0)
+    assert train(trainer, order(BATCH)).parameter_hash == train(reference, order(BATCH)).parameter_hash
+
+
+def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
+    core, hybrid, port = GradientExchange(), GradientExchange(), free_port()
+    core.prepare(Prepare(1, 0, 2, port))
+    assert not core.formed(1, 0.05)
+    prepare([core, hybrid], 2, port)
+    began = time.monotonic()
+    enter([core, hybrid], 2)
+    assert time.monotonic() - began < libra.exec.elastic.FORMING.total_seconds() / 2
+    assert sums([core, hybrid], [1.0, 2.0]) == [[3.0, 2.0]] * 2
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    port, first, second = free_port(), GradientExchange(), GradientExchange()
+    first.prepare(Prepare(1, 0, 2, port))
+    second.prepare(Prepare(1, 0, 2, port))
+    assert second.formed(1, 0.0)
+    with pytest.raises(PeerLostError, match="Address already in use"):
+        second.enter(1)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Signals, tiny_model: Path) -> None:
+    port, patience = free_port(), 1.0
+    core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
+    with peer_process(port) as peer:
+        core.exchange.prepare(Prepare(1, 0, 2, port))
+        core.exchange.enter(1)
+        assert peer.stdout is not None and peer.stdout.readline() == b"entered\n"
+        before = core.state.checksum
+        os.kill(peer.pid, end)
+        began = time.monotonic()
+        vote = core.reduce(replace(order(BATCH[:2]), patience=patience))
+        assert "gradient exchange of 2 replicas failed" in vote.failure
+        assert (time.monotonic() - began >= patience) == (end == signal.SIGSTOP)
+    core.discard()
+    assert core.state.checksum == before
+    # Nothing of the failed step is left: with the others' samples it is made again, by those who remain.
+    regroup([core], 2, 0)
+    assert train(core, order(BATCH)).parameter_hash == train(reference, order(BATCH)).parameter_hash

@@ -24,7 +24,7 @@ def engine(name: str, load: int = 0) -> ScriptedEngine:
 
 def make(allocation: Allocation = TWO) -> tuple[Fleet, FirstInstance]:
     policy = FirstInstance()
-    return Fleet(policy, allocation, turn_tokens=16), policy
+    return Fleet(policy, allocation), policy
 
 
 def test_the_view_is_of_now() -> None:
@@ -32,11 +32,12 @@ def test_the_view_is_of_now() -> None:
     short, long = engine("s", load=5), engine("l")
     fleet.add(instance(short, "short", 60))
     fleet.add(instance(long, "long", 200))
-    assert fleet.view() == View(
+    assert fleet.view(16) == View(
         (InstanceView("s", 0, 60, 5), InstanceView("l", 1, 200, 0)), limits=(40, 160), turn_tokens=16
     )
     long.load_tokens = 70
-    assert fleet.view().instances[1].load_tokens == 70
+    assert fleet.view(9).instances[1].load_tokens == 70
+    assert fleet.view(9).turn_tokens == 9
     assert fleet.handle("l") is long
     assert fleet.allocation is TWO
 
@@ -45,11 +46,11 @@ def test_an_engine_whose_shape_has_no_bucket_is_left_out_until_it_has_one() -> N
     fleet, _ = make(ONE)
     fleet.add(instance(engine("s"), "short", 60))
     fleet.add(instance(engine("l"), "long", 200))
-    assert [seen.id for seen in fleet.view().instances] == ["l"]
+    assert [seen.id for seen in fleet.view(16).instances] == ["l"]
     assert [entry.handle.name for entry in fleet.instances()] == ["s", "l"]
     fleet.reallocate(TWO)
-    assert [(seen.id, seen.bucket) for seen in fleet.view().instances] == [("s", 0), ("l", 1)]
-    assert fleet.view().limits == (40, 160)
+    assert [(seen.id, seen.bucket) for seen in fleet.view(16).instances] == [("s", 0), ("l", 1)]
+    assert fleet.view(16).limits == (40, 160)
 
 
 def test_an_engine_that_leaves_takes_its_prefixes_with_it() -> None:
@@ -59,7 +60,18 @@ def test_an_engine_that_leaves_takes_its_prefixes_with_it() -> None:
     assert fleet.remove("s") is entry
     assert fleet.remove("s") is None
     assert policy.gone == ["s"]
-    assert fleet.view().instances == ()
+    assert fleet.view(16).instances == ()
+
+
+def test_another_engine_of_the_same_name_is_not_the_one_that_was_asked_for() -> None:
+    fleet, _ = make()
+    first, second = instance(engine("s"), "short", 60), instance(engine("s"), "short", 60)
+    fleet.add(first)
+    assert fleet.serves(first.handle)
+    fleet.remove("s")
+    assert not fleet.serves(first.handle)
+    fleet.add(second)
+    assert (fleet.serves(first.handle), fleet.serves(second.handle)) == (False, True)
 
 
 CHANGES: dict[str, Callable[[Fleet], object]] = {

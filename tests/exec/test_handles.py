@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from far_end import PATIENCE, FarEnd, connect, turn, turns
+from far_end import PATIENCE, FarEnd, connect, generated, piece, whole
 
-from libra.exec.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
+import libra.exec.handles
+from libra.exec.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.messages import (
-    Abort,
     Done,
     Failure,
     Generate,
+    Interrupt,
     Loaded,
     LoadWeights,
     Message,
+    Piece,
     Publish,
     Published,
     Ready,
@@ -25,7 +27,7 @@ from libra.exec.messages import (
     Stop,
 )
 
-START = StartTrainer("/models/tiny", 0, 1e-3, (0.8, 1.28), "tokens", 1.0, 64, 0, 0.45, (0,))
+START = StartTrainer("/models/tiny", 1e-3, (0.8, 1.28), "tokens", 1.0, 64, "bf16", 0, 0.45, (0,))
 
 
 def request(id: str, tokens: int = 3) -> Generate:
@@ -45,6 +47,17 @@ def engine(scenario: Callable[[EngineHandle, FarEnd, list[str]], Awaitable[None]
             far.close()
 
     asyncio.run(run())
+
+
+def made(handle: EngineHandle, asked: Generate) -> asyncio.Task[list[Piece]]:
+    """Have a turn made; its pieces, when it ends."""
+
+    async def run() -> list[Piece]:
+        pieces: list[Piece] = []
+        await handle.generate(asked, pieces.append)
+        return pieces
+
+    return asyncio.create_task(run())
 
 
 async def rounds(count: int = 5) -> None:
@@ -95,7 +108,6 @@ def test_orders_are_given_one_after_the_other() -> None:
 ANSWERS: list[tuple[Message, type[Exception], str]] = [
     (Done(), TypeError, "worker engine answered Publish with Done"),
     (Failure("the disk is full"), WorkerFailedError, "worker engine: the disk is full"),
-    (Failure("gone", peer_lost=True), WorkerFailedError, "worker engine: gone"),
 ]
 
 
@@ -105,10 +117,8 @@ def test_an_answer_that_is_none(answer: Message, error: type[Exception], message
         asked = asyncio.create_task(handle.ask(Publish(4, 0), Published))
         await far.receive()
         far.send(answer)
-        with pytest.raises(error, match=message) as raised:
+        with pytest.raises(error, match=message):
             await asked
-        if isinstance(answer, Failure) and isinstance(raised.value, WorkerFailedError):
-            assert raised.value.peer_lost is answer.peer_lost
         # The worker is alive: the next order is an order like any other.
         again = asyncio.create_task(handle.ask(Publish(5, 1), Published))
         await far.receive()
@@ -127,57 +137,171 @@ def test_no_answer_by_the_deadline() -> None:
     engine(scenario)
 
 
-# --- generation ----------------------------------------------------------------------------------------------------
-
-
-def test_generate_resolves_to_its_own_turn() -> None:
+def test_the_answer_to_an_order_that_nobody_waits_for_any_more_is_dropped() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        first = asyncio.create_task(handle.generate(request("a", tokens=4)))
-        second = asyncio.create_task(handle.generate(request("b", tokens=6)))
-        assert [await far.receive(), await far.receive()] == [request("a", tokens=4), request("b", tokens=6)]
-        assert (handle.running, handle.load_tokens) == (2, 10)
-        far.send(turns(turn("b", 7, 9), busy=0.5, iterations=3, generated=2, prefilled=10))
-        assert await second == turn("b", 7, 9)
-        assert (handle.running, handle.load_tokens) == (1, 4)
-        far.send(turns(turn("a", 9), turn("unknown", 1), busy=0.75, iterations=5, generated=4, prefilled=10))
-        assert await first == turn("a", 9)
-        assert (handle.running, handle.load_tokens) == (0, 0)
-        # Counters are the engine's own sums, not added up here; finished turns are counted as they come.
-        assert (handle.busy_seconds, handle.iterations) == (0.75, 5)
-        assert (handle.generated_tokens, handle.prefilled_tokens, handle.finished_turns) == (4, 10, 3)
+        for version in (1, 2):
+            asked = asyncio.create_task(handle.ask(Publish(version, 0), Published))
+            assert await far.receive() == Publish(version, 0)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        waiting = asyncio.create_task(handle.ask(SaveCheckpoint("/x", True), Done))
+        assert await far.receive() == SaveCheckpoint("/x", True)
+        for answer in (Published(1, 5), Failure("the disk is full"), Done()):
+            far.send(answer)
+        assert await waiting == Done()
+        assert (handle.lost, lost) == (False, [])
 
     engine(scenario)
 
 
-def test_a_turn_may_finish_between_an_order_and_its_answer() -> None:
+def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        generated = asyncio.create_task(handle.generate(request("a")))
+        asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        await far.receive()
+        handle._receive(Published(1, 5))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    engine(scenario)
+
+
+def test_an_order_that_is_cancelled_before_it_is_sent_has_no_answer() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        first = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        second = asyncio.create_task(handle.ask(Publish(2, 0), Published))
+        third = asyncio.create_task(handle.ask(Publish(3, 1), Published))
+        assert await far.receive() == Publish(1, 1)
+        second.cancel()
+        far.send(Published(1, 5))
+        assert await first == Published(1, 5)
+        assert await far.receive() == Publish(3, 1)
+        far.send(Published(3, 7))
+        assert await third == Published(3, 7)
+
+    engine(scenario)
+
+
+def test_a_loss_reaches_who_waits_behind_an_order_that_was_cancelled() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        await far.receive()
+        asked.cancel()
+        waiting = asyncio.create_task(handle.ask(Publish(2, 0), Published))
+        await far.receive()
+        far.close()
+        with pytest.raises(WorkerLostError, match="went away during Publish"):
+            await waiting
+        assert lost == ["engine"]
+
+    engine(scenario)
+
+
+def test_last_words_that_are_no_answer_are_the_reason_for_the_loss() -> None:
+    async def run() -> None:
+        reasons: asyncio.Queue[str] = asyncio.Queue()
+        handle, far = await connect(Handle, lambda name, why: reasons.put_nowait(why))
+        far.send(Failure("KeyError: 7"))
+        assert await asyncio.wait_for(reasons.get(), PATIENCE) == "it failed: KeyError: 7"
+        handle.close()
+        far.close()
+
+    asyncio.run(run())
+
+
+# --- generation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_gets_its_own_pieces_as_they_come() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        first, second = made(handle, request("a", tokens=4)), made(handle, request("b", tokens=6))
+        assert [await far.receive(), await far.receive()] == [request("a", tokens=4), request("b", tokens=6)]
+        assert (handle.running, handle.load_tokens) == (2, 10)
+        far.send(
+            generated(piece("a", 3), piece("b", 7, 9), ended=["b"], busy=0.5, iterations=3, tokens=3, prefilled=10)
+        )
+        assert await second == [piece("b", 7, 9)]
+        assert (handle.running, handle.load_tokens) == (1, 4)
+        far.send(
+            generated(
+                piece("a", 4),
+                piece("a", 9, version=1),
+                piece("unknown", 1),
+                ended=["a", "unknown"],
+                busy=0.75,
+                iterations=5,
+                tokens=6,
+                prefilled=10,
+            )
+        )
+        assert await first == [piece("a", 3), piece("a", 4), piece("a", 9, version=1)]
+        assert (handle.running, handle.load_tokens) == (0, 0)
+        # Counters are the engine's own sums, not added up here; finished turns are counted as they come.
+        assert (handle.busy_seconds, handle.iterations) == (0.75, 5)
+        assert (handle.generated_tokens, handle.prefilled_tokens, handle.finished_turns) == (6, 10, 3)
+
+    engine(scenario)
+
+
+def test_pieces_come_before_the_turn_ends() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        came: asyncio.Queue[Piece] = asyncio.Queue()
+        turn = asyncio.create_task(handle.generate(request("a"), came.put_nowait))
+        await far.receive()
+        far.send(generated(piece("a", 3)))
+        assert await came.get() == piece("a", 3)
+        assert not turn.done()
+        far.send(generated(ended=["a"]))
+        await turn
+        assert came.empty()
+
+    engine(scenario)
+
+
+def test_a_turn_may_end_between_an_order_and_its_answer() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        turn = made(handle, request("a"))
+        await rounds()
         loaded = asyncio.create_task(handle.load(LoadWeights(3, 1, 99)))
         await far.receive()
         await far.receive()
-        far.send(turns(turn("a", 9)))
+        far.send(whole("a", 9))
         far.send(Loaded(3, 0.25))
-        assert await generated == turn("a", 9)
+        assert await turn == [piece("a", 9)]
         assert await loaded == 0.25
         assert handle.version == 3
 
     engine(scenario)
 
 
-def test_a_generation_that_nobody_waits_for_is_aborted() -> None:
+def test_a_turn_that_is_interrupted_ends_with_what_it_has() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        generated = asyncio.create_task(handle.generate(request("a")))
+        turn = made(handle, request("a"))
         await far.receive()
-        generated.cancel()
+        handle.interrupt("a")
+        assert await far.receive() == Interrupt("a")
+        assert not turn.done()
+        far.send(whole("a", 3, 4))
+        assert await turn == [piece("a", 3, 4)]
+
+    engine(scenario)
+
+
+def test_a_turn_that_nobody_waits_for_is_interrupted() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        turn = made(handle, request("a"))
+        await far.receive()
+        turn.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await generated
-        assert await far.receive() == Abort("a")
+            await turn
+        assert await far.receive() == Interrupt("a")
         assert (handle.running, handle.load_tokens) == (0, 0)
-        far.send(turns(turn("a", 9), iterations=1))  # it had finished already
-        other = asyncio.create_task(handle.generate(request("b")))
+        far.send(whole("a", 9))  # it had ended already
+        other = made(handle, request("b"))
         await far.receive()
-        far.send(turns(turn("b", 9), iterations=2))
-        assert await other == turn("b", 9)
+        far.send(whole("b", 9))
+        assert await other == [piece("b", 9)]
 
     engine(scenario)
 
@@ -185,13 +309,13 @@ def test_a_generation_that_nobody_waits_for_is_aborted() -> None:
 def test_drained() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         assert await handle.drained(0.0)
-        generated = asyncio.create_task(handle.generate(request("a")))
+        turn = made(handle, request("a"))
         await far.receive()
         assert not await handle.drained(0.0)
         draining = asyncio.create_task(handle.drained(PATIENCE))
-        far.send(turns(turn("a", 9)))
+        far.send(whole("a", 9))
         assert await draining
-        assert await generated == turn("a", 9)
+        assert await turn == [piece("a", 9)]
 
     engine(scenario)
 
@@ -206,8 +330,7 @@ def test_drained() -> None:
 )
 def test_a_lost_worker_fails_everyone_who_waits_for_it(last_words: bytes) -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        first = asyncio.create_task(handle.generate(request("a")))
-        second = asyncio.create_task(handle.generate(request("b")))
+        first, second = made(handle, request("a")), made(handle, request("b"))
         asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
         queued = asyncio.create_task(handle.ask(Publish(2, 0), Published))
         for _ in range(3):
@@ -218,7 +341,7 @@ def test_a_lost_worker_fails_everyone_who_waits_for_it(last_words: bytes) -> Non
         outcomes = await asyncio.gather(first, second, asked, queued, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [WorkerLostError] * 4
         assert (handle.lost, handle.running, handle.load_tokens) == (True, 0, 0)
-        for late in (handle.generate(request("c")), handle.ask(Publish(3, 1), Published)):
+        for late in (made(handle, request("c")), handle.ask(Publish(3, 1), Published)):
             with pytest.raises(WorkerLostError, match="engine is gone"):
                 await late
         await handle.stop()
@@ -234,7 +357,7 @@ def test_a_lost_worker_is_reported_before_its_waiters_go_on() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         async def reported_when_told() -> list[str]:
             try:
-                await handle.generate(request("a"))
+                await handle.generate(request("a"), lambda piece: None)
             except WorkerLostError:
                 pass
             return list(lost)
@@ -272,19 +395,122 @@ def test_a_worker_that_goes_away_while_it_is_stopped_is_no_loss() -> None:
     engine(scenario)
 
 
-def test_a_turn_that_runs_when_its_engine_is_stopped_is_not_waited_for() -> None:
+def test_a_turn_that_runs_when_its_engine_is_stopped_keeps_what_it_has() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        generated = asyncio.create_task(handle.generate(request("a")))
+        pieces: list[Piece] = []
+        turn = asyncio.create_task(handle.generate(request("a"), pieces.append))
         await far.receive()
         stopped = asyncio.create_task(handle.stop())
         assert await far.receive() == Stop()
+        far.send(generated(piece("a", 3, 4)))
         far.send(Done())
         await stopped
         with pytest.raises(WorkerLostError):
-            await generated
+            await turn
+        assert pieces == [piece("a", 3, 4)]
         assert lost == []
 
     engine(scenario)
+
+
+def test_nothing_comes_of_a_turn_after_its_engine_was_given_up() -> None:
+    """It goes on elsewhere from what had come."""
+
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        pieces: list[Piece] = []
+        turn = asyncio.create_task(handle.generate(request("a"), pieces.append))
+        await far.receive()
+        far.send(generated(piece("a", 3)))
+        while not pieces:
+            await asyncio.sleep(0)
+        far.send(generated(piece("a", 4)))  # on its way
+        handle.declare_lost("it is too slow")
+        with pytest.raises(WorkerLostError):
+            await turn
+        await rounds()
+        assert (pieces, lost) == ([piece("a", 3)], ["engine"])
+
+    engine(scenario)
+
+
+# --- an engine that hangs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks follow one another as fast as the loop goes."""
+    monkeypatch.setattr(libra.exec.handles, "LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("looks")
+def test_an_engine_that_says_nothing_of_its_turns_is_lost() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        with pytest.raises(WorkerLostError):
+            await made(handle, request("a"))
+        assert lost == ["engine"]
+
+    engine(scenario)
+
+
+@pytest.mark.usefixtures("looks")
+def test_an_engine_without_turns_may_be_silent() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        await rounds(10 * SILENT_LOOKS)
+        assert (handle.lost, lost) == (False, [])
+
+    engine(scenario)
+
+
+def test_any_sign_of_life_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.handles, "SILENT_LOOKS", 2)
+    look = asyncio.Event()
+    slept: asyncio.Queue[None] = asyncio.Queue()
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        if seconds != libra.exec.handles.LOOK_SECONDS:
+            return await real_sleep(seconds)
+        slept.put_nowait(None)
+        await look.wait()
+        look.clear()
+
+    monkeypatch.setattr(libra.exec.handles.asyncio, "sleep", sleep)
+
+    async def next_look() -> None:
+        look.set()
+        await slept.get()
+
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        await slept.get()
+        turn = made(handle, request("a"))
+        await far.receive()
+        await next_look()
+        for iterations in range(1, 6):  # without a token: it is about to compute a long prompt
+            far.send(generated(iterations=iterations))
+            while handle.iterations < iterations:
+                await real_sleep(0)
+            await next_look()
+            await next_look()  # one silent look
+        assert not handle.lost
+        look.set()
+        with pytest.raises(WorkerLostError):
+            await turn
+
+    engine(scenario)
+
+
+def test_an_engine_that_takes_no_weights_is_lost_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.handles, "LOOK_SECONDS", 0.0)
+
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        with pytest.raises(WorkerLostError, match="engine took no weights in time"):
+            await handle.load(LoadWeights(3, 1, 99))
+        assert lost == ["engine"]
+
+    engine(scenario)
+
+
+# --- other workers -------------------------------------------------------------------------------------------------
 
 
 def test_a_plain_handle_has_answers_only() -> None:
@@ -292,8 +518,8 @@ def test_a_plain_handle_has_answers_only() -> None:
         handle, far = await connect(Handle, lambda name, why: None, "core-0")
         asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
         await far.receive()
-        far.send(turns(turn("a", 9)))
-        with pytest.raises(TypeError, match="worker core-0 answered Publish with Turns"):
+        far.send(whole("a", 9))
+        with pytest.raises(TypeError, match="worker core-0 answered Publish with Generated"):
             await asked
         handle.close()
         far.close()

@@ -2,47 +2,79 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra.exec.journal import Journal, JournalError, read_journal
+from libra.exec.journal import (
+    AnyEntry,
+    Applied,
+    Checkpoint,
+    Done,
+    Dropped,
+    End,
+    Failed,
+    Intend,
+    Journal,
+    JournalError,
+    Lost,
+    Plan,
+    Process,
+    Start,
+    Step,
+    Undone,
+    read_journal,
+)
+from libra.exec.pool import IDLE, TRAIN, Duty, Role
+from libra.plan.problem import Allocation, Bucket
 
-ENTRIES = [
-    {"kind": "plan", "replicas": 2, "buckets": ["short"]},
-    {"kind": "intend", "worker": "hybrid-0", "role": "train", "shape": None},
-    {"kind": "lost", "worker": "rollout-1", "why": 'process ended: "signal 9"\nZürich \u2028'},
+ENTRIES: list[AnyEntry] = [
+    Start(3),
+    Plan(Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 160))), None),
+    Intend("hybrid-0", IDLE, TRAIN),
+    Process("hybrid-0", 4711),
+    Done("hybrid-0", 2.5),
+    Applied(),
+    Step(4),
+    Checkpoint(4),
+    Lost("rollout-1", 'process ended: "signal 9"\nZürich \u2028', retired=False),
+    Intend("rollout-1", IDLE, Duty(Role.ROLLOUT, "long")),
+    Failed("rollout-1", 120.0, "no answer", retired=True),
+    Undone("rollout-0", 12.0, "it went away"),
+    Dropped("rollout-1 could not become rollout:long"),
+    End(8),
 ]
 
 
-def written(path: Path, entries: list[dict[str, object]]) -> None:
+def written(path: Path, entries: list[AnyEntry]) -> None:
     journal = Journal(path)
     for entry in entries:
-        journal.commit(**entry)  # type: ignore[arg-type]
+        journal.commit(entry)
     journal.close()
 
 
 def test_round_trip(tmp_path: Path) -> None:
+    assert {type(entry) for entry in ENTRIES} == set(AnyEntry.__args__)
     written(tmp_path / "journal.jsonl", ENTRIES)
     assert list(read_journal(tmp_path / "journal.jsonl")) == ENTRIES
 
 
-def test_a_commit_is_in_the_file_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bytes] = []
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes()))
-    journal.note("step", step=1)
-    journal.commit("done", worker="w")
-    assert synced == [b'{"kind": "step", "step": 1}\n{"kind": "done", "worker": "w"}\n']
+    journal.note(Step(1))
+    journal.commit(Checkpoint(1))
+    assert synced == [b'{"kind":"step","version":1}\n{"kind":"checkpoint","step":1}\n']
     journal.close()
 
 
-WHOLE = b"".join(json.dumps(entry).encode() + b"\n" for entry in ENTRIES)
+WHOLE = b"".join(msgspec.json.encode(entry) + b"\n" for entry in ENTRIES)
 
 
 @settings(max_examples=50, deadline=None)
@@ -56,26 +88,35 @@ def test_cut_anywhere_the_whole_lines_are_kept_and_more_can_be_written(
     path.write_bytes(WHOLE[:cut])
     kept = ENTRIES[: WHOLE[:cut].count(b"\n")]
     assert list(read_journal(path)) == kept
-    written(path, [{"kind": "resume"}])
-    assert list(read_journal(path)) == [*kept, {"kind": "resume"}]
+    written(path, [Start(7)])
+    assert list(read_journal(path)) == [*kept, Start(7)]
 
 
 @pytest.mark.parametrize(
     "damage",
-    [b'{"kind": "do', b"", b"\0\0\0\0", b"\xff\xfe\x00"],
-    ids=["cut off", "empty", "zeros", "not text"],
+    [
+        b'{"kind": "do',
+        b"",
+        b"\0\0\0\0",
+        b"\xff\xfe\x00",
+        b'{"kind":"begin"}',
+        b'{"kind":"step"}',
+        b'{"kind":"step","version":1,"x":0}',
+        b'{"kind":"intend","worker":"w","before":{"role":"train","shape":"long"},"after":{"role":"idle"}}',
+    ],
+    ids=["cut off", "empty", "zeros", "not text", "unknown kind", "a field less", "a field more", "no such duty"],
 )
 def test_a_damaged_line_in_the_middle_is_an_error(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    first, second, third = (json.dumps(entry).encode() for entry in ENTRIES)
-    path.write_bytes(b"\n".join([first, damage, third, second]) + b"\n")
+    first, second = (msgspec.json.encode(entry) for entry in ENTRIES[:2])
+    path.write_bytes(b"\n".join([first, damage, second]) + b"\n")
     with pytest.raises(JournalError, match=r"journal\.jsonl:2: .* the journal is damaged"):
         list(read_journal(path))
 
 
 def test_a_damaged_last_line_that_is_complete_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_text('{"kind": "plan"}\n{"kind":\n')
+    path.write_text('{"kind":"applied"}\n{"kind":\n')
     with pytest.raises(JournalError, match=r"journal\.jsonl:2"):
         list(read_journal(path))
 

@@ -6,51 +6,28 @@ import asyncio
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from nurseries import BARE, nursery
 
 from libra.exec.launch_local import LaunchError, LocalLauncher, WorkerLink
 from libra.exec.messages import Failure, Stop
-from libra.exec.weights import create_buffer
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
-NURSERY = """
-import sys
-import libra.exec.nursery as nursery
-nursery._import_everything = lambda: None
-nursery.main(int(sys.argv[1]), int(sys.argv[2]))
-"""
 BROKEN = "raise SystemExit('ImportError: no module named vllm')"
 
 
 def with_launcher(
-    logs: Path, scenario: Callable[[LocalLauncher, subprocess.Popen[bytes]], Awaitable[None]], source: str = NURSERY
+    logs: Path, scenario: Callable[[LocalLauncher, subprocess.Popen[bytes]], Awaitable[None]], source: str = BARE
 ) -> None:
-    """Run a scenario with a launcher, wired as `LocalLauncher.open` wires it."""
-
     async def run() -> None:
-        ours, theirs = socket.socketpair()
-        weights = create_buffer()
-        with open(logs / "nursery.log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", source, str(theirs.fileno()), str(weights)],
-                pass_fds=(theirs.fileno(), weights),
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-            )
-        theirs.close()
-        ours.setblocking(False)
-        launcher = LocalLauncher(process, ours, logs, weights)
-        try:
+        async with nursery(logs, source) as (launcher, process):
             await asyncio.wait_for(scenario(launcher, process), PATIENCE)
-        finally:
-            launcher.close()
 
     asyncio.run(run())
 
@@ -134,6 +111,41 @@ def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: P
         other.channel.send(Stop())
         assert isinstance(await other.channel.receive(), Failure)
         assert process.poll() is None
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.exec.launch_local._EXIT_SECONDS", 0.05)
+
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        leaving, hanging, killed = [await launcher.spawn(f"rollout-{number}") for number in range(3)]
+        processes = [os.pidfd_open(link.pid) for link in (leaving, hanging, killed)]
+        leaving.channel.close()
+        await launcher.gone(leaving.pid)
+        os.kill(hanging.pid, signal.SIGSTOP)  # it does not even notice that its channel is closed
+        hanging.channel.close()
+        await launcher.gone(hanging.pid)
+        launcher.kill(killed.pid)
+        await launcher.gone(killed.pid)
+        for ended_process in processes:
+            assert select.select([ended_process], [], [], 0)[0]  # it has ended already
+            os.close(ended_process)
+        launcher.kill(killed.pid)  # no error where there is nothing left
+        await launcher.gone(killed.pid)
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.exec.launch_local._SPAWN_SECONDS", 0.05)
+
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(LaunchError, match="worker rollout-0 cannot start: the nursery process does not answer"):
+            await launcher.spawn("rollout-0")
 
     with_launcher(tmp_path, scenario)
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from libra.exec.pool import DEADLINES, IllegalTransitionError, Pool, Role, Worker, make_pool
+from libra.exec.pool import (
+    DEADLINES,
+    IDLE,
+    LOSS_WINDOW,
+    MOST_LOSSES,
+    TRAIN,
+    Duty,
+    IllegalTransitionError,
+    Pool,
+    Role,
+    Worker,
+    make_pool,
+)
 
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
 
@@ -12,11 +24,11 @@ ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
 TABLE = """
             idle  joining  rollout  train  draining  failed
   idle       .       +        .       .       .        +
-  joining    +       .        +       +       .        +
+  joining    .       .        +       +       .        +
   rollout    .       .        .       .       +        +
   train      .       .        .       .       +        +
   draining   +       .        .       .       .        +
-  failed     .       .        .       .       .        +
+  failed     +       .        .       .       .        +
 """
 
 
@@ -59,14 +71,54 @@ def test_an_illegal_transition_leaves_the_pool_as_it_was() -> None:
     assert pool["core-0"] == Worker("core-0", 0, frozenset({Role.TRAIN}))
 
 
-def test_failed_is_final() -> None:
+def test_a_slot_that_lost_its_process_is_used_again_until_it_has_lost_too_many() -> None:
     pool = make_pool(0, 1, 0)
-    pool.become("hybrid-0", Role.FAILED, 1.0)
-    for role in Role:
-        if role is not Role.FAILED:
-            with pytest.raises(IllegalTransitionError, match="legal are none"):
-                pool.become("hybrid-0", role, 2.0)
-    assert pool["hybrid-0"].role is Role.FAILED
+    for number in range(MOST_LOSSES):
+        assert not pool["hybrid-0"].retired
+        assert pool.healthy() == pool.all()
+        pool.become("hybrid-0", Role.JOINING, number + 0.1)
+        lost = pool.lose("hybrid-0", number + 0.2)
+        assert (lost.role, len(lost.losses)) == (Role.FAILED, number + 1)
+        if number < MOST_LOSSES - 1:
+            pool.become("hybrid-0", Role.IDLE, number + 0.2)
+    assert lost.retired
+    for role in set(Role) - {Role.FAILED}:
+        with pytest.raises(IllegalTransitionError):
+            pool.become("hybrid-0", role, 1e9)
+    assert pool.healthy() == ()
+
+
+def test_losses_that_are_long_ago_do_not_count() -> None:
+    worker = Worker("w", 0, ANY)
+    for number in range(2 * MOST_LOSSES):
+        worker = worker.lose(number * LOSS_WINDOW * 0.51)
+    assert worker.losses == tuple((2 * MOST_LOSSES - n) * LOSS_WINDOW * 0.51 for n in (2, 1))
+    assert not worker.retired
+
+
+def test_a_process_that_ends_in_a_move_that_is_undone_does_not_count() -> None:
+    worker = Worker("w", 0, ANY, role=Role.JOINING)
+    assert worker.become(Role.FAILED, 1.0).losses == ()
+
+
+@pytest.mark.parametrize(
+    ("worker", "duty", "text"),
+    [
+        (Worker("w", 0, ANY), IDLE, "idle"),
+        (Worker("w", 0, ANY, Role.TRAIN), TRAIN, "train"),
+        (Worker("w", 0, ANY, Role.ROLLOUT, "long"), Duty(Role.ROLLOUT, "long"), "rollout:long"),
+        (Worker("w", 0, ANY, Role.JOINING, "long"), Duty(Role.JOINING), "joining"),
+    ],
+)
+def test_what_a_worker_does(worker: Worker, duty: Duty, text: str) -> None:
+    assert worker.duty == duty
+    assert str(duty) == text
+
+
+@pytest.mark.parametrize(("role", "shape"), [(Role.ROLLOUT, None), (Role.TRAIN, "long")])
+def test_only_an_engine_has_a_shape(role: Role, shape: str | None) -> None:
+    with pytest.raises(ValueError, match="an engine has a shape, nobody else has"):
+        Duty(role, shape)
 
 
 def test_the_shape_belongs_to_the_role() -> None:

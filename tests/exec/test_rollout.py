@@ -7,9 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
-from far_end import PATIENCE, connect
-from far_end import turn as served
-from far_end import turns as served_turns
+from far_end import PATIENCE, connect, generated, piece
 from scripted import (
     MERGED,
     AskTool,
@@ -17,6 +15,7 @@ from scripted import (
     MergingCodec,
     Script,
     ScriptedEngine,
+    Take,
     instance,
     letters,
     make_fleet,
@@ -26,9 +25,9 @@ from scripted import (
 from libra.environments.protocol import Prompt, Tool, ToolError
 from libra.exec.fleet import Fleet, Instance
 from libra.exec.handles import EngineHandle, WorkerLostError
-from libra.exec.messages import Generate
+from libra.exec.messages import Done, Generate
 from libra.exec.rollout import Episode, Rollout, TurnReport
-from libra.route.policy import ToolReturn
+from libra.route.policy import Request, ToolReturn
 from libra.trajectory import ToolStatus, Turn
 
 PROMPT = Prompt("p", "Qab;", answer="A1;")
@@ -51,6 +50,20 @@ async def crash(argument: str) -> str:
     raise ZeroDivisionError(argument)
 
 
+async def cancel_itself(argument: str) -> str:
+    raise asyncio.CancelledError
+
+
+async def not_to_be_cancelled(argument: str) -> str:
+    while True:
+        try:
+            return await hang(argument)
+        except asyncio.CancelledError:
+            if argument == "0":
+                raise ZeroDivisionError(argument) from None
+            argument = "0"
+
+
 async def give_up(argument: str) -> str:
     raise TimeoutError("the service behind the tool")
 
@@ -68,6 +81,8 @@ TOOLS: Mapping[str, Tool] = {
     "hang": hang,
     "complain": complain,
     "crash": crash,
+    "cancel_itself": cancel_itself,
+    "not_to_be_cancelled": not_to_be_cancelled,
     "give_up": give_up,
     "garbage": garbage,
     "not_awaitable": not_awaitable,
@@ -144,14 +159,16 @@ def test_a_wrong_answer_is_an_episode_too() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_what_an_engine_is_asked(fresh: bool) -> None:
-    script, reports = Script(ANSWER), Reports()
-    rollout = make_rollout(make_fleet(FirstInstance(), ScriptedEngine("e0", script)), reports=reports)
+    script, policy, reports = Script(ANSWER), FirstInstance(), Reports()
+    rollout = make_rollout(make_fleet(policy, ScriptedEngine("e0", script)), reports=reports)
     finish(rollout.episode("g0-0", PROMPT, 3, 0.7, fresh=fresh))
     [(engine, request)] = script.requests
     assert engine == "e0"
     assert request == Generate(
-        request.id, CODEC.encode("Qab;"), 8, 0.7, ord(";"), priority=3, salt="g0-0" if fresh else None
+        request.id, CODEC.encode("Qab;"), 8, 0.7, ord(";"), priority=5, salt="g0-0" if fresh else None
     )
+    [asked] = policy.requests
+    assert asked == Request("g0-0", "p", 3, 3, "ask", due=3)
     assert rollout.generated_tokens == 3
     assert [(report.trajectory, report.worker, report.tokens) for report in reports] == [("g0-0", "e0", 3)]
 
@@ -180,6 +197,8 @@ def test_the_stop_text_must_be_one_token() -> None:
         ("crash", "error", "=?;"),
         ("hang", "timeout", "=T;"),
         ("give_up", "timeout", "=T;"),
+        ("cancel_itself", "error", "=?;"),
+        ("not_to_be_cancelled", "timeout", "=T;"),
         ("garbage", "error", "=?;"),
         ("not_awaitable", "error", "=?;"),
         ("forbidden", "error", "=?;"),
@@ -199,11 +218,11 @@ def test_how_a_call_ended_and_what_the_agent_reads(tool: str, status: ToolStatus
 # --- accidents -----------------------------------------------------------------------------------------------------
 
 
-def on_two_engines(answers: Callable[[Callable[[], None]], list[Any]]) -> tuple[Episode, Script, FirstInstance]:
+def on_two_engines(answers: Callable[[Callable[[Take], None]], list[Any]]) -> tuple[Episode, Script, FirstInstance]:
     """One episode that begins on e0; the answers may contain the accident that takes e0 away."""
     policy = FirstInstance()
 
-    def accident() -> None:
+    def accident(take: Take) -> None:
         fleet.remove("e0")
         raise WorkerLostError("engine e0 went away")
 
@@ -239,7 +258,7 @@ def test_an_engine_lost_in_the_first_turn() -> None:
 def test_where_no_engine_is_left_the_episode_waits_for_one() -> None:
     policy = FirstInstance()
 
-    def accident() -> None:
+    def accident(take: Take) -> None:
         fleet.remove("e0")
         raise WorkerLostError("engine e0 went away")
 
@@ -273,27 +292,49 @@ def test_an_engine_process_that_goes_away_under_its_turns(end: str) -> None:
         fleet.add(Instance(second, "short", 1000))
         rollout = make_rollout(fleet)
         episodes = [asyncio.create_task(rollout.episode(f"g0-{i}", PROMPT, 3, 0.7)) for i in range(3)]
-        for _ in episodes:
-            await first_far.receive()
+        asked = [await first_far.receive() for _ in episodes]
+        begun = [order.id for order in asked if isinstance(order, Generate)]
         if end == "lost":
+            first_far.send(generated(*(piece(name, ord("A"), version=1) for name in begun)))
             first_far.close()
         else:
             fleet.remove("e0")
             stopping = asyncio.create_task(first.stop())
             await first_far.receive()
-            first_far.close()
+            first_far.send(generated(*(piece(name, ord("A"), version=1) for name in begun)))
+            first_far.send(Done())
             await stopping
         for _ in episodes:
             again = await second_far.receive()
             assert isinstance(again, Generate)
-            second_far.send(served_turns(served(again.id, *letters("A1;"))))
+            assert again.tokens == CODEC.encode("Qab;") + letters("A")
+            assert again.max_tokens == 8 - 1
+            second_far.send(
+                generated(piece(again.id, ord("1"), version=1), piece(again.id, ord(";"), version=2), ended=[again.id])
+            )
         done = await asyncio.wait_for(asyncio.gather(*episodes), PATIENCE)
         for handle, far in ((first, first_far), (second, second_far)):
             handle.close()
             far.close()
         return done
 
-    assert [episode.reward for episode in asyncio.run(run())] == [1.0, 1.0, 1.0]
+    for episode in asyncio.run(run()):
+        assert episode.reward == 1.0
+        assert episode.tokens == CODEC.encode("Qab;") + letters("A1;")
+        assert episode.generated == [False] * 3 + [True] * 3
+        assert episode.logprobs == [0.0] * 3 + [-0.5 * token for token in letters("A1;")]
+        assert episode.versions == [-1] * 3 + [1, 1, 2]
+        assert [turn.generated_tokens for turn in episode.trajectory.turns] == [3]
+
+
+def test_a_loss_that_nobody_acts_on_is_an_error() -> None:
+    """Or the turn would be sent to the same engine for ever."""
+
+    def accident(take: Take) -> None:
+        raise WorkerLostError("engine e0 went away")
+
+    with pytest.raises(WorkerLostError, match="engine e0 went away"):
+        play(accident)
 
 
 # --- cut off -------------------------------------------------------------------------------------------------------

@@ -9,13 +9,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import BATCH, RATE, at_once, free_port, make_trainer, order, parameters, regroup, sample
+from replicas import (
+    BATCH,
+    RATE,
+    at_once,
+    commit,
+    free_port,
+    make_trainer,
+    order,
+    parameters,
+    regroup,
+    sample,
+    step_together,
+    train,
+)
 
 from libra.exec.elastic import GradientExchange
 from libra.exec.grpo import Denominator
-from libra.exec.messages import MeasureTraining, Regroup, Sample, Train, Trained, WarmUp
+from libra.exec.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
+from libra.exec.micro_batches import micro_batches
 from libra.exec.tiny_model import TokenizerCodec
-from libra.exec.trainer import Trainer, micro_batches
+from libra.exec.trainer import Trainer
 from libra.exec.weights import WeightBuffer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,16 +42,14 @@ SHARES = [BATCH[:2], BATCH[2:]]
 class MeanOfMeans(GradientExchange):
     """What must not be done: every replica's own mean, averaged with equal weights."""
 
-    def add_up(self, tensors: list[torch.Tensor], denominator: float) -> tuple[float, float]:
-        for tensor in tensors:
-            tensor /= denominator * self.size
-        _, seconds = super().add_up(tensors, 0.0)
-        return 1.0, seconds
+    def add_up(self, tensor: torch.Tensor, seconds: float) -> float:
+        tensor /= float(tensor[-1]) * self.size
+        return super().add_up(tensor, seconds)
 
 
 def alone(model: Path, kind: Denominator, batch: list[Sample]) -> tuple[Trainer, Trained]:
     trainer = make_trainer(model, kind)
-    return trainer, trainer.train(order(batch))
+    return trainer, train(trainer, order(batch))
 
 
 def shared(
@@ -46,10 +58,9 @@ def shared(
     """One step of as many replicas as there are shares."""
     replicas = [make_trainer(model, kind) for _ in shares]
     for replica in replicas:
-        replica._exchange = exchange()
+        replica.exchange = exchange()
     regroup(replicas, 1, free_port())
-    first, second = (lambda r=r, s=s: r.train(order(s)) for r, s in zip(replicas, shares, strict=True))
-    return replicas, at_once(first, second)
+    return replicas, step_together(replicas, shares)
 
 
 def furthest(one: Trainer, other: Trainer) -> float:
@@ -62,7 +73,6 @@ def test_two_replicas_make_the_step_of_one_process(kind: Denominator, tiny_model
     reference, wanted = alone(tiny_model, kind, BATCH)
     replicas, done = shared(tiny_model, kind, SHARES)
     assert done[0].parameter_hash == done[1].parameter_hash
-    assert [answer.generated_tokens for answer in done] == [5, 68]
     for replica, answer in zip(replicas, done, strict=True):
         assert answer.gradient_norm == pytest.approx(wanted.gradient_norm, rel=1e-5)
         assert furthest(replica, reference) < 1e-4
@@ -84,110 +94,108 @@ def test_the_denominator_may_be_reported_by_one_replica(tiny_model: Path) -> Non
     replicas = [make_trainer(tiny_model) for _ in range(2)]
     regroup(replicas, 1, free_port())
     whole = order(BATCH)
-    done = at_once(
-        lambda: replicas[0].train(Train(1, BATCH, whole.sequences, whole.tokens, -1)),
-        lambda: replicas[1].train(Train(1, [], 0, 0, -1)),
-    )
+    votes = at_once(lambda: replicas[0].reduce(whole), lambda: replicas[1].reduce(Train(1, [], 0, 0, whole.patience)))
+    done = [commit(replica, vote) for replica, vote in zip(replicas, votes, strict=True)]
     assert done[0].parameter_hash == done[1].parameter_hash == wanted.parameter_hash
     assert furthest(replicas[0], reference) == 0
 
 
 def test_trajectories_without_signal_count_in_the_denominator(tiny_model: Path) -> None:
     few, many = make_trainer(tiny_model), make_trainer(tiny_model)
-    norms = [t.train(Train(1, BATCH[:2], 4, tokens, -1)).gradient_norm for t, tokens in ((few, 5), (many, 50))]
+    norms = [
+        train(trainer, Train(1, BATCH[:2], 4, tokens, 1.0)).gradient_norm for trainer, tokens in ((few, 5), (many, 50))
+    ]
     assert norms[0] == pytest.approx(10 * norms[1], rel=1e-4)
 
 
 def test_a_batch_without_signal_changes_nothing_and_says_so(tiny_model: Path) -> None:
     trainer = make_trainer(tiny_model)
-    before = trainer.parameter_hash()
-    done = trainer.train(Train(7, [], 4, 50, 1))
+    before = trainer.state.checksum
+    vote = trainer.reduce(Train(7, [], 4, 50, 1.0))
+    assert (vote.version, vote.forward_tokens, vote.generated_tokens) == (7, 0, 0)
+    done = commit(trainer, vote, publish_to=1)
     assert (done.version, done.parameter_hash, done.gradient_norm) == (7, before, 0.0)
-    assert (done.forward_tokens, done.generated_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_do_not_change_the_step(kind: Denominator, tiny_model: Path) -> None:
     """Up to the rounding of bfloat16, which depends on who is padded with whom."""
-    _, wanted = alone(tiny_model, kind, BATCH)
-    done = make_trainer(tiny_model, kind, micro_batch=80).train(order(BATCH))
-    assert done.forward_tokens > sum(len(s.tokens) for s in BATCH)  # it was padded
-    assert done.gradient_norm == pytest.approx(wanted.gradient_norm, rel=0.02)
-    assert (done.generated_tokens, done.clipped) == (wanted.generated_tokens, wanted.clipped)
-    assert done.behaviour_weight == pytest.approx(wanted.behaviour_weight, rel=0.02)
+    single, packed = make_trainer(tiny_model, kind), make_trainer(tiny_model, kind, micro_batch=80)
+    wanted, found = single.reduce(order(BATCH)), packed.reduce(order(BATCH))
+    assert wanted.forward_tokens == sum(len(s.tokens) for s in BATCH)
+    assert found.forward_tokens > wanted.forward_tokens  # it was padded
+    assert (found.generated_tokens, found.clipped) == (wanted.generated_tokens, wanted.clipped)
+    assert found.behaviour_weight == pytest.approx(wanted.behaviour_weight, rel=0.02)
+    norm = commit(packed, found).gradient_norm
+    assert norm == pytest.approx(commit(single, wanted).gradient_norm, rel=0.02)
 
 
 def test_the_gradient_norm_is_that_before_clipping(tiny_model: Path) -> None:
     trainer = make_trainer(tiny_model, "constant")
     loud = [sample(0, 4, 20, 100.0), sample(1, 4, 20, -50.0)]
-    assert trainer.train(order(loud)).gradient_norm > 1.0
+    assert train(trainer, order(loud)).gradient_norm > 1.0
 
 
-def test_a_fresh_replica_takes_over_everything(tiny_model: Path) -> None:
-    core, port = make_trainer(tiny_model), free_port()
-    for version in (1, 2):
-        core.train(order(BATCH, version))
-    joiner = make_trainer(tiny_model, seed=1)
-    assert joiner.parameter_hash() != core.parameter_hash()
-    before = core.parameter_hash()
-    regroup([core, joiner], 1, port, share_state=True)
-    assert joiner.parameter_hash() == core.parameter_hash() == before
-    # The moments came too: the next step, made together, is that of a replica that was never joined.
-    never_joined = make_trainer(tiny_model)
-    for version in (1, 2, 3):
-        never_joined.train(order(BATCH, version))
-    done = at_once(lambda: core.train(order(SHARES[0], 3)), lambda: joiner.train(order(SHARES[1], 3)))
-    assert done[0].parameter_hash == done[1].parameter_hash
-    assert furthest(core, never_joined) < 1e-3
-    # And when it leaves, the core goes on alone.
-    core.regroup(Regroup(2, 0, 1, port, False))
-    assert core.train(order(BATCH, 4)).exchange_seconds == 0.0
+def test_until_the_verdict_nothing_has_changed(tiny_model: Path) -> None:
+    trainer, untouched = make_trainer(tiny_model), make_trainer(tiny_model)
+    before, number = trainer.state.checksum, trainer.state.number
+    trainer.reduce(order(BATCH[:2], 1))
+    assert (trainer.state.checksum, trainer.state.number) == (before, number)
+    with pytest.raises(RuntimeError, match="version 1 still awaits its verdict"):
+        trainer.reduce(order(BATCH, 1))
+    with pytest.raises(RuntimeError, match="no gradient of version 2 awaits a verdict"):
+        trainer.commit(Commit(2, -1))
+    trainer.discard()
+    with pytest.raises(RuntimeError, match="no gradient of version 1"):
+        trainer.commit(Commit(1, -1))
+    # And nothing of the gradient that was discarded is in the next one.
+    assert train(trainer, order(BATCH, 1)).parameter_hash == train(untouched, order(BATCH, 1)).parameter_hash
 
 
 def test_a_saved_replica_goes_on_as_if_nothing_had_happened(tiny_model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model)
-    trainer.train(order(BATCH, 1))
+    train(trainer, order(BATCH, 1))
     trainer.save(tmp_path / "checkpoint", optimiser=True)
-    saved = trainer.parameter_hash()
-    wanted = trainer.train(order(BATCH[:3], 2)).parameter_hash
+    saved = trainer.state.checksum
+    wanted = train(trainer, order(BATCH[:3], 2)).parameter_hash
     for other in (make_trainer(tiny_model, seed=1), make_trainer(tmp_path / "checkpoint", seed=1)):
         other.load(tmp_path / "checkpoint")
-        assert other.parameter_hash() == saved
-        assert other.train(order(BATCH[:3], 2)).parameter_hash == wanted
+        assert other.state.checksum == saved
+        assert train(other, order(BATCH[:3], 2)).parameter_hash == wanted
     assert not list((tmp_path / "checkpoint").glob("*.part"))
 
 
 def test_a_model_saved_without_its_optimiser_is_just_the_model(tiny_model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model)
-    trainer.train(order(BATCH, 1))
+    train(trainer, order(BATCH, 1))
     trainer.save(tmp_path / "model", optimiser=False)
     assert sorted(path.name for path in (tmp_path / "model").glob("*.safetensors")) == ["model.safetensors"]
-    assert make_trainer(tmp_path / "model", seed=1).parameter_hash() == trainer.parameter_hash()
+    assert make_trainer(tmp_path / "model", seed=1).state.checksum == trainer.state.checksum
 
 
 def test_the_seed_makes_the_weights(tiny_model: Path) -> None:
-    assert make_trainer(tiny_model).parameter_hash() == make_trainer(tiny_model).parameter_hash()
+    assert make_trainer(tiny_model).state.checksum == make_trainer(tiny_model).state.checksum
 
 
 def test_publishing_writes_the_buffer_that_was_named(tiny_model: Path) -> None:
     trainer = make_trainer(tiny_model)
-    checksum = trainer.train(order(BATCH, 1, publish_to=1)).checksum
+    checksum = train(trainer, order(BATCH, 1), publish_to=1).checksum
     buffer: WeightBuffer = trainer._buffer
     named = trainer._named_parameters()
     for name, tensor in buffer.read(1, trainer.layout, checksum):
         assert torch.equal(tensor, named[name].to(torch.bfloat16)), name
     assert buffer.checksum(0) != checksum
-    assert trainer.train(order(BATCH, 2)).checksum == 0
+    assert train(trainer, order(BATCH, 2)).checksum == 0
 
 
 def test_measuring_puts_everything_back(tiny_model: Path) -> None:
     trainer, untouched = make_trainer(tiny_model), make_trainer(tiny_model)
     for t in (trainer, untouched):
-        t.train(order(BATCH, 1))
+        train(t, order(BATCH, 1))
     measured = trainer.measure(MeasureTraining([[6, 9], [12]], 2))
     assert [tokens for tokens, _ in measured.batches] == [15, 12, 15, 12]
-    assert trainer.parameter_hash() == untouched.parameter_hash()
-    assert trainer.train(order(BATCH, 2)).parameter_hash == untouched.train(order(BATCH, 2)).parameter_hash
+    assert trainer.state.checksum == untouched.state.checksum
+    assert train(trainer, order(BATCH, 2)).parameter_hash == train(untouched, order(BATCH, 2)).parameter_hash
 
 
 def test_scores_are_log_probabilities_of_the_tokens_after_the_first(tiny_model: Path) -> None:

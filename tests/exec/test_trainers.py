@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from far_end import PATIENCE, FarEnd, connect
+from far_end import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from voters import Fate, Floor, Voter
 
-from libra.exec.handles import Handle, WorkerFailedError
-from libra.exec.messages import Done, Failure, Message, Regroup, Regrouped, Sample, Stop, Train, Trained
-from libra.exec.trainers import CoreLostError, DivergedError, Trainers, split_evenly
+from libra.exec.answers import Patience
+from libra.exec.handles import WorkerFailedError, WorkerLostError
+from libra.exec.joining import BOUNDARIES, JoinError
+from libra.exec.joint_step import split_evenly
+from libra.exec.membership import FAILURES, CoreLostError, ExchangeError
+from libra.exec.messages import (
+    CatchUp,
+    Commit,
+    Discard,
+    Enter,
+    Follow,
+    Identify,
+    Prepare,
+    Publish,
+    Published,
+    Sample,
+    Train,
+)
+from libra.exec.trainers import DivergedError, Trainers
 
 PORT = 29511
-GONE = Failure("gradient exchange of 2 replicas failed", peer_lost=True)
+SHORT = Patience(factor=2.0, floor=0.4, unknown=0.4, grace=0.2)  # for those who are told to hang
 
 
 def sample(number: int, length: int) -> Sample:
@@ -26,177 +43,80 @@ def sample(number: int, length: int) -> Sample:
 SAMPLES = [sample(0, 9), sample(1, 4), sample(2, 4), sample(3, 1)]
 
 
-def trained(version: int, hash: int = 7, seconds: float = 1.0, tokens: int = 5) -> Trained:
-    return Trained(version, 99, hash, seconds, seconds / 4, 0.125, 2 * tokens, tokens, 1.0, 1.5 * tokens, 0.5, 3.0)
+class Scene:
+    def __init__(self, floor: Floor, trainers: Trainers) -> None:
+        self.floor, self.trainers = floor, trainers
+
+    async def step(self, version: int) -> int:
+        """The number of replicas that made it."""
+        result = await self.trainers.step(version, SAMPLES, sequences=8, tokens=50)
+        assert result.version == version
+        return result.replicas
+
+    async def join(self, name: str) -> Voter:
+        voter = await self.floor.hire(name)
+        await self.trainers.join(voter.handle, core=name.startswith("core"))
+        return voter
 
 
-class Replica:
-    """A trainer at the far end of a real handle: answers what it was told to, or as one that succeeds."""
-
-    def __init__(self, handle: Handle, far: FarEnd) -> None:
-        self.handle = handle
-        self.orders: list[Message] = []
-        self.to_train: deque[Message | None] = deque()  # answers to Train; None: the process dies
-        self._far = far
-        self._life = asyncio.create_task(self._live())
-
-    @property
-    def trains(self) -> list[Train]:
-        return [order for order in self.orders if isinstance(order, Train)]
-
-    @property
-    def memberships(self) -> list[Regroup]:
-        return [order for order in self.orders if isinstance(order, Regroup)]
-
-    async def end(self) -> None:
-        await self.handle.stop()
-        await self._life
-
-    async def _live(self) -> None:
-        while True:
-            try:
-                order = await self._far.receive()
-            except ConnectionError:
-                return
-            self.orders.append(order)
-            answer: Message | None = Done()
-            match order:
-                case Regroup():
-                    answer = Regrouped(order.generation, 0.0)
-                case Train():
-                    answer = self.to_train.popleft() if self.to_train else trained(order.version)
-            if answer is None:
-                self._far.close()
-                return
-            self._far.send(answer)
-            if isinstance(order, Stop):
-                self._far.close()
-                return
-
-
-def together(scenario: Callable[[Trainers, Replica, Replica], Awaitable[None]]) -> None:
-    """Run a scenario with a core replica and a hybrid one that has joined it."""
+def play(scenario: Callable[[Scene], Awaitable[None]], *others: str, patience: Patience | None = None) -> None:
+    """Run a scenario with `core-0` and those others that have joined it."""
 
     async def run() -> None:
-        core = Replica(*await connect(Handle, lambda name, why: None, "core-0"))
-        hybrid = Replica(*await connect(Handle, lambda name, why: None, "hybrid-0"))
-        trainers = Trainers(core.handle, lambda: PORT)
-        await trainers.join(hybrid.handle)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # each replica waits on a thread
+        floor = Floor()
+        core = await floor.hire("core-0")
+        trainers = Trainers(core.handle, lambda: PORT, floor.kill, patience or Patience())
+        scene = Scene(floor, trainers)
         try:
-            await asyncio.wait_for(scenario(trainers, core, hybrid), PATIENCE)
+            for name in others:
+                await scene.join(name)
+            await asyncio.wait_for(scenario(scene), PATIENCE)
         finally:
-            await asyncio.gather(core.end(), hybrid.end())
+            await floor.close()
 
     asyncio.run(run())
 
 
-def test_joining_and_leaving() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        assert (trainers.names(), trainers.size) == (("core-0", "hybrid-0"), 2)
-        assert core.memberships == [Regroup(1, 0, 2, PORT, share_state=True)]
-        assert hybrid.memberships == [Regroup(1, 1, 2, PORT, share_state=True)]
-        assert await trainers.leave("hybrid-0") is hybrid.handle
-        assert core.memberships[1:] == [Regroup(2, 0, 1, PORT, share_state=False)]
-        assert len(hybrid.memberships) == 1
-        with pytest.raises(ValueError, match="core-0 is the core trainer, which never leaves"):
-            await trainers.leave("core-0")
-        await trainers.join(hybrid.handle)
-        assert hybrid.memberships[1:] == [Regroup(3, 1, 2, PORT, share_state=True)]
+def assert_each_sample_is_trained_once(scene: Scene, steps: int) -> None:
+    for version in range(1, steps + 1):
+        [generation] = scene.floor.committed[version]
+        shares = scene.floor.rounds[generation, version].shares.values()
+        assert sorted(id for share in shares for id in share) == [s.id for s in SAMPLES], version
+    for replica in scene.trainers.replicas():
+        assert scene.floor.replicas[replica.name].steps == list(range(1, steps + 1))
 
-    together(scenario)
+
+# --- steps that go well --------------------------------------------------------------------------------------------
 
 
 def test_a_step_of_two() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        core.to_train.append(trained(5, seconds=1.0, tokens=9))
-        hybrid.to_train.append(trained(5, seconds=3.0, tokens=1))
-        result = await trainers.step(5, SAMPLES, sequences=8, tokens=50)
-        [first], [second] = core.trains, hybrid.trains
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        result = await scene.trainers.step(5, SAMPLES, sequences=8, tokens=50)
+        [first], [second] = core.told(Train), hybrid.told(Train)
         # The core alone counts the batch and publishes, into the buffer that the version before does not use.
-        assert first == Train(5, [SAMPLES[0]], 8, 50, publish_to=1)
-        assert second == Train(5, SAMPLES[1:], 0, 0, publish_to=-1)
+        assert first == Train(5, [SAMPLES[0]], 8, 50, Patience().unknown)
+        assert second == Train(5, SAMPLES[1:], 0, 0, Patience().unknown)
+        assert (core.told(Commit), hybrid.told(Commit)) == ([Commit(5, 1)], [Commit(5, -1)])
         assert (result.version, result.checksum, result.buffer, result.replicas) == (5, 99, 1, 2)
-        # Who waits for the others in the exchange is not slow: the exchange takes what it takes the last to come.
-        assert (result.compute_seconds, result.exchange_seconds) == (3.0, 0.25)
-        assert (result.forward_tokens, result.generated_tokens) == (20, 10)
-        assert (result.clip_share, result.behaviour_weight_mean, result.prox_gap_mean) == (0.2, 1.5, 0.1)
+        assert (result.compute_seconds, result.exchange_seconds, result.publish_seconds) == (0.5, 0.1, 0.125)
+        assert (result.forward_tokens, result.generated_tokens, result.gradient_norm) == (36, 18, 3.0)
+        assert (result.clip_share, result.behaviour_weight_mean, result.prox_gap_mean) == (2 / 18, 3 / 18, 1 / 18)
+        # The next step is expected to take as long for a token, and as many tokens as the larger share has.
+        await scene.step(6)
+        expected = 0.5 / (2 * 9) * 9
+        assert [order.patience for order in core.told(Train)[1:]] == [Patience().beside(expected)]
 
-    together(scenario)
+    play(scenario, "hybrid-0")
 
 
 def test_a_step_without_a_sample() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        for replica in (core, hybrid):
-            replica.to_train.append(Trained(1, 99, 7, 0.5, 0.1, 0.1, 0, 0, 0.0, 0.0, 0.0, 0.0))
-        result = await trainers.step(1, [], sequences=8, tokens=50)
-        assert core.trains == [Train(1, [], 8, 50, publish_to=1)]
-        assert (result.clip_share, result.behaviour_weight_mean, result.prox_gap_mean) == (0.0, 1.0, 0.0)
+    async def scenario(scene: Scene) -> None:
+        result = await scene.trainers.step(1, [], sequences=8, tokens=50)
+        assert (result.generated_tokens, result.behaviour_weight_mean) == (0, 1.0)
 
-    together(scenario)
-
-
-def test_when_a_replica_is_lost_before_the_exchange_the_rest_make_the_same_step() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        hybrid.to_train.append(None)
-        core.to_train.append(GONE)
-        result = await trainers.step(2, SAMPLES, sequences=8, tokens=50)
-        assert core.memberships[1:] == [Regroup(2, 0, 1, PORT, share_state=True)]
-        lost, made = core.trains
-        assert lost.samples == [SAMPLES[0]]
-        assert (made.version, made.sequences, made.tokens, made.publish_to) == (2, 8, 50, 0)
-        assert sorted(s.id for s in made.samples) == [s.id for s in SAMPLES]
-        assert (result.replicas, trainers.names()) == (1, ("core-0",))
-
-    together(scenario)
-
-
-def test_a_lost_core_is_an_end() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        core.to_train.append(None)
-        hybrid.to_train.append(GONE)
-        with pytest.raises(CoreLostError, match="core-0 is gone during step 2"):
-            await trainers.step(2, SAMPLES, 8, 50)
-
-    together(scenario)
-
-
-def test_replicas_that_differ_are_an_end() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        core.to_train.append(trained(2, hash=7))
-        hybrid.to_train.append(trained(2, hash=8))
-        with pytest.raises(DivergedError, match="after step 2 the replicas core-0, hybrid-0 hold different parameters"):
-            await trainers.step(2, SAMPLES, 8, 50)
-
-    together(scenario)
-
-
-@pytest.mark.parametrize(
-    ("hybrid_says", "message"), [(Failure("out of memory"), "out of memory"), (GONE, "gradient exchange")]
-)
-def test_a_failure_without_a_loss_is_not_tried_again(hybrid_says: Failure, message: str) -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        core.to_train.append(GONE if hybrid_says.peer_lost else trained(2))
-        hybrid.to_train.append(hybrid_says)
-        with pytest.raises(WorkerFailedError, match=message):
-            await trainers.step(2, SAMPLES, 8, 50)
-        assert len(core.trains) == 1
-
-    together(scenario)
-
-
-def test_a_membership_changes_between_two_steps() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        async with trainers.boundary:
-            leaving = asyncio.create_task(trainers.leave("hybrid-0"))
-            stepping = asyncio.create_task(trainers.step(1, SAMPLES, 8, 50))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert len(core.orders) == 1  # the first membership
-        await leaving
-        assert (await stepping).replicas == 1
-        assert hybrid.trains == []
-
-    together(scenario)
+    play(scenario, "hybrid-0")
 
 
 @settings(deadline=None)
@@ -210,11 +130,382 @@ def test_every_sample_has_one_replica_and_the_loads_are_even(lengths: list[int],
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-def test_a_replica_that_dies_after_the_exchange_does_not_undo_the_step() -> None:
-    async def scenario(trainers: Trainers, core: Replica, hybrid: Replica) -> None:
-        hybrid.to_train.append(None)  # dies, but its gradient was in the sum: the core has stepped
-        result = await trainers.step(2, SAMPLES, sequences=8, tokens=50)
-        assert [order.version for order in core.trains] == [2]
-        assert (result.version, trainers.names()) == (2, ("core-0",))
+# --- joining and leaving -------------------------------------------------------------------------------------------
 
-    together(scenario)
+
+def test_joining_and_leaving() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, trainers = scene.floor.replicas["core-0"], scene.trainers
+        await scene.step(1)
+        hybrid = await scene.join("hybrid-0")
+        assert core.told(Prepare) == [Prepare(1, 0, 2, PORT)]
+        assert [type(order) for order in hybrid.orders] == [Prepare, Follow, CatchUp, Enter]
+        assert hybrid.told(Prepare) == [Prepare(1, 1, 2, PORT)]
+        assert (trainers.names(), trainers.size, trainers.hybrids()) == (("core-0", "hybrid-0"), 2, ("hybrid-0",))
+        assert await scene.step(2) == 2
+        assert await trainers.leave("hybrid-0") is hybrid.handle
+        assert core.told(Prepare)[1:] == [Prepare(2, 0, 1, PORT)]
+        assert len(hybrid.told(Prepare)) == 1
+        with pytest.raises(ValueError, match="core-0 is a core trainer, which never leaves"):
+            await trainers.leave("core-0")
+        with pytest.raises(WorkerLostError, match="hybrid-0 is no training replica"):
+            await trainers.leave("hybrid-0")
+        await trainers.join(hybrid.handle)
+        assert await scene.step(3) == 2
+        assert_each_sample_is_trained_once(scene, 3)
+
+    play(scenario)
+
+
+def test_core_replicas_come_before_hybrid_ones() -> None:
+    async def scenario(scene: Scene) -> None:
+        second = await scene.join("core-1")
+        assert scene.trainers.names() == ("core-0", "core-1", "hybrid-0")
+        hybrid = scene.floor.replicas["hybrid-0"]
+        assert second.told(Prepare)[-1] == Prepare(2, 1, 3, PORT)
+        assert hybrid.told(Prepare)[-1] == Prepare(2, 2, 3, PORT)
+        assert await scene.step(1) == 3
+        with pytest.raises(ValueError, match="never leaves"):
+            await scene.trainers.leave("core-1")
+
+    play(scenario, "hybrid-0")
+
+
+def test_steps_go_on_while_a_replica_follows() -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.late = 2
+        joining = asyncio.create_task(scene.trainers.join(joiner.handle))
+        version = 0
+        while not joining.done():
+            version += 1
+            replicas = await scene.step(version)
+        assert version > 1 and replicas in (1, 2)
+        await joining
+        assert await scene.step(version + 1) == 2
+        assert_each_sample_is_trained_once(scene, version + 1)
+
+    play(scenario)
+
+
+def test_a_joiner_that_is_not_level_is_not_let_in() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.step(1)
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.late = 1000
+        joiner.steps = [9]
+        joiner.will(Follow, [])
+        joiner._copy = lambda place: None  # type: ignore[method-assign]
+        with pytest.raises(JoinError, match=f"hybrid-0 cannot join: it was not level at {BOUNDARIES} step boundaries"):
+            await scene.trainers.join(joiner.handle)
+        assert joiner.told(Enter) == [] and joiner.handle.lost and joiner.killed
+        # Same number, another hash: each time it started again.
+        assert len(joiner.told(Follow)) == BOUNDARIES
+        assert await scene.step(2) == 1
+
+    play(scenario)
+
+
+def test_for_a_joiner_that_is_always_overtaken_the_core_stands_still() -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.behind.append("three copies were overtaken")
+        await scene.trainers.join(joiner.handle)
+        assert [type(order) for order in joiner.orders] == [Prepare, Follow, Follow, CatchUp, Enter]
+        assert await scene.step(1) == 2
+
+        other = await scene.floor.hire("hybrid-1")
+        other.behind.extend(["three copies were overtaken", "and another one"])
+        with pytest.raises(JoinError, match="hybrid-1 cannot join: and another one"):
+            await scene.trainers.join(other.handle)
+        assert await scene.step(2) == 2
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("order", [Prepare, Follow, CatchUp, Enter])
+def test_a_joiner_that_dies_on_its_way_leaves_the_others_as_they_were(order: type) -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-1")
+        joiner.will(order, ["die"])
+        with pytest.raises(WorkerLostError, match="hybrid-1 went away"):
+            await scene.trainers.join(joiner.handle)
+        assert scene.trainers.names() == ("core-0", "hybrid-0")
+        assert await scene.step(1) == 2
+        assert_each_sample_is_trained_once(scene, 1)
+
+    play(scenario, "hybrid-0")
+
+
+@pytest.mark.parametrize(
+    ("order", "fates", "follows"),
+    [(Prepare, ["die"], 1), (Identify, ["die"], 1), (Identify, ["ok", "die"], 2), (Enter, ["die"], 1)],
+)
+def test_when_a_core_dies_during_a_join_the_joiner_follows_another(
+    order: type, fates: list[Fate], follows: int
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.step(1)
+        scene.floor.replicas["core-0"].will(order, fates)
+        joiner = await scene.join("hybrid-0")
+        assert scene.trainers.names() == ("core-1", "hybrid-0")
+        assert len(joiner.told(Follow)) == follows
+        assert await scene.step(2) == 2
+        assert_each_sample_is_trained_once(scene, 2)
+
+    play(scenario, "core-1")
+
+
+def test_a_membership_changes_between_two_steps() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        known = len(core.orders)
+        async with scene.trainers.boundary:
+            leaving = asyncio.create_task(scene.trainers.leave("hybrid-0"))
+            stepping = asyncio.create_task(scene.step(1))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(core.orders) == known
+        await leaving
+        assert await stepping in (1, 2)
+        assert await scene.step(2) == 1
+        assert_each_sample_is_trained_once(scene, 2)
+
+    play(scenario, "hybrid-0")
+
+
+def test_a_membership_that_does_not_come_about_is_tried_again() -> None:
+    async def scenario(scene: Scene) -> None:
+        hybrid = scene.floor.replicas["hybrid-0"]
+        hybrid.will(Enter, ["fail"])
+        second = await scene.join("hybrid-1")
+        assert [order.generation for order in second.told(Enter)] == [2, 3]
+        hybrid.will(Enter, ["fail"] * FAILURES)
+        with pytest.raises(ExchangeError, match="core-0, hybrid-0 do not find each other: not everyone came"):
+            await scene.trainers.leave("hybrid-1")
+
+    play(scenario, "hybrid-0")
+
+
+# --- steps that go wrong -------------------------------------------------------------------------------------------
+
+
+def test_when_a_replica_is_lost_before_its_vote_the_rest_make_the_same_step() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(Train, ["die"])
+        assert await scene.step(2) == 1
+        lost, made = core.told(Train)
+        assert lost.samples == [SAMPLES[0]]
+        assert (made.version, made.sequences, made.tokens) == (2, 8, 50)
+        assert sorted(s.id for s in made.samples) == [s.id for s in SAMPLES]
+        assert core.told(Discard) == [Discard()]
+        assert (core.told(Commit), core.steps) == ([Commit(2, 0)], [2])
+        assert scene.trainers.names() == ("core-0",)
+
+    play(scenario, "hybrid-0")
+
+
+def test_who_was_lost_between_two_steps_is_not_asked() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.fall()
+        while not hybrid.handle.lost:
+            await asyncio.sleep(0)
+        assert await scene.step(1) == 1
+        assert len(core.told(Train)) == 1
+
+    play(scenario, "hybrid-0")
+
+
+def test_a_replica_that_dies_after_its_vote_does_not_undo_the_step() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(Commit, ["die"])  # its gradient is in the sum
+        result = await scene.trainers.step(2, SAMPLES, sequences=8, tokens=50)
+        assert (core.steps, result.replicas, result.generated_tokens) == ([2], 2, 18)
+        assert scene.trainers.names() == ("core-0",)
+        assert await scene.step(3) == 1
+
+    play(scenario, "hybrid-0")
+
+
+def test_when_the_publisher_dies_another_core_publishes() -> None:
+    async def scenario(scene: Scene) -> None:
+        first, second, _ = scene.floor.replicas.values()
+        first.will(Commit, ["die"])
+        result = await scene.trainers.step(3, SAMPLES, sequences=8, tokens=50)
+        assert (result.checksum, result.buffer) == (1003, 1)
+        assert second.told(Publish) == [Publish(3, 1)]
+        assert (scene.trainers.core, scene.trainers.names()) == (second.handle, ("core-1", "hybrid-0"))
+        assert await scene.step(4) == 2
+
+    play(scenario, "core-1", "hybrid-0")
+
+
+@pytest.mark.parametrize("order", [Train, Commit])
+def test_without_a_core_there_is_no_step(order: type) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(order, ["die"])
+        with pytest.raises(CoreLostError, match="core trainer core-0 is gone, and no other is left"):
+            await scene.step(2)
+
+    play(scenario, "hybrid-0")
+
+
+def test_replicas_that_differ_are_an_end() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(Commit, ["fail"])
+        with pytest.raises(DivergedError, match="after step 2 the replicas core-0, hybrid-0 hold different parameters"):
+            await scene.step(2)
+
+    play(scenario, "hybrid-0")
+
+
+def test_an_exchange_that_fails_without_a_loss_is_tried_again_a_few_times() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(Train, ["fail"])
+        assert await scene.step(1) == 2
+        assert len(core.told(Train)) == 2
+        hybrid.will(Train, ["fail"] * FAILURES)
+        with pytest.raises(ExchangeError, match=f"step 2 failed {FAILURES} times although no replica is lost: lost"):
+            await scene.step(2)
+        assert core.steps == hybrid.steps == [1]
+
+    play(scenario, "hybrid-0")
+
+
+def test_when_one_replica_has_no_sum_nobody_steps() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, first, second = scene.floor.replicas.values()
+        first.will(Train, ["unsure"])
+        second.will(Train, ["late"])
+        assert await scene.step(1) == 2
+        assert [len(voter.told(Train)) for voter in (core, first, second)] == [2, 2, 1]
+        assert core.told(Discard) == first.told(Discard) == [Discard()]
+        assert_each_sample_is_trained_once(scene, 1)
+
+    play(scenario, "hybrid-0", "hybrid-1")
+
+
+def test_a_worker_that_breaks_is_an_end() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(Train, ["break"])
+        with pytest.raises(WorkerFailedError, match="hybrid-0: broken"):
+            await scene.step(2)
+
+    play(scenario, "hybrid-0")
+
+
+@pytest.mark.parametrize("order", [Train, Commit, Discard, Prepare, Enter])
+def test_a_replica_that_hangs_is_found_and_killed(order: type) -> None:
+    async def scenario(scene: Scene) -> None:
+        _, second, hybrid = scene.floor.replicas.values()
+        hybrid.will(order, ["hang"])
+        if order is not Train and order is not Commit:  # those come with the loss of somebody else
+            second.will(Train, ["die"])
+        if order is Train:  # the others wait in the exchange until their patience is at its end
+            asyncio.get_running_loop().call_later(0.3, lambda: scene.floor.rounds[2, 1].fail())
+        await scene.step(1)
+        assert hybrid.killed and hybrid.name not in scene.trainers.names()
+        await scene.step(2)
+        assert_each_sample_is_trained_once(scene, 2)
+
+    play(scenario, "hybrid-0", "hybrid-1", patience=SHORT)
+
+
+def test_a_core_that_hangs_between_two_steps_is_found_by_a_join() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Identify, ["hang"])
+        await scene.join("hybrid-0")
+        assert scene.floor.replicas["core-0"].killed
+        assert scene.trainers.names() == ("core-1", "hybrid-0")
+        assert await scene.step(1) == 2
+
+    play(scenario, "core-1", patience=SHORT)
+
+
+def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving() -> None:
+    async def scenario(scene: Scene) -> None:
+        trainers = scene.trainers
+        scene.floor.replicas["hybrid-0"].handle.declare_lost("killed")
+        other = await scene.join("hybrid-1")
+        assert trainers.names() == ("core-0", "hybrid-1")
+        await scene.join("hybrid-2")
+        other.handle.declare_lost("killed")
+        await trainers.leave("hybrid-2")
+        assert trainers.names() == ("core-0",)
+        third = await scene.join("hybrid-3")
+        third.handle.declare_lost("killed")
+        with pytest.raises(WorkerLostError, match="hybrid-3 is no training replica, or no more"):
+            await trainers.leave("hybrid-3")
+        assert await scene.step(1) == 1
+        assert_each_sample_is_trained_once(scene, 1)
+
+    play(scenario, "hybrid-0")
+
+
+def test_whichever_core_is_there_answers() -> None:
+    async def scenario(scene: Scene) -> None:
+        first, second = scene.floor.replicas.values()
+        first.will(Publish, ["die"])
+        assert await scene.trainers.ask_core(Publish(3, 1), Published) == Published(3, 1003)
+        assert (first.told(Publish), second.told(Publish)) == ([Publish(3, 1)], [Publish(3, 1)])
+        scene.trainers.require_core()
+        second.will(Publish, ["die"])
+        with pytest.raises(CoreLostError, match="core trainer core-0, core-1 is gone, and no other is left"):
+            await scene.trainers.ask_core(Publish(3, 1), Published)
+        with pytest.raises(CoreLostError):
+            scene.trainers.require_core()
+
+    play(scenario, "core-1")
+
+
+# --- whatever happens ----------------------------------------------------------------------------------------------
+
+_FATES = st.lists(st.sampled_from(["ok", "ok", "ok", "die", "fail", "late", "unsure"]), max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    steps=st.integers(1, 6),
+    fates=st.fixed_dictionaries(
+        {name: st.tuples(_FATES, _FATES, _FATES) for name in ("core-1", "hybrid-0", "hybrid-1", "hybrid-2")}
+    ),
+    leaves_at=st.integers(0, 6),
+    joins_at=st.integers(0, 6),
+)
+def test_no_sample_is_trained_twice_or_lost(
+    steps: int, fates: dict[str, tuple[list[Fate], list[Fate], list[Fate]]], leaves_at: int, joins_at: int
+) -> None:
+    """One core lives; the others die in votes, commits and changes of the membership, one leaves, one joins."""
+
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-2")
+        for name, (votes, commits, entries) in fates.items():
+            scene.floor.replicas[name].will(Train, votes)
+            scene.floor.replicas[name].will(Commit, ["die" if fate == "die" else "ok" for fate in commits])
+            scene.floor.replicas[name].will(Enter, ["die" if fate == "die" else "ok" for fate in entries])
+        changes: list[asyncio.Task[object]] = []
+        for version in range(1, steps + 1):
+            if version == leaves_at:
+                changes.append(asyncio.create_task(scene.trainers.leave("hybrid-1")))
+            if version == joins_at:
+                changes.append(asyncio.create_task(scene.trainers.join(joiner.handle)))
+            try:
+                await scene.step(version)
+            except ExchangeError:  # it failed several times with nobody lost: the run ends here, after the step before
+                steps_made = version - 1
+                break
+        else:
+            steps_made = steps
+        for change in changes:
+            try:
+                await change
+            except WorkerLostError:
+                pass
+        assert_each_sample_is_trained_once(scene, steps_made)
+        assert "core-0" in scene.trainers.names()
+
+    play(scenario, "core-1", "hybrid-0", "hybrid-1")

@@ -1,4 +1,4 @@
-"""One real engine and one real trainer: weights, versions, log-probs, and the role that changes between them."""
+"""Real engines and real trainers: weights, versions, log-probs, roles that change, and workers that are lost."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+import libra.exec.handles
 from libra.config import ModelConfig
+from libra.environments.protocol import Prompt
+from libra.exec.draft import Draft
+from libra.exec.fleet import Fleet, Instance
 from libra.exec.handles import EngineHandle, Handle, WorkerFailedError
 from libra.exec.launch_local import LocalLauncher
 from libra.exec.messages import (
+    Commit,
     Done,
     Generate,
     LoadWeights,
+    Piece,
     Publish,
     Published,
     Ready,
+    Reduced,
     Sample,
     SaveCheckpoint,
     Score,
@@ -32,9 +40,11 @@ from libra.exec.messages import (
     Train,
     Trained,
 )
-from libra.exec.rollout import _versions
+from libra.exec.running_turn import RunningTurn
 from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.exec.trainers import Trainers
+from libra.plan.problem import Allocation, Bucket
+from libra.route.baselines import LeastLoaded
 
 pytestmark = pytest.mark.integration
 
@@ -50,16 +60,19 @@ class Pair:
     trainer: Handle
     engine: EngineHandle
 
+    def kill(self, replica: Handle) -> None:
+        self.launcher.kill(replica.pid)
+
 
 def start_trainer(model: Path, replica: int) -> StartTrainer:
     return StartTrainer(
         model_directory=str(model),
-        replica=replica,
         learning_rate=1e-2,
         clip=(0.8, 1.28),
         denominator="constant",
         token_constant=12.0,
         micro_batch_tokens=256,
+        precision="bf16",
         seed=replica,  # replicas start from different optimiser noise; joining must make them equal
         share=0.9,
         cores=(0,),
@@ -81,8 +94,29 @@ def start_engine(model: Path, ready: Ready, refresh_kv: bool = False) -> StartEn
     )
 
 
+@dataclass
+class Made:
+    """What an engine made of a turn, one entry per token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def take(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.versions += [piece.version] * len(piece.tokens)
+
+
+async def made(engine: EngineHandle, request: Generate) -> Made:
+    turn = Made()
+    await engine.generate(request, turn.take)
+    return turn
+
+
 @asynccontextmanager
-async def pair(directory: Path) -> AsyncIterator[Pair]:
+async def pair(directory: Path, lost: Callable[[str, str], object] = lambda name, why: None) -> AsyncIterator[Pair]:
+    """`lost` hears of the engine's loss."""
     model = directory / "model"
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", 256)
     async with LocalLauncher.open(directory / "logs") as launcher:
@@ -90,7 +124,7 @@ async def pair(directory: Path) -> AsyncIterator[Pair]:
         trainer = Handle(await launcher.spawn("trainer"), lambda name, why: None)
         ready = await trainer.start(start_trainer(model, 0))
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)  # the engine needs weights to start from
-        engine = EngineHandle(await launcher.spawn("engine"), lambda name, why: None)
+        engine = EngineHandle(await launcher.spawn("engine"), lost)
         await engine.start(start_engine(model, ready))
         yield Pair(launcher, model, ready, trainer, engine)
 
@@ -109,9 +143,12 @@ def samples(count: int, offset: int = 0) -> list[Sample]:
     return made
 
 
-def step(version: int, buffer: int) -> Train:
+async def step(trainer: Handle, version: int, buffer: int) -> Trained:
+    """A whole step of one replica."""
     batch = samples(5)
-    return Train(version, batch, len(batch), sum(sum(s.generated) for s in batch), buffer)
+    tokens = sum(sum(s.generated) for s in batch)
+    await trainer.ask(Train(version, batch, len(batch), tokens, 60.0), Reduced)
+    return await trainer.ask(Commit(version, buffer), Trained)
 
 
 def gap(generated: list[float], scored: list[float]) -> float:
@@ -122,12 +159,12 @@ def test_engine_and_trainer_agree_after_updates_and_not_before(tmp_path: Path) -
     async def check() -> None:
         async with pair(tmp_path) as both:
             for version in (1, 2, 3):
-                done = await both.trainer.ask(step(version, version % 2), Trained)
-                old = await both.engine.generate(turn(f"old-{version}", 24, salt=f"old-{version}"))
+                done = await step(both.trainer, version, version % 2)
+                old = await made(both.engine, turn(f"old-{version}", 24, salt=f"old-{version}"))
                 await both.engine.load(LoadWeights(version, version % 2, done.checksum))
-                new = await both.engine.generate(turn(f"new-{version}", 24, salt=f"new-{version}"))
+                new = await made(both.engine, turn(f"new-{version}", 24, salt=f"new-{version}"))
                 scored = await both.trainer.ask(Score([PROMPT + old.tokens, PROMPT + new.tokens]), Scored)
-                assert _versions(new) == [version] * 24
+                assert new.versions == [version] * 24
                 assert gap(new.logprobs, scored.logprobs[1]) < ARITHMETIC_GAP
                 assert gap(old.logprobs, scored.logprobs[0]) > ARITHMETIC_GAP  # the check can tell versions apart
 
@@ -139,13 +176,13 @@ def test_weights_arrive_in_the_middle_of_a_turn_without_draining(tmp_path: Path)
         async with pair(tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
             await both.engine.load(LoadWeights(1, 1, first.checksum))
-            running = asyncio.create_task(both.engine.generate(turn("long", 200)))
+            running = asyncio.create_task(made(both.engine, turn("long", 200)))
             while both.engine.running == 0:
                 await asyncio.sleep(0)
-            second = await both.trainer.ask(step(2, 0), Trained)
+            second = await step(both.trainer, 2, 0)
             await both.engine.load(LoadWeights(2, 0, second.checksum))
             assert not running.done()
-            versions = _versions(await running)
+            versions = (await running).versions
             assert len(versions) == 200
             assert versions == sorted(versions) and set(versions) == {1, 2}
 
@@ -157,12 +194,12 @@ def test_a_damaged_update_is_refused_and_the_old_weights_stay(tmp_path: Path) ->
         async with pair(tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
             await both.engine.load(LoadWeights(1, 1, first.checksum))
-            done = await both.trainer.ask(step(2, 0), Trained)
+            done = await step(both.trainer, 2, 0)
             with pytest.raises(WorkerFailedError, match="version 2: checksum"):
                 await both.engine.load(LoadWeights(2, 0, done.checksum ^ 1))
-            assert _versions(await both.engine.generate(turn("after", 8))) == [1] * 8
+            assert (await made(both.engine, turn("after", 8))).versions == [1] * 8
             await both.engine.load(LoadWeights(2, 0, done.checksum))
-            assert _versions(await both.engine.generate(turn("then", 8))) == [2] * 8
+            assert (await made(both.engine, turn("then", 8))).versions == [2] * 8
 
     asyncio.run(check())
 
@@ -172,7 +209,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port)
+            trainers = Trainers(both.trainer, _free_port, both.kill)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             alone = await trainers.step(1, batch, len(batch), tokens)
@@ -191,9 +228,9 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
             engine = EngineHandle(await both.launcher.spawn("hybrid-engine"), lambda name, why: None)
             await engine.start(start_engine(both.model, both.ready))
             await engine.load(LoadWeights(3, after.buffer, after.checksum))
-            new = await engine.generate(turn("back", 16))
+            new = await made(engine, turn("back", 16))
             scored = await both.trainer.ask(Score([PROMPT + new.tokens]), Scored)
-            assert _versions(new) == [3] * 16
+            assert new.versions == [3] * 16
             assert gap(new.logprobs, scored.logprobs[0]) < ARITHMETIC_GAP
 
     asyncio.run(check())
@@ -202,7 +239,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port)
+            trainers = Trainers(both.trainer, _free_port, both.kill)
             hybrid = Handle(await both.launcher.spawn("hybrid"), lambda name, why: None)
             await hybrid.start(start_trainer(both.model, 1))
             await trainers.join(hybrid)
@@ -212,6 +249,122 @@ def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
             os.kill(hybrid.pid, signal.SIGKILL)
             survived = await trainers.step(2, batch, len(batch), tokens)
             assert survived.replicas == 1 and survived.generated_tokens == tokens
+
+    asyncio.run(check())
+
+
+# --- an engine goes away in the middle of a turn -----------------------------------------------------------------
+
+
+class LongTurn:
+    """A turn of hundreds of tokens, which starts on the first engine of a fleet."""
+
+    MOST = 240
+
+    def __init__(self) -> None:
+        self.fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
+        self.draft = Draft("g0-0", Prompt("p", "", ""), 0.0, 1.0, fresh=False, started_at=0.0)
+        self.draft.given(list(PROMPT))
+        self.running = RunningTurn(self.draft, "test", self.fleet, self.MOST, -1)
+
+    def lost(self, name: str, why: str) -> None:
+        self.fleet.remove(name)
+
+    async def begin(self, both: Pair, other: EngineHandle) -> None:
+        """Some tokens on the pair's engine, with the other one in service beside it; both have weights of version 1."""
+        published = await both.trainer.ask(Publish(1, 1), Published)
+        for engine in (both.engine, other):
+            await engine.load(LoadWeights(1, 1, published.checksum))
+        self.fleet.add(Instance(both.engine, "any", 256))
+        self.part = self.serve("first")
+        self.fleet.add(Instance(other, "any", 256))
+        await self.grow_to(20)
+
+    def serve(self, name: str) -> asyncio.Task[None]:
+        placement = self.running.place()
+        assert placement is not None
+        return asyncio.create_task(self.running.serve(placement, name))
+
+    async def grow_to(self, tokens: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.draft.tokens) - len(PROMPT) < tokens:
+                await asyncio.sleep(0.001)
+
+    async def check(self, trainer: Handle, kept: list[int], kept_logprobs: list[float]) -> None:
+        """It is whole, begins with what was kept, and is what the trainer would say of it."""
+        draft = self.draft
+        assert self.running.over and len(draft.tokens) == len(PROMPT) + self.MOST
+        assert draft.tokens[: len(kept)] == kept and draft.logprobs[: len(kept)] == kept_logprobs
+        assert draft.versions[len(PROMPT) :] == [1] * self.MOST
+        scored = await trainer.ask(Score([draft.tokens]), Scored)
+        assert gap(draft.logprobs[len(PROMPT) :], scored.logprobs[0]) < ARITHMETIC_GAP
+
+
+async def another_engine(both: Pair) -> EngineHandle:
+    engine = EngineHandle(await both.launcher.spawn("other"), lambda name, why: None)
+    await engine.start(start_engine(both.model, both.ready))
+    return engine
+
+
+@pytest.mark.parametrize("end", ["killed", "hangs"])
+def test_a_turn_goes_on_when_its_engine_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(libra.exec.handles, "SILENT_LOOKS", 5)
+
+    async def check() -> None:
+        turn = LongTurn()
+        async with pair(tmp_path, turn.lost) as both:
+            other = await another_engine(both)
+            await turn.begin(both, other)
+            began = time.monotonic()
+            os.kill(both.engine.pid, signal.SIGKILL if end == "killed" else signal.SIGSTOP)
+            await turn.part
+            kept, kept_logprobs = list(turn.draft.tokens), list(turn.draft.logprobs)
+            assert len(kept) >= len(PROMPT) + 20 and not turn.running.over
+            second = turn.serve("second")
+            await turn.grow_to(len(kept) - len(PROMPT) + 1)
+            if end == "killed":
+                assert time.monotonic() - began < 2.0
+            await second
+            await turn.check(both.trainer, kept, kept_logprobs)
+
+    asyncio.run(check())
+
+
+def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(tmp_path: Path) -> None:
+    async def check() -> None:
+        turn = LongTurn()
+        async with pair(tmp_path, turn.lost) as both:
+            other = await another_engine(both)
+            await turn.begin(both, other)
+            turn.fleet.remove(both.engine.name)
+            await both.engine.stop()
+            await turn.part
+            kept, kept_logprobs = list(turn.draft.tokens), list(turn.draft.logprobs)
+            assert not turn.running.over
+            # All that the engine made has come: it said how much that was.
+            assert both.engine.generated_tokens == len(kept) - len(PROMPT)
+            await turn.serve("second")
+            assert other.generated_tokens == turn.MOST - both.engine.generated_tokens
+            await turn.check(both.trainer, kept, kept_logprobs)
+
+    asyncio.run(check())
+
+
+def test_a_turn_is_moved_while_it_runs(tmp_path: Path) -> None:
+    async def check() -> None:
+        turn = LongTurn()
+        async with pair(tmp_path, turn.lost) as both:
+            other = await another_engine(both)
+            await turn.begin(both, other)
+            both.engine.interrupt("first")
+            await turn.part
+            kept, kept_logprobs = list(turn.draft.tokens), list(turn.draft.logprobs)
+            assert not turn.running.over and both.engine.generated_tokens == len(kept) - len(PROMPT)
+            turn.fleet.remove(both.engine.name)  # so that the policy sends it to the other one
+            await turn.serve("second")
+            await turn.check(both.trainer, kept, kept_logprobs)
+            # The first engine has nothing left of it and goes on with others.
+            assert len((await made(both.engine, Generate("next", PROMPT, 8, 1.0, -1, 0))).tokens) == 8
 
     asyncio.run(check())
 

@@ -1,4 +1,4 @@
-"""Whole runs: to the end, through the loss of a worker, and through Ctrl-C."""
+"""Whole runs: to the end, through the loss of a worker or of the controller, and through Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
-from small_runs import SmallRuns
+from small_runs import SMALL_RUN, SmallRuns
 
+from libra.exec.interrupted import allocation_in_force
+from libra.exec.journal import read_journal
+from libra.exec.past import past
+from libra.exec.pool import make_pool
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration
@@ -75,6 +81,11 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns) -> None
     assert (small_runs.run_directory / "model" / "model.safetensors").is_file()
 
 
+def timeline(run: SmallRuns) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads((run.run_directory / "timeline.json").read_text())
+    return events
+
+
 def test_static_allocation_keeps_the_initial_split(small_runs: SmallRuns) -> None:
     status, _, err = small_runs.finish(small_runs.start("--allocation", "static"))
     assert status == 0, err[-3000:]
@@ -82,8 +93,9 @@ def test_static_allocation_keeps_the_initial_split(small_runs: SmallRuns) -> Non
     assert len({row["allocation"] for row in small_runs.rows("metrics")}) == 1
 
 
-def test_a_killed_engine_costs_its_slot_and_no_trajectory(small_runs: SmallRuns) -> None:
-    process = small_runs.start("--json", training__steps=12)
+@pytest.mark.parametrize("allocation", ["adaptive", "static"])
+def test_a_killed_engine_is_started_again_and_costs_no_trajectory(small_runs: SmallRuns, allocation: str) -> None:
+    process = small_runs.start("--json", "--allocation", allocation, training__steps=30)
     wait_for(lambda: len(small_runs.rows("metrics")) >= 2, "the second step", process)
     workers = {row["worker"]: row["pid"] for row in small_runs.rows("journal") if row["kind"] == "worker"}
     os.kill(workers["rollout-1"], signal.SIGKILL)
@@ -91,11 +103,16 @@ def test_a_killed_engine_costs_its_slot_and_no_trajectory(small_runs: SmallRuns)
     assert status == 0, err[-3000:]
     summary = json.loads(out)
     assert summary["finished"] and summary["lost_workers"] == ["rollout-1"]
-    assert summary["trajectories_started"] == summary["trajectories_trained"] == 12 * 16
+    assert summary["trajectories_started"] == summary["trajectories_trained"] == 30 * 16
     trained = [t.id for t in read_trajectories(small_runs.run_directory / "trajectories.jsonl")]
-    assert len(set(trained)) == len(trained) == 12 * 16
-    assert small_runs.rows("metrics")[-1]["roles"]["rollout-1"] == "failed"
-    assert "rollout-1" in (small_runs.run_directory / "report.html").read_text()
+    assert len(set(trained)) == len(trained) == 30 * 16
+    assert small_runs.rows("metrics")[-1]["roles"]["rollout-1"].startswith("rollout:")
+    assert len([row for row in small_runs.rows("journal") if row.get("worker") == "rollout-1" and "pid" in row]) >= 2
+    page = (small_runs.run_directory / "report.html").read_text()
+    assert "rollout-1 was lost" in page and "its slot is idle" in page
+    moves = [event["args"] for event in timeline(small_runs) if event.get("args", {}).get("outcome")]
+    assert all(move["outcome"] == "done" and move["seconds"] > 0 for move in moves)
+    assert {"idle", "train"} & {move["from"] for move in moves}
 
 
 def test_ctrl_c_leaves_nothing_behind_and_the_run_can_be_resumed(small_runs: SmallRuns) -> None:
@@ -116,11 +133,53 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_can_be_resumed(small_runs: Sma
     assert json.loads(out)["steps"] == 10
 
 
-def test_a_killed_controller_takes_its_workers_with_it(small_runs: SmallRuns) -> None:
-    process = small_runs.start()
-    wait_for(lambda: len(small_runs.rows("metrics")) >= 1, "the first step", process)
+def finished_episodes(run: SmallRuns) -> dict[str, str]:
+    """The whole lines of `trajectories.jsonl`, by id."""
+    *lines, _ = (run.run_directory / "trajectories.jsonl").read_text().split("\n")
+    return {json.loads(line)["id"]: line for line in lines}
+
+
+def test_a_killed_controller_takes_its_workers_with_it_and_its_run_goes_on(small_runs: SmallRuns) -> None:
+    process = small_runs.start(training__steps=10)
+    # Beyond the checkpoint of step 3, with some steps to be made again.
+    wait_for(lambda: len(small_runs.rows("metrics")) >= 5, "the fifth step", process)
     workers = processes_of(small_runs, process)[1:]
     assert len(workers) >= 5  # the nursery and four workers
     process.kill()
     process.communicate()
     assert all_gone(workers)
+    before = finished_episodes(small_runs)
+    measured = (small_runs.run_directory / "metrics.jsonl").read_text().rpartition("\n")[0]
+    holds = {name: shape["max_model_len"] for name, shape in SMALL_RUN["engines"].items()}
+    last = past(read_journal(small_runs.run_directory / "journal.jsonl"))
+    allocation = allocation_in_force(last, make_pool(1, 1, 2).all(), holds)
+
+    began = time.monotonic()
+    process = small_runs.start("--resume", "--json", training__steps=10)
+    events = len(small_runs.rows("events"))
+    wait_for(
+        lambda: any(row["kind"] == "step" for row in journal_of_the_last_sitting(small_runs)),
+        "the first step of the resumed run",
+        process,
+    )
+    assert time.monotonic() - began < 30
+    status, out, err = small_runs.finish(process)
+    assert status == 0, err[-3000:]
+    summary = json.loads(out)
+    assert summary["finished"] and summary["steps"] == 10
+    assert summary["trajectories_started"] == summary["trajectories_trained"] == 10 * 16
+    assert [row["step"] for row in small_runs.rows("metrics")] == list(range(1, 11))
+    assert (small_runs.run_directory / "metrics.jsonl").read_text().startswith(measured)
+    assert all(0 <= row["staleness_max"] <= 1 for row in small_runs.rows("metrics"))
+    after = finished_episodes(small_runs)
+    assert len(after) == len(small_runs.rows("trajectories")) == 10 * 16  # none twice
+    assert {id: after[id] for id in before} == before  # nothing that had finished was generated again
+    assert any(row["kind"] == "resumed" for row in small_runs.rows("events")[events:])
+    plans = [row for row in journal_of_the_last_sitting(small_runs) if row["kind"] == "plan"]
+    assert plans[0]["wanted"] == json.loads(msgspec.json.encode(allocation))  # it began with what the workers did last
+
+
+def journal_of_the_last_sitting(run: SmallRuns) -> list[dict[str, Any]]:
+    rows = run.rows("journal")
+    starts = [index for index, row in enumerate(rows) if row["kind"] == "start"]
+    return rows[starts[-1] :] if len(starts) > 1 else []

@@ -41,6 +41,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         timeline.turns("w1", 2, 0.1)
         timeline.turns("w1", 2, 0.2)
         timeline.work("w0", "batch", 0.5, 1.25, {"tokens": 900})
+        timeline.move("w1", "rollout:short -> train", 1.25, 2.5, {"outcome": "failed"})
         timeline.step(1, 0.0, 1.5, {"reward": 0.25})
         timeline.weights("w1", 1, 1.5)
         timeline.role("w1", "draining", 2.0)
@@ -57,6 +58,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("w1", "draining", 2_000_000, 500_000),
         ("w1", "failed", 2_500_000, 0),
         ("w1", "rollout:short", 0, 2_000_000),
+        ("w1", "rollout:short -> train", 1_250_000, 1_250_000),
     ]
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"turns": 2}]
     assert [(e["name"], e["ts"], e["s"]) for e in events if e["ph"] == "i"] == [
@@ -65,12 +67,17 @@ def test_a_small_run(tmp_path: Path) -> None:
     ]
     colours = {e["name"]: e["cname"] for e in events if "cname" in e}
     assert colours["train"] == ROLES["train"].chrome
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"roles", "work", "running turns"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "roles",
+        "moves",
+        "work",
+        "running turns",
+    }
 
 
 calls = st.lists(
     st.tuples(
-        st.sampled_from(["role", "work", "step", "weights", "turns", "lost"]),
+        st.sampled_from(["role", "work", "move", "step", "weights", "turns", "lost"]),
         st.sampled_from(["w0", "w1", 'w"2\n']),
         st.sampled_from([*ROLES, "rollout:long"]),
         st.floats(0, 5, allow_subnormal=False),
@@ -92,6 +99,8 @@ def test_any_run_gives_valid_named_lanes_that_never_go_backwards(
                 timeline.role(worker, role, now)
             elif kind == "work":
                 timeline.work(worker, "batch", max(0.0, now - 2 * gap), now)  # overlaps what came before
+            elif kind == "move":
+                timeline.move(worker, "idle -> train", max(0.0, now - 2 * gap), now)
             elif kind == "step":
                 timeline.step(number, now - gap / 2, now)
             elif kind == "weights":

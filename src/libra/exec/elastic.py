@@ -1,74 +1,123 @@
 """The gradient exchange between training replicas, whose membership changes between steps.
 
 Invariant: what is added up is the unnormalised gradient and the loss denominator; the division happens once, after the
-exchange. A membership is one numbered generation; a replica that goes away fails the collective of everyone else, who
-then report it and keep the state they had before the step.
+exchange. A membership is one numbered generation. It is formed on a thread of its own while training goes on in the one
+before, and entered between two steps. A replica that goes away fails the collective of everyone else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
-from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-DEADLINE = timedelta(seconds=60)  # a replica that has not answered by then is taken for lost
+from libra.exec.messages import Prepare
+
+_HOST = "127.0.0.1"
+FORMING = timedelta(seconds=20)  # everyone is told within milliseconds; who has not come by then will not come
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed because another replica is gone."""
+    """A collective failed because another replica is gone, or too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forming:
+    """A membership on its way. Its group is None for a replica that is alone."""
+
+    order: Prepare
+    group: Future[ProcessGroupGloo | None] = field(default_factory=Future)
 
 
 class GradientExchange:
     """One replica's membership. Alone (size 1) every verb is free."""
 
     def __init__(self) -> None:
-        self._store: TCPStore | None = None
+        self._store: TCPStore | None = None  # of the replica that is rank 0; the others find it by its port
+        self._forming: _Forming | None = None
         self._group: ProcessGroupGloo | None = None
-        self.rank, self.size = 0, 1
+        self.size = 1
 
-    def regroup(self, generation: int, rank: int, size: int, port: int) -> None:
-        """Leave the old membership and enter the new one. Rank 0 keeps the store that the others find it by.
+    def prepare(self, order: Prepare) -> None:
+        """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
+        self._forming = forming = _Forming(order)
+        if order.size <= 1:
+            forming.group.set_result(None)
+            return
+        try:
+            if order.rank == 0 and self._store is None:
+                self._store = _serve_store(order.port)
+        except OSError as error:
+            forming.group.set_exception(error)
+        else:
+            Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
+
+    def formed(self, generation: int, seconds: float) -> bool:
+        """Whether entering that membership would not have to wait, after at most `seconds`."""
+        forming = self._prepared(generation)
+        with contextlib.suppress(Exception):  # how it failed is told by `enter`
+            forming.group.result(seconds)
+        return forming.group.done()
+
+    def enter(self, generation: int) -> None:
+        """Exchange with the replicas of that membership from now on.
 
         Raises `PeerLostError` when not everyone came; this replica then exchanges nothing until the next membership."""
-        self._group = None
-        self.rank, self.size = rank, size
-        if size <= 1:
-            return
+        forming = self._prepared(generation)
+        self._forming, self._group, self.size = None, None, forming.order.size
         try:
-            if self._store is None:
-                self._store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=DEADLINE, wait_for_workers=False)
-            store = PrefixStore(f"generation-{generation}", self._store)
-            self._group = ProcessGroupGloo(store, rank, size, timeout=DEADLINE)
-        except RuntimeError as error:
-            raise PeerLostError(f"membership {generation} of {size} replicas did not come about: {error}") from error
+            self._group = forming.group.result(FORMING.total_seconds())
+        except (RuntimeError, OSError) as error:
+            what = f"membership {generation} of {self.size} replicas"
+            raise PeerLostError(f"{what} did not come about: {str(error) or 'not all of them came'}") from error
 
-    def add_up(self, tensors: list[torch.Tensor], denominator: float) -> tuple[float, float]:
-        """Replace the tensors by their sums over all replicas; returns (summed denominator, seconds)."""
-        began = time.monotonic()
+    def add_up(self, tensor: torch.Tensor, seconds: float) -> float:
+        """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns
+        the seconds that it took. Raises `PeerLostError`; the tensor is then of no use, and this membership is over."""
         if self.size <= 1:
-            return denominator, 0.0
+            return 0.0
         if self._group is None:
-            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: the membership did not come about")
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors] + [torch.tensor([denominator])])
+            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: the membership is over")
+        began = time.monotonic()
+        options = AllreduceOptions()
+        options.timeout = timedelta(seconds=seconds)
         try:
-            self._group.allreduce(flat).wait()
+            self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
+            self._group = None  # closes the connections, so that the others need not wait for their deadline
             raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
-        offset = 0
-        for tensor in tensors:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-            offset += tensor.numel()
-        return float(flat[-1]), time.monotonic() - began
+        return time.monotonic() - began
 
-    def share(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite the tensors of every replica with those of rank 0."""
-        if self._group is None:
-            return
-        for tensor in tensors:
-            try:
-                self._group.broadcast(tensor, 0).wait()
-            except RuntimeError as error:
-                raise PeerLostError(f"state broadcast to {self.size} replicas failed: {error}") from error
+    def _prepared(self, generation: int) -> _Forming:
+        if self._forming is None or self._forming.order.generation != generation:
+            raise ValueError(f"membership {generation} was not prepared")
+        return self._forming
+
+
+def _form(forming: _Forming) -> None:
+    order = forming.order
+    try:
+        # A connection of its own: one that waits for a replica that never comes must not block the next forming.
+        found = TCPStore(_HOST, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
+        options = ProcessGroupGloo._Options()
+        options._timeout = FORMING
+        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
+        store = PrefixStore(f"generation-{order.generation}", found)
+        forming.group.set_result(ProcessGroupGloo(store, order.rank, order.size, options))
+    except Exception as error:  # noqa: BLE001 - the end of a thread: `enter` raises it
+        forming.group.set_exception(error)
+
+
+def _serve_store(port: int) -> TCPStore:
+    """The meeting place, for this machine only."""
+    listener = socket.create_server((_HOST, port))
+    return TCPStore(
+        _HOST, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

@@ -1,7 +1,8 @@
 """One rollout engine: vLLM in this process, stepped by our own loop.
 
 Invariant: between two iterations the engine belongs to us, so a weight update is a plain call there: running turns are
-neither drained nor lost, and vLLM records which tokens came from which version.
+neither drained nor lost, and a token is of the version that the engine held in the iteration that made it. (vLLM says
+which tokens are of which version only with the end of a turn that it ended itself.)
 """
 
 from __future__ import annotations
@@ -11,34 +12,32 @@ from statistics import fmean
 
 from vllm import EngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.exec.channel import WorkerChannel
 from libra.exec.messages import (
-    Abort,
     Done,
     EngineMeasured,
     Failure,
     Generate,
+    Interrupt,
     Loaded,
     LoadWeights,
     MeasureEngine,
     Ready,
     StartEngine,
     Stop,
-    Turn,
-    Turns,
 )
 from libra.exec.pace import Pacer
+from libra.exec.report import Report, Sampled
 from libra.exec.weight_transfer import BACKEND
 from libra.exec.weights import WeightBuffer, WeightUpdateError
 
 
 class VllmEngine:
-    """vLLM behind a handful of verbs: add, abort, step, load."""
+    """vLLM behind a handful of verbs: add, interrupt, step, load."""
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
         self._refresh_kv = start.refresh_kv
@@ -63,11 +62,8 @@ class VllmEngine:
         )
         self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},))
         self.version = 0
-        self._added: dict[str, float] = {}
-
-    @property
-    def running(self) -> int:
-        return len(self._added)
+        self._turns: set[str] = set()  # that it has to make
+        self._untouched: set[str] = set()  # those of them without a token yet
 
     @property
     def busy(self) -> bool:
@@ -90,19 +86,38 @@ class VllmEngine:
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                output_kind=RequestOutputKind.DELTA,
             ),
             priority=request.priority,
         )
-        self._added[request.id] = time.monotonic()
+        self._turns.add(request.id)
+        self._untouched.add(request.id)
 
-    def abort(self, request_id: str) -> None:
-        if self._added.pop(request_id, None) is not None:
-            self._engine.abort_request([request_id])
+    def interrupt(self, turn: str) -> bool:
+        """Stop a turn between two iterations; all that it generated was in the steps so far. False: it had ended."""
+        if turn not in self._turns:
+            return False
+        self._turns.remove(turn)
+        self._untouched.discard(turn)
+        self._engine.abort_request([turn])
+        return True
 
-    def step(self) -> list[Turn]:
-        """One iteration; the turns that it finished."""
-        return [self._turn(output) for output in self._engine.step() if output.finished]
+    def step(self) -> list[Sampled]:
+        """One iteration; what it made of each turn that it served."""
+        sampled = []
+        for output in self._engine.step():
+            turn, completion = output.request_id, output.outputs[0]
+            prefilled = 0
+            if turn in self._untouched:
+                self._untouched.remove(turn)
+                prefilled = len(output.prompt_token_ids or ()) - (output.num_cached_tokens or 0)
+            if output.finished:
+                self._turns.remove(turn)
+            tokens = list(completion.token_ids)
+            assert completion.logprobs is not None
+            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
+            sampled.append(Sampled(turn, tokens, logprobs, prefilled, output.finished))
+        return sampled
 
     def load(self, order: LoadWeights) -> None:
         """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before
@@ -112,25 +127,6 @@ class VllmEngine:
         self._engine.collective_rpc("update_weights", args=({"buffer": order.buffer, "checksum": order.checksum},))
         self._engine.collective_rpc("finish_weight_update")
         self.version = order.version
-        self._engine.set_weight_version(str(order.version))
-
-    def _turn(self, output: RequestOutput) -> Turn:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        assert completion.logprobs is not None
-        return Turn(
-            id=output.request_id,
-            tokens=tokens,
-            logprobs=[entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)],
-            spans=[(_version(span.version), span.start) for span in completion.weight_versions or ()],
-            prompt_tokens=len(output.prompt_token_ids or ()),
-            cached_tokens=output.num_cached_tokens or 0,
-            seconds=time.monotonic() - self._added.pop(output.request_id),
-        )
-
-
-def _version(label: str) -> int:
-    return 0 if label == "default" else int(label)
 
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
@@ -138,7 +134,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
     engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
     pacer = Pacer(start.share, start.cores)
     channel.send(Ready(seconds=time.monotonic() - began))
-    busy_seconds, iterations, generated, prefilled = 0.0, 0, 0, 0
+    busy_seconds, report = 0.0, Report(time.monotonic())
     while True:
         if not engine.busy:
             channel.poll(None)
@@ -147,8 +143,9 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
             match message := channel.receive():
                 case Generate():
                     engine.add(message)
-                case Abort():
-                    engine.abort(message.id)
+                case Interrupt():
+                    if engine.interrupt(message.id):
+                        report.interrupted(message.id)
                 case LoadWeights():
                     try:
                         engine.load(message)
@@ -160,18 +157,18 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                 case MeasureEngine():
                     channel.send(measure(engine, message, pacer))
                 case Stop():
+                    # Turns that run go on elsewhere, from where this report leaves them.
+                    channel.send(report.take(time.monotonic(), busy_seconds))
                     channel.send(Done())
                     return
                 case _:
                     raise TypeError(f"{type(message).__name__} is not a message for an engine")
-        if not engine.busy:
+        if engine.busy:
+            report.iteration(engine.step(), engine.version)
+        elif not report.due(began):
             continue
-        finished = engine.step()
-        iterations += 1
-        if finished:
-            generated += sum(len(turn.tokens) for turn in finished)
-            prefilled += sum(turn.prompt_tokens - turn.cached_tokens for turn in finished)
-            channel.send(Turns(finished, busy_seconds, prefilled, iterations, generated, engine.running))
+        if report.due(now := time.monotonic()):
+            channel.send(report.take(now, busy_seconds))
         pacer.pace()
         busy_seconds += time.monotonic() - began
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from libra.environments.protocol import Prompt
-from libra.exec.handles import Handle
 from libra.exec.messages import Score, Scored
 from libra.exec.rollout import Episode, Rollout
+from libra.exec.trainers import Trainers
 from libra.report.records import Evaluation
 
 _AT_ONCE = 64  # episodes under way
-_SOON = -1  # goes ahead of training episodes inside an engine
+_NOW = 0.0  # due before all training episodes
 _CHECKED = 12  # episodes
 
 
@@ -29,7 +29,7 @@ async def evaluate(
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
         async with seats:
-            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _SOON, heat)
+            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))
     greedy = await asyncio.gather(*(one("greedy", i, p, 0.0) for i, p in enumerate(prompts)))
@@ -43,15 +43,15 @@ async def evaluate(
     ), list(sampled)
 
 
-async def logprob_gap(rollout: Rollout, core: Handle, prompts: Sequence[Prompt], label: str) -> float:
+async def logprob_gap(rollout: Rollout, trainers: Trainers, prompts: Sequence[Prompt], label: str) -> float:
     """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes."""
     episodes = await asyncio.gather(
         *(
-            rollout.episode(f"{label}-{index}", prompt, _SOON, 1.0, fresh=True)
+            rollout.episode(f"{label}-{index}", prompt, _NOW, 1.0, fresh=True)
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )
-    scored = await core.ask(Score([episode.tokens for episode in episodes]), Scored)
+    scored = await trainers.ask_core(Score([episode.tokens for episode in episodes]), Scored)
     return max(
         abs(engine - trainer)
         for episode, logprobs in zip(episodes, scored.logprobs, strict=True)

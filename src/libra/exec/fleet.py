@@ -24,10 +24,9 @@ class Instance:
 
 
 class Fleet:
-    def __init__(self, policy: Policy, allocation: Allocation, turn_tokens: int) -> None:
+    def __init__(self, policy: Policy, allocation: Allocation) -> None:
         self.policy = policy
         self._allocation = allocation
-        self._turn_tokens = turn_tokens
         self._instances: dict[str, Instance] = {}
         self._changed = asyncio.Event()
 
@@ -41,8 +40,14 @@ class Fleet:
     def handle(self, instance: str) -> EngineHandle:
         return self._instances[instance].handle
 
-    def view(self) -> View:
-        """What the router may use now. An engine whose shape has no bucket in the allocation is left out."""
+    def serves(self, handle: EngineHandle) -> bool:
+        """Whether this very engine is in service, not another one of its name."""
+        entry = self._instances.get(handle.name)
+        return entry is not None and entry.handle is handle
+
+    def view(self, turn_tokens: int) -> View:
+        """What the router may use now, for a turn that needs room for `turn_tokens` more. An engine whose shape has no
+        bucket in the allocation is left out."""
         buckets = {bucket.shape: index for index, bucket in enumerate(self._allocation.buckets)}
         return View(
             instances=tuple(
@@ -51,7 +56,7 @@ class Fleet:
                 if entry.shape in buckets
             ),
             limits=tuple(bucket.up_to for bucket in self._allocation.buckets),
-            turn_tokens=self._turn_tokens,
+            turn_tokens=turn_tokens,
         )
 
     def add(self, instance: Instance) -> None:

@@ -1,40 +1,49 @@
 """The controller's view of its workers: awaitable verbs over a channel.
 
 Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
-for ever and none is told success.
+for ever and none is told success. What an engine reported of a turn was handed on as it came, and nothing comes after
+the turn's end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from libra.exec.launch_local import WorkerLink
 from libra.exec.messages import (
-    Abort,
     Done,
     EngineMeasured,
     Failure,
     FromWorker,
     Generate,
+    Generated,
+    Interrupt,
     Loaded,
     LoadWeights,
     MeasureEngine,
     Message,
+    Piece,
     Ready,
     StartEngine,
     StartTrainer,
     Stop,
-    Turn,
-    Turns,
 )
 
 START_DEADLINE = 120.0  # seconds from the order to readiness
 ANSWER_DEADLINE = 300.0  # seconds for any other order
+
+# An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
+# most seconds; one that is silent for so many looks hangs, or is too slow to wait for. Looks are counted, not seconds:
+# a controller that was held up itself looks less often.
+LOOK_SECONDS = 1.0
+SILENT_LOOKS = 20
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -45,10 +54,6 @@ class WorkerLostError(ConnectionError):
 
 class WorkerFailedError(RuntimeError):
     """The worker is alive and says that it could not do what it was told."""
-
-    def __init__(self, message: str, peer_lost: bool) -> None:
-        super().__init__(message)
-        self.peer_lost = peer_lost
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:
@@ -64,7 +69,8 @@ class Handle:
         self.name, self.pid = link.name, link.pid
         self._channel = link.channel
         self._on_lost = on_lost
-        self._answers: asyncio.Queue[FromWorker | None] = asyncio.Queue()
+        # The orders that have no answer yet, oldest first. One whose asker was cancelled stays: its answer still comes.
+        self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
         self._order = asyncio.Lock()
         self.lost = False
         self._stopping = False  # its end is no loss
@@ -76,17 +82,19 @@ class Handle:
         async with self._order:
             if self.lost:
                 raise WorkerLostError(f"worker {self.name} is gone")
+            asked: asyncio.Future[FromWorker | None] = asyncio.get_running_loop().create_future()
+            self._asked.append(asked)
             self._channel.send(message)
             try:
-                answer = await asyncio.wait_for(self._answers.get(), deadline)
+                async with asyncio.timeout(deadline):
+                    answer = await asked
             except TimeoutError:
-                # Its answer may still come, and would be taken for the next order's.
                 self.declare_lost(f"no answer to {type(message).__name__} in {deadline:.0f} s")
                 raise
         if answer is None:
             raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
         if isinstance(answer, Failure):
-            raise WorkerFailedError(f"worker {self.name}: {answer.error}", answer.peer_lost)
+            raise WorkerFailedError(f"worker {self.name}: {answer.error}")
         if not isinstance(answer, reply):
             raise TypeError(f"worker {self.name} answered {type(message).__name__} with {type(answer).__name__}")
         return answer
@@ -111,10 +119,19 @@ class Handle:
         self._channel.close()
 
     def _receive(self, message: FromWorker) -> None:
-        self._answers.put_nowait(message)
+        if self._asked:
+            asked = self._asked.popleft()
+            if not asked.done():
+                asked.set_result(message)
+        elif isinstance(message, Failure):  # its last words
+            self.declare_lost(f"it failed: {message.error}")
+        else:
+            self.declare_lost(f"it sent {type(message).__name__}, which nobody had asked for")
 
     def _fail_waiters(self) -> None:
-        self._answers.put_nowait(None)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_result(None)
 
     async def _read(self) -> None:
         try:
@@ -136,11 +153,21 @@ class Handle:
             self._on_lost(self.name, why)
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn that the engine has to make."""
+
+    ended: asyncio.Future[None]
+    take: Callable[[Piece], None]
+    size: int  # tokens of its context
+
+
 class EngineHandle(Handle):
     """A rollout engine: many generations at once, counters for the planner's feedback."""
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
-        self._turns: dict[str, tuple[asyncio.Future[Turn], int]] = {}
+        self._turns: dict[str, _Turn] = {}
+        self._reports = 0
         self.busy_seconds = 0.0
         self.prefilled_tokens = 0
         self.iterations = 0
@@ -149,31 +176,44 @@ class EngineHandle(Handle):
         self.version = -1
         self.load_tokens = 0  # context tokens of the requests it holds
         super().__init__(link, on_lost)
+        self._watcher = asyncio.create_task(self._watch(), name=f"watch {link.name}")
+        self._watcher.add_done_callback(_raise_in_loop)
 
     @property
     def running(self) -> int:
         return len(self._turns)
 
-    async def generate(self, request: Generate) -> Turn:
-        """One turn. Raises `WorkerLostError` when the engine goes away first; then nothing of the turn was kept."""
+    async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
+        """Have a turn made until it stops: by itself, or as it is interrupted. `take` gets its tokens as they come.
+
+        Raises `WorkerLostError` when the engine goes away first. Then, too, `take` has had all that there is of it.
+        """
         if self.lost:
             raise WorkerLostError(f"engine {self.name} is gone")
-        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         size = len(request.tokens)
-        self._turns[request.id] = (future, size)
+        self._turns[request.id] = _Turn(ended, take, size)
         self.load_tokens += size
         self._channel.send(request)
         try:
-            return await future
+            await ended
         finally:
-            if self._turns.pop(request.id, None) is not None:
-                self.load_tokens -= size
-            if future.cancelled() and not self.lost:
-                self._channel.send(Abort(request.id))
+            del self._turns[request.id]
+            self.load_tokens -= size
+            if ended.cancelled():
+                self.interrupt(request.id)
+
+    def interrupt(self, turn: str) -> None:
+        """Stop a turn where it is; `generate` returns once its last tokens have come."""
+        if not self.lost:
+            self._channel.send(Interrupt(turn))
 
     async def load(self, order: LoadWeights) -> float:
         """Take new weights between two iterations; returns the seconds the engine stood still for it."""
-        loaded = await self.ask(order, Loaded)
+        try:
+            loaded = await self.ask(order, Loaded, SILENT_LOOKS * LOOK_SECONDS)
+        except TimeoutError:
+            raise WorkerLostError(f"engine {self.name} took no weights in time") from None
         self.version = order.version
         return loaded.seconds
 
@@ -183,27 +223,44 @@ class EngineHandle(Handle):
     async def drained(self, deadline: float) -> bool:
         """Wait until no turn is running; False when the deadline came first."""
         ends = time.monotonic() + deadline
-        futures = [future for future, _ in self._turns.values()]
+        futures = [turn.ended for turn in self._turns.values()]
         if futures:
             await asyncio.wait(futures, timeout=ends - time.monotonic())
         return not any(not future.done() for future in futures)
 
     def _receive(self, message: FromWorker) -> None:
-        if not isinstance(message, Turns):
+        self._reports += 1
+        if not isinstance(message, Generated):
             super()._receive(message)
             return
         self.busy_seconds = message.busy_seconds
         self.prefilled_tokens = message.prefilled_tokens
         self.iterations = message.iterations
         self.generated_tokens = message.generated_tokens
-        self.finished_turns += len(message.turns)
-        for turn in message.turns:
-            entry = self._turns.get(turn.id)
-            if entry is not None and not entry[0].done():
-                entry[0].set_result(turn)
+        self.finished_turns += len(message.ended)
+        for piece in message.pieces:
+            turn = self._turns.get(piece.turn)
+            if turn is not None:
+                turn.take(piece)
+        for id in message.ended:
+            turn = self._turns.get(id)
+            if turn is not None and not turn.ended.done():
+                turn.ended.set_result(None)
 
     def _fail_waiters(self) -> None:
         super()._fail_waiters()
-        for future, _ in self._turns.values():
-            if not future.done():
-                future.set_exception(WorkerLostError(f"engine {self.name} went away"))
+        for turn in self._turns.values():
+            if not turn.ended.done():
+                turn.ended.set_exception(WorkerLostError(f"engine {self.name} went away"))
+        self._watcher.cancel()
+
+    async def _watch(self) -> None:
+        """Take an engine for lost that has turns to make and does not go on with them."""
+        silent = 0
+        while silent < SILENT_LOOKS:
+            reports, running = self._reports, self.running
+            await asyncio.sleep(LOOK_SECONDS)
+            silent = silent + 1 if running and self._reports == reports else 0
+        self.declare_lost(
+            f"it has {self.running} turns to make and said nothing for {SILENT_LOOKS * LOOK_SECONDS:.0f} s"
+        )

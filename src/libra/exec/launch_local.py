@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,10 @@ WORKER_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 
+_SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a nursery that takes longer hangs
+_EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
+_KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
+
 
 class LaunchError(RuntimeError):
     """Worker processes cannot be started on this machine."""
@@ -58,6 +63,7 @@ class LocalLauncher:
         self._logs = logs
         self._weights = weights
         self._lock = asyncio.Lock()
+        self._running: dict[int, int] = {}  # process id -> descriptor: an id may be given to another process later
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -106,11 +112,33 @@ class LocalLauncher:
             order = json.dumps({"name": name, "log": str((self._logs / f"{name}.log").resolve())}).encode()
             socket.send_fds(self._control, [order], [theirs.fileno()])
             theirs.close()
-            reply = await self._reply()
+            try:
+                reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
+            except TimeoutError:
+                raise LaunchError(f"worker {name} cannot start: the nursery process does not answer") from None
             if reply is None:
                 raise LaunchError(f"worker {name} cannot start: the nursery process ended")
-            channel = await ControllerChannel.open(ours)
-            return WorkerLink(name, int(reply["pid"]), channel)
+            pid = int(reply["pid"])
+            with contextlib.suppress(ProcessLookupError):  # it ended already
+                self._running[pid] = os.pidfd_open(pid)
+            return WorkerLink(name, pid, await ControllerChannel.open(ours))
+
+    def kill(self, pid: int) -> None:
+        """End a worker that was spawned here, at once; no error where it has ended."""
+        if pid in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._running[pid], signal.SIGKILL)
+
+    async def gone(self, pid: int) -> None:
+        """Returns when the worker's process has ended, which it is made to if it does not go by itself. Raises
+        `TimeoutError` when even that does not end it."""
+        if pid not in self._running:
+            return
+        if not await _ended(self._running[pid], _EXIT_SECONDS):
+            self.kill(pid)
+            if not await _ended(self._running[pid], _KILL_SECONDS):
+                raise TimeoutError(f"process {pid} does not end")
+        os.close(self._running.pop(pid))
 
     async def _reply(self) -> dict[str, float] | None:
         """The nursery's next line; None when it ended."""
@@ -123,5 +151,21 @@ class LocalLauncher:
             self._process.kill()  # its workers die with it
             self._process.wait()
         self._control.close()
+        while self._running:
+            os.close(self._running.popitem()[1])
         with contextlib.suppress(OSError):
             os.close(self._weights)
+
+
+async def _ended(process: int, seconds: float) -> bool:
+    """Whether the process of this descriptor ends within `seconds`: the descriptor is readable when it has."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(process, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), seconds)
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(process)
+    return True

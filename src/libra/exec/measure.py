@@ -72,7 +72,7 @@ async def measure_switch(executor: Executor, config: RunConfig) -> SwitchCost:
     load = fmean(await executor.reload())
     engine, *others = executor.fleet.instances()
     busy = asyncio.gather(*(_engine_rows(entry, config) for entry in (engine, *others)))
-    joins = [await executor.restart(name) for name in executor.trainers.names()[1:]]
+    joins = [await executor.restart(name) for name in executor.trainers.hybrids()]
     await busy
     training = asyncio.gather(
         *(replica.ask(_training_points(config), TrainingMeasured) for replica in executor.trainers.replicas()),
@@ -114,10 +114,12 @@ async def _closed_loop(entry: Instance, seats: int, context: int, tag: str) -> _
         async with waiting:
             prompt = [4 + (number + 5 * position) % 16 for position in range(context)]
             tokens = fewest + (7 * number) % (most - fewest + 1)
-            done = await handle.generate(
-                Generate(f"{tag}-{number}", prompt, tokens, 1.0, -1, number, salt=f"{tag}-{number}")
+            made: list[int] = []
+            await handle.generate(
+                Generate(f"{tag}-{number}", prompt, tokens, 1.0, -1, number, salt=f"{tag}-{number}"),
+                lambda piece: made.extend(piece.tokens),
             )
-            return len(done.tokens)
+            return len(made)
 
     await turn(_TURNS)  # the counters arrive with a finished turn: start from a fresh one
     busy, iterations = handle.busy_seconds, handle.iterations
@@ -159,6 +161,7 @@ def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any
         "slots": config.cluster.slots,
         "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
         "micro_batch_tokens": config.training.micro_batch_tokens,
+        "precision": config.training.precision,
         "trajectories": config.training.trajectories,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }

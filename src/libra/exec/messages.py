@@ -1,12 +1,17 @@
 """The words that the controller and its workers exchange.
 
 Invariant: every message is a small typed struct that `msgspec` checks on arrival; nothing is ever unpickled. Tensors do
-not travel here: weights go through shared memory (`weights.py`), gradients through a process group (`elastic.py`).
+not travel here: weights go through shared memory (`weights.py`), gradients through a process group (`elastic.py`), and
+a joiner reads a core's state from its board (`publication.py`).
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Precision = Literal["bf16", "fp32", "fp64"]  # of a trainer's arithmetic; bf16 is autocast over float32 parameters
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -40,22 +45,22 @@ class StartEngine(Message, frozen=True):
 
 
 class StartTrainer(Message, frozen=True):
-    """Become a training replica. `replica` 0 is the core replica that publishes weights and writes checkpoints."""
+    """Become a training replica."""
 
     model_directory: str
-    replica: int
     learning_rate: float
     clip: tuple[float, float]
     denominator: str
     token_constant: float
     micro_batch_tokens: int
+    precision: Precision
     seed: int
     share: float
     cores: tuple[int, ...]
 
 
 class Generate(Message, frozen=True):
-    """One turn. Generation stops at `stop_token` or after `max_tokens`."""
+    """One turn, or what is left of it. Generation stops at `stop_token` or after `max_tokens`."""
 
     id: str
     tokens: list[int]
@@ -66,7 +71,9 @@ class Generate(Message, frozen=True):
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
 
 
-class Abort(Message, frozen=True):
+class Interrupt(Message, frozen=True):
+    """Stop a turn where it is. Its last piece and its end are reported like those of any other."""
+
     id: str
 
 
@@ -102,7 +109,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Train(Message, frozen=True):
-    """One optimiser step over this replica's share of a batch.
+    """Back-propagate this replica's share of a batch and add the gradients of all replicas up; then await the verdict.
 
     `sequences` and `tokens` are this replica's part of the loss denominator: they count every trajectory of the batch,
     also those whose group gave no signal and that are therefore not sent.
@@ -112,17 +119,60 @@ class Train(Message, frozen=True):
     samples: list[Sample]
     sequences: int
     tokens: int
+    patience: float  # seconds to wait for the other replicas
+
+
+class Commit(Message, frozen=True):
+    """All replicas hold the summed gradient of this version: take the optimiser step."""
+
+    version: int
     publish_to: int  # buffer index; -1: this replica does not publish
 
 
-class Regroup(Message, frozen=True):
-    """Exchange gradients with `size` replicas from now on, as number `rank`; -1 leaves the exchange."""
+class Discard(Message, frozen=True):
+    """The step is not made: forget the gradient that awaits a verdict. The state is what it was before `Train`."""
+
+
+class Prepare(Message, frozen=True):
+    """Form the membership of `size` replicas in which this one is number `rank`, beside the present one."""
 
     generation: int
     rank: int
     size: int
-    port: int
-    share_state: bool  # rank 0 broadcasts parameters and optimiser state to the others
+    port: int  # where the replicas meet; number 0 listens there
+
+
+class Enter(Message, frozen=True):
+    """Exchange gradients in the prepared membership from now on. A replica that follows a core ceases to."""
+
+    generation: int
+
+
+class StatePlace(msgspec.Struct, frozen=True):
+    """Where a replica publishes its state: two files that process `pid` holds open."""
+
+    pid: int
+    board: int  # file descriptors of that process
+    ring: int
+
+
+class Identify(Message, frozen=True):
+    """Say which state this replica holds."""
+
+
+class Follow(Message, frozen=True):
+    """Become what is published there, and keep up with it until `Enter`; answer when level with it."""
+
+    place: StatePlace
+
+
+class CatchUp(Message, frozen=True):
+    """Answer when level with state `number` of the core that is followed and ready to enter membership `generation`, or
+    after `seconds`."""
+
+    number: int
+    generation: int
+    seconds: float
 
 
 class WarmUp(Message, frozen=True):
@@ -167,27 +217,25 @@ class Ready(Message, frozen=True):
     buffer_bytes: int = 0
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One finished generation. `spans` are (version, index of its first token)."""
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn generated since the piece before, all with one version of the weights."""
 
-    id: str
+    turn: str  # id of its `Generate`
+    version: int
     tokens: list[int]
-    logprobs: list[float]
-    spans: list[tuple[int, int]]
-    prompt_tokens: int
-    cached_tokens: int
-    seconds: float
+    logprobs: list[float]  # one per token
 
 
-class Turns(Message, frozen=True):
-    """What one or more engine iterations finished, and the engine's counters since it started."""
+class Generated(Message, frozen=True):
+    """What an engine generated since it last said so, and its counters since it started. Comes every
+    `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
 
-    turns: list[Turn]
+    pieces: list[Piece]  # those of one turn in order
+    ended: list[str]  # turns that generate no more; all their pieces have come
     busy_seconds: float  # wall seconds with work, messages, loads and pacing included
     prefilled_tokens: int  # prompt tokens computed, prefix-cache hits excluded
     iterations: int
     generated_tokens: int
-    running: int
 
 
 class Loaded(Message, frozen=True):
@@ -209,20 +257,27 @@ class TrainingMeasured(Message, frozen=True):
     exchange_seconds: float
 
 
-class Trained(Message, frozen=True):
-    """One step done. Sums over this replica's generated tokens unless said otherwise."""
+class Reduced(Message, frozen=True):
+    """This replica's vote on a step. Sums over its generated tokens unless said otherwise."""
 
     version: int
-    checksum: int  # of the published weights; 0 where nothing was published
-    parameter_hash: int
+    failure: str  # why it does not hold the summed gradient; empty where it does
     compute_seconds: float
     exchange_seconds: float
-    publish_seconds: float
     forward_tokens: int
     generated_tokens: int
     clipped: float  # tokens whose ratio was clipped
     behaviour_weight: float  # sum of min(pi_prox / mu, cap)
     prox_gap: float  # sum of |log pi_prox - log mu|
+
+
+class Trained(Message, frozen=True):
+    """One step done."""
+
+    version: int
+    checksum: int  # of the published weights; 0 where nothing was published
+    parameter_hash: int
+    publish_seconds: float
     gradient_norm: float  # of the exchanged gradient, before clipping
 
 
@@ -236,13 +291,23 @@ class Published(Message, frozen=True):
     checksum: int
 
 
-class Regrouped(Message, frozen=True):
+class Entered(Message, frozen=True):
     generation: int
-    seconds: float
+    failure: str  # why the membership did not come about; empty where it did
+
+
+class Standing(Message, frozen=True):
+    """Which state a replica holds."""
+
+    number: int  # as the core counts that is followed, or else this replica; -1: none
+    parameter_hash: int
+    place: StatePlace
+    ready: bool = False  # to enter the membership that was asked for
+    behind: str = ""  # why it ceased to follow
 
 
 class Done(Message, frozen=True):
-    """Acknowledges SaveCheckpoint, LoadCheckpoint and Stop."""
+    """Acknowledges Discard, Prepare, SaveCheckpoint, LoadCheckpoint and Stop."""
 
 
 class Scored(Message, frozen=True):
@@ -250,17 +315,17 @@ class Scored(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The worker could not do what it was told. `remedy` may be empty."""
+    """The worker could not do what it was told."""
 
     error: str
-    peer_lost: bool = False
 
 
 ToWorker = (
-    StartEngine | StartTrainer | Generate | Abort | LoadWeights | MeasureEngine | MeasureTraining | Train | Regroup
-    | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint | Score | Stop
+    StartEngine | StartTrainer | Generate | Interrupt | LoadWeights | MeasureEngine | MeasureTraining | Train | Commit
+    | Discard | Prepare | Enter | Identify | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint
+    | Score | Stop
 )  # fmt: skip
 FromWorker = (
-    Ready | Turns | Loaded | EngineMeasured | TrainingMeasured | Trained | WarmedUp | Published | Regrouped | Done
-    | Scored | Failure
+    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Reduced | Trained | WarmedUp | Published | Entered
+    | Standing | Done | Scored | Failure
 )  # fmt: skip

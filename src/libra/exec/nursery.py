@@ -85,7 +85,7 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
 
             serve_engine(channel, message, weights_descriptor, began)
         case StartTrainer():
-            from libra.exec.trainer import serve_trainer
+            from libra.exec.training_worker import serve_trainer
 
             serve_trainer(channel, message, weights_descriptor, began)
         case _:
@@ -100,7 +100,7 @@ def _import_everything() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     import libra.exec.engine
-    import libra.exec.trainer  # noqa: F401
+    import libra.exec.training_worker  # noqa: F401
 
 
 def _die_with(parent: int) -> None:

@@ -1,7 +1,8 @@
 """Workers and their roles: what each one is, and what it may become.
 
-Invariant: a role changes only along a legal transition, each with a deadline; `failed` is final. The pool holds no
-process and does no I/O: it is the truth that the executor keeps and the journal records.
+Invariant: a role changes only along a legal transition; a passing role has a deadline. A slot whose process is gone is
+`failed`, and idle again at once: another process may be started there, until the slot has lost too many. The pool holds
+no process and does no I/O: it is the truth that the mover keeps and the journal records.
 """
 
 from __future__ import annotations
@@ -15,25 +16,50 @@ class Role(StrEnum):
     JOINING = "joining"  # a process is starting, or entering the gradient exchange
     ROLLOUT = "rollout"
     TRAIN = "train"
-    DRAINING = "draining"  # finishes what runs, takes nothing new
-    FAILED = "failed"
+    DRAINING = "draining"  # finishing what runs, taking nothing new
+    FAILED = "failed"  # its process is gone
 
 
-# Seconds a worker may stay in a passing role; it is failed when it overstays.
-DEADLINES = {Role.JOINING: 120.0, Role.DRAINING: 30.0}
+# Seconds a worker may stay in a passing role; it is failed when it overstays. Both cover the wait for a training step
+# to end, at most 300 s, which is what any order has (`handles.ANSWER_DEADLINE`). A start has 120 s, draining 30 s.
+DEADLINES = {Role.JOINING: 120.0 + 300.0, Role.DRAINING: 30.0 + 300.0}
+
+# A process may die of something that passes, so its slot is used again. Three within an hour have a cause that starting
+# another does not remove: then it stays empty for the rest of the sitting. Three starts that hang until their deadline
+# fit into the hour.
+MOST_LOSSES = 3
+LOSS_WINDOW = 3600.0  # seconds
 
 _LEGAL = {
     Role.IDLE: {Role.JOINING},
-    Role.JOINING: {Role.ROLLOUT, Role.TRAIN, Role.IDLE},
+    Role.JOINING: {Role.ROLLOUT, Role.TRAIN},
     Role.ROLLOUT: {Role.DRAINING},
     Role.TRAIN: {Role.DRAINING},
     Role.DRAINING: {Role.IDLE},
-    Role.FAILED: set(),
+    Role.FAILED: {Role.IDLE},
 }
 
 
 class IllegalTransitionError(RuntimeError):
     """A role change that the state machine does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What a worker does while nothing about it changes. `shape` is that of its engine, in ROLLOUT."""
+
+    role: Role
+    shape: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.role is Role.ROLLOUT) != (self.shape is not None):
+            raise ValueError(f"a duty of {self.role} with shape {self.shape}: an engine has a shape, nobody else has")
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.shape}" if self.shape is not None else str(self.role)
+
+
+IDLE, TRAIN = Duty(Role.IDLE), Duty(Role.TRAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +72,35 @@ class Worker:
     role: Role = Role.IDLE
     shape: str | None = None  # of its engine, in ROLLOUT (and JOINING or DRAINING one)
     since: float = 0.0  # seconds on the caller's clock
+    losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
+
+    @property
+    def duty(self) -> Duty:
+        """What it does; in a passing role that is nothing yet, or no more."""
+        return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
+
+    @property
+    def retired(self) -> bool:
+        """Its slot has lost too many processes."""
+        return len(self.losses) >= MOST_LOSSES
 
     def become(self, role: Role, now: float, shape: str | None = None) -> Worker:
         if role is not Role.FAILED and role not in _LEGAL[self.role]:
             raise IllegalTransitionError(
-                f"worker {self.id}: {self.role} -> {role}; legal are {', '.join(sorted(_LEGAL[self.role])) or 'none'}"
+                f"worker {self.id}: {self.role} -> {role}; legal are {', '.join(sorted(_LEGAL[self.role]))}"
             )
         if role in (Role.ROLLOUT, Role.TRAIN) and role not in self.allowed:
             raise IllegalTransitionError(f"worker {self.id} may not {role}; it may {', '.join(sorted(self.allowed))}")
+        if self.role is Role.FAILED and role is not Role.FAILED and self.retired:
+            raise IllegalTransitionError(
+                f"worker {self.id} lost {len(self.losses)} processes within {LOSS_WINDOW:.0f} s: it stays {self.role}"
+            )
         return replace(self, role=role, since=now, shape=shape)
+
+    def lose(self, now: float) -> Worker:
+        """Its process is gone, and that counts."""
+        recent = tuple(moment for moment in self.losses if now - moment <= LOSS_WINDOW)
+        return replace(self.become(Role.FAILED, now), losses=(*recent, now))
 
 
 class Pool:
@@ -69,8 +115,16 @@ class Pool:
     def all(self) -> tuple[Worker, ...]:
         return tuple(self._workers.values())
 
+    def healthy(self) -> tuple[Worker, ...]:
+        """Workers that do something, or could."""
+        return tuple(worker for worker in self._workers.values() if worker.role is not Role.FAILED)
+
     def become(self, worker: str, role: Role, now: float, shape: str | None = None) -> Worker:
         self._workers[worker] = self._workers[worker].become(role, now, shape)
+        return self._workers[worker]
+
+    def lose(self, worker: str, now: float) -> Worker:
+        self._workers[worker] = self._workers[worker].lose(now)
         return self._workers[worker]
 
     def overdue(self, now: float) -> tuple[Worker, ...]:

@@ -1,53 +1,42 @@
 """One post-training run: asynchronous GRPO on workers that Libra divides between generating and training.
 
 Invariant: the trainer waits for complete groups and never drops one; weights are published before the next batch is
-taken; a decision is made from what this run has measured, and carried out while both sides go on.
+taken. What finishes, and what a batch takes, is on file before it counts, so a run that was interrupted goes on from
+its checkpoint: it makes the steps after it again, from the very batches that they were made of, and takes up the groups
+that were under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from libra.admission import Admission
-from libra.config import RunConfig
+from libra.config import ConfigError, RunConfig
 from libra.environments.protocol import Environment, Prompt
 from libra.exec.assignment import describe
+from libra.exec.batch import Batch, make_batch, quantile
 from libra.exec.checkpoint import RunState, save_checkpoint
 from libra.exec.counters import EngineCounters
+from libra.exec.episode_file import EpisodeFile, History
 from libra.exec.executor import Executor
-from libra.exec.grpo import group_advantages
-from libra.exec.messages import Sample
-from libra.exec.periods import Periods
-from libra.exec.recorder import Recorder
-from libra.exec.replanning import Proposal, Replanner
+from libra.exec.joint_step import StepResult
+from libra.exec.journal import Checkpoint, Journal
+from libra.exec.recorder import Recorded, Recorder
+from libra.exec.replanning import Replanner
 from libra.exec.rollout import Episode, Rollout
-from libra.exec.trainers import StepResult
-from libra.plan.price import fits, price
-from libra.plan.problem import Allocation
+from libra.exec.steering import Steering
 from libra.report.live import Display, RunView
-from libra.report.records import DecisionRecord, Evaluation, StepRecord
+from libra.report.records import Evaluation, StepRecord
 
 _RECENT_STEPS = 10  # over which the shown reward is averaged
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """One step's groups, ready for the trainer."""
-
-    episodes: list[Episode]
-    samples: list[Sample]  # of groups with signal
-    groups: int
-    without_signal: int
-    generated_tokens: int
-
-
 class PostTraining:
-    """The reinforcement-learning loop between the first and the last evaluation."""
+    """The reinforcement-learning loop between the first and the last evaluation. `history` and `recorded` are what an
+    interrupted run left."""
 
     def __init__(
         self,
@@ -57,35 +46,33 @@ class PostTraining:
         executor: Executor,
         rollout: Rollout,
         replanner: Replanner,
+        steering: Steering,
         recorder: Recorder,
+        journal: Journal,
+        episodes: EpisodeFile,
         counters: EngineCounters,
         display: Display,
         started: Evaluation,
-        first_step: int,
+        history: History,
+        recorded: Recorded,
     ) -> None:
         self._config, self._environment, self._prompts = config, environment, prompts
-        self._executor, self._rollout, self._replanner = executor, rollout, replanner
-        self._recorder, self._display, self._started = recorder, display, started
+        self._executor, self._rollout, self._replanner, self._steering = executor, rollout, replanner, steering
+        self._recorder, self._journal, self._episodes = recorder, journal, episodes
+        self._display, self._started, self._history, self._recorded = display, started, history, recorded
         training = config.training
         self._admission: Admission[Episode] = Admission(
-            training.prompts_per_step, training.samples_per_prompt, training.max_staleness, first_step
+            training.prompts_per_step, training.samples_per_prompt, training.max_staleness, history.version
         )
-        self._step = first_step
-        self._groups_started = first_step * training.prompts_per_step
-        self._periods = Periods(recorder)
+        self._step = history.step
+        self._groups_started = history.version * training.prompts_per_step + len(history.groups)
         self._progress = asyncio.Event()
-        self._episodes: set[asyncio.Task[None]] = set()
-        self._switch: asyncio.Task[None] | None = None
-        self._applying = False
-        self._left: Allocation | None = None
-        self._lost = False
+        self._running: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._generated = 0
         self._engine_counters = counters
         self._rewards: list[float] = []
-        self._last_decision = ""
-        self.started_trajectories = 0
-        self.trained_trajectories = 0
+        steering.changed = self._progress.set
 
     @property
     def step(self) -> int:
@@ -93,56 +80,116 @@ class PostTraining:
         return self._step
 
     @property
-    def periods(self) -> Periods:
-        return self._periods
+    def started_trajectories(self) -> int:
+        """Of all sittings, as the next."""
+        return self._groups_started * self._config.training.samples_per_prompt
 
-    def worker_lost(self) -> None:
-        """A worker is gone: plan again at the next step boundary."""
-        self._lost = True
-        self._progress.set()
+    @property
+    def trained_trajectories(self) -> int:
+        return self._step * self._config.training.trajectories
 
     async def run(self) -> None:
         """Make the remaining steps. Raises whatever an episode or a decision raised."""
-        self._generated = self._rollout.generated_tokens
         try:
+            self._take_up_knowledge()
+            await self._make_again()
+            self._steering.begin(self._step)
+            self._take_up_groups()
+            self._generated = self._rollout.generated_tokens
             self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
-            self._begin_period(switching=False)
             ended = self._recorder.now()
             while self._step < self._config.training.steps:
                 ended = await self._one_step(ended)
                 await self._between_steps()
+            await self._steering.finish()
         finally:
-            for task in [*self._episodes, *([self._switch] if self._switch else [])]:
+            await self._steering.cancel()
+            for task in self._running:
                 task.cancel()
-            await asyncio.gather(*self._episodes, *([self._switch] if self._switch else []), return_exceptions=True)
-            self._periods.end(self._without_change)
+            await asyncio.gather(*self._running, return_exceptions=True)
+            self._steering.close()
+
+    # --- what an interrupted run left --------------------------------------------------------------------------------
+
+    def _take_up_knowledge(self) -> None:
+        """Learn from the episodes that finished after the checkpoint; begin those that did not finish from nothing."""
+        policy = self._executor.fleet.policy
+        self._observe(self._history.finished)
+        for episode in self._history.finished:
+            policy.finished(episode.trajectory)
+        for group in self._history.groups:
+            for index in range(self._config.training.samples_per_prompt):
+                if index not in group.episodes:
+                    policy.forget(_episode_id(group.number, index))
+
+    async def _make_again(self) -> None:
+        """The steps after the checkpoint. Only a step whose record is missing, the last one, is recorded."""
+        if not self._history.batches:
+            return
+        ended = self._recorder.now()
+        for taken in self._history.batches:
+            batch = make_batch(list(group.episodes.values()) for group in taken.groups)
+            ended = await self._train_on(batch, ended)
+        self._recorder.event(
+            "resumed", None, f"made steps {self._history.step + 1} to {self._step} again, from their own trajectories"
+        )
+        await self._checkpoint()  # so that nothing is made a third time
+
+    def _take_up_groups(self) -> None:
+        """Groups that were under way go on, with the episodes that have finished."""
+        for group in self._history.groups:
+            try:
+                self._admission.resume(_group_name(group.number), group.started_at, group.episodes.values())
+            except ValueError as error:
+                raise ConfigError(f"training: {error}; resume with the file that the run was started with") from None
+            missing = set(range(self._config.training.samples_per_prompt)) - set(group.episodes)
+            self._run_episodes(group.number, group.started_at, sorted(missing))
+
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     async def _one_step(self, last_end: float) -> float:
-        """Wait for a batch, train on it, publish the weights; returns when the step ended."""
+        """Wait for a batch and train on it; returns when the step ended."""
         self._feed()
         while not self._admission.ready():
             self._progress.clear()
             await self._progress.wait()
-            self._raise_failure()
-            if self._lost:
-                await self._between_steps()
-        batch = self._take()
+            self._require_sound()
+            if self._steering.urgent:
+                self._steering.at_boundary()
+        groups = self._admission.take()
+        self._episodes.taken(self._step + 1, [_group_number(name) for name, _ in groups])
+        on_disk = asyncio.create_task(self._episodes.sync())
+        try:
+            ended = await self._train_on(make_batch(episodes for _, episodes in groups), last_end)
+        finally:
+            await on_disk
+        self._steering.stepped(self._step, ended - last_end)
+        return ended
+
+    async def _train_on(self, batch: Batch, last_end: float) -> float:
+        """Make one step of a batch, and publish the weights; returns when the step ended."""
         trained_at = self._recorder.now()
         result = await self._executor.trainers.step(
             self._step + 1, batch.samples, len(batch.episodes), batch.generated_tokens
         )
         stepped_at = self._recorder.now()
         loads = await self._executor.publish(result.version, result.buffer, result.checksum)
-        self._admission.publish(result.version)
-        self._feed()
         self._step += 1
-        self.trained_trajectories += len(batch.episodes)
+        if self._step > self._history.version:
+            self._admission.publish(result.version)
+            self._feed()
         self._replanner.observe_training(result, len(batch.episodes))
         self._replanner.observe_engines(self._engine_counters.gained(self._executor.fleet.instances()))
         ended = self._recorder.now()
-        self._record(batch, result, loads, last_end, trained_at, stepped_at, ended)
-        self._periods.step(ended - last_end)
+        if self._step > self._recorded.step:
+            self._record(batch, result, loads, last_end, trained_at, stepped_at, ended)
         return ended
+
+    async def _between_steps(self) -> None:
+        self._require_sound()
+        if self._step % self._config.checkpoint_every == 0:
+            await self._checkpoint()
+        self._steering.at_boundary()
 
     def _feed(self) -> None:
         """Start as many groups as staleness admits and the run still needs."""
@@ -150,14 +197,23 @@ class PostTraining:
         while self._admission.may_start() and self._groups_started < training.steps * training.prompts_per_step:
             number = self._groups_started
             self._groups_started += 1
-            prompt = self._prompt(number)
-            group = f"g{number}"
-            self._admission.start(group)
-            for index in range(training.samples_per_prompt):
-                self.started_trajectories += 1
-                task = asyncio.create_task(self._run_episode(group, index, prompt, number))
-                self._episodes.add(task)
-                task.add_done_callback(self._episode_ended)
+            version = self._admission.published
+            self._episodes.started(number, version)
+            self._admission.start(_group_name(number))
+            self._run_episodes(number, version, range(training.samples_per_prompt))
+
+    def _run_episodes(self, group: int, started_at: int, indices: Sequence[int]) -> None:
+        prompt, due = self._prompt(group), self._due(started_at)
+        for index in indices:
+            task = asyncio.create_task(self._run_episode(group, index, prompt, due))
+            self._running.add(task)
+            task.add_done_callback(self._episode_ended)
+
+    def _due(self, started_at: int) -> float:
+        """When a group that was started under this version is needed, at the latest: for the batch after those that
+        staleness lets be made meanwhile."""
+        batches = started_at + 1 + self._config.training.max_staleness - self._admission.published
+        return self._recorder.now() + batches * (self._steering.periods.predicted_seconds or 0.0)
 
     def _prompt(self, number: int) -> Prompt:
         """Prompts in a new order each epoch."""
@@ -166,143 +222,31 @@ class PostTraining:
         random.Random(f"epoch:{self._config.seed}:{epoch}").shuffle(order)
         return self._prompts[order[index]]
 
-    async def _run_episode(self, group: str, index: int, prompt: Prompt, order: int) -> None:
+    async def _run_episode(self, group: int, index: int, prompt: Prompt, due: float) -> None:
         temperature = self._config.training.temperature
-        episode = await self._rollout.episode(f"{group}-{index}", prompt, order, temperature)
-        self._admission.finish(group, episode)
+        episode = await self._rollout.episode(_episode_id(group, index), prompt, due, temperature)
+        self._episodes.finished(group, index, episode)
+        self._admission.finish(_group_name(group), episode)
         self._recorder.episode(episode)
-        limits = [bucket.up_to for bucket in self._executor.fleet.allocation.buckets]
-        self._replanner.observe([episode], limits)
+        self._observe([episode])
         if self._admission.ready():
             self._progress.set()
 
+    def _observe(self, episodes: Sequence[Episode]) -> None:
+        limits = [bucket.up_to for bucket in self._executor.fleet.allocation.buckets]
+        self._replanner.observe(episodes, limits)
+
     def _episode_ended(self, task: asyncio.Task[None]) -> None:
-        self._episodes.discard(task)
+        self._running.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
             self._progress.set()
 
-    def _raise_failure(self) -> None:
+    def _require_sound(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._switch is not None and self._switch.done() and not self._switch.cancelled():
-            error = self._switch.exception()
-            if error is not None:
-                raise error
-
-    def _take(self) -> _Batch:
-        """The next batch, with the advantage of every sample whose group gives signal."""
-        groups = self._admission.take()
-        samples: list[Sample] = []
-        without_signal = 0
-        for _, episodes in groups:
-            advantages = group_advantages([episode.reward for episode in episodes])
-            if advantages is None:
-                without_signal += 1
-                continue
-            samples += [
-                Sample(e.trajectory.id, e.tokens, e.generated, e.logprobs, e.versions, advantage)
-                for e, advantage in zip(episodes, advantages, strict=True)
-            ]
-        episodes = [episode for _, group in groups for episode in group]
-        generated = sum(episode.trajectory.generated_tokens for episode in episodes)
-        return _Batch(episodes, samples, len(groups), without_signal, generated)
-
-    async def _between_steps(self) -> None:
-        """Checkpoints, periods and decisions, all at a step boundary."""
-        self._raise_failure()
-        if self._step and self._step % self._config.checkpoint_every == 0 and not self._lost:
-            await self._checkpoint()
-        switched = self._switch is not None and self._switch.done()
-        if switched:
-            self._switch = None
-        if self._lost:
-            self._lost = False
-            self._periods.mark_switching()
-            self._turn_page(decide=True, forced=True)
-        elif switched and self._applying:
-            self._applying = False
-            self._turn_page(decide=False, tried=False)
-        elif self._periods_full():
-            self._turn_page(decide=self._config.allocation == "adaptive")
-
-    def _periods_full(self) -> bool:
-        return self._periods.length >= self._config.planner.period
-
-    def _turn_page(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
-        """End the period, ask for a decision, and predict the next period."""
-        self._periods.end(self._without_change)
-        steps_left = self._config.training.steps - self._step
-        if decide and steps_left > 0 and self._switch is None:
-            self._switch = asyncio.create_task(self._decide(steps_left, forced))
-        self._begin_period(switching=self._applying or forced, tried=tried)
-
-    def _without_change(self) -> float | None:
-        """Step seconds of the allocation that was left last, for the work as it is tracked now."""
-        if self._left is None:
-            return None
-        problem = self._replanner.request(self._executor.healthy(), None).problem()
-        return price(problem, self._left).step if fits(problem, self._left) is None else None
-
-    def _begin_period(self, switching: bool, tried: bool = True) -> None:
-        """Predict the next period. Buckets that were not `tried` yet have no known router."""
-        allocation = self._executor.allocation()
-        if allocation is None:
-            return
-        problem = self._replanner.request(self._executor.healthy(), allocation if tried else None).problem()
-        if fits(problem, allocation) is None:
-            self._periods.begin(self._step + 1, describe(allocation), price(problem, allocation), switching)
-
-    async def _decide(self, steps_left: int, forced: bool) -> None:
-        """Plan, decide, and carry the decision out, while the steps go on."""
-        current = self._executor.allocation()
-        request = self._replanner.request(self._executor.healthy(), current)
-        static = self._config.allocation == "static"
-        if forced and static and current is not None and fits(request.problem(), current) is None:
-            return
-        began = time.monotonic()
-        proposal = await asyncio.to_thread(self._replanner.propose, request, steps_left)
-        self._record_decision(proposal, current, time.monotonic() - began)
-        if not proposal.decision.taken:
-            return
-        self._applying = True
-        self._left = current
-        self._periods.mark_switching()
-        applied = await self._executor.apply(proposal.plan.allocation)
-        for change, seconds in applied.seconds:
-            self._replanner.observe_move(change.role, seconds)
-        self._periods.carried_out(sum(seconds for _, seconds in applied.seconds))
-        if applied.failure is not None:
-            self._recorder.event("warning", None, applied.failure)
-        self._progress.set()
-
-    def _record_decision(self, proposal: Proposal, current: Allocation | None, seconds: float) -> None:
-        plan, decision = proposal.plan, proposal.decision
-        before = decision.current.step if decision.current is not None else plan.predicted.step
-        record = DecisionRecord(
-            period=self._periods.number,
-            step=self._step,
-            time=self._recorder.now(),
-            before=describe(current) if current is not None else "nothing that can go on",
-            after=describe(plan.allocation),
-            before_seconds=before,
-            after_seconds=plan.predicted.step,
-            gain_per_step=before - plan.predicted.step,
-            horizon_steps=int(decision.horizon_steps),
-            cost=decision.cost,
-            uncertainty=decision.uncertainty * before,
-            taken=decision.taken,
-            reason=decision.reason,
-            solver_status=plan.proof.status,
-            solver_gap=plan.proof.gap,
-            solver_seconds=seconds,
-            moves=tuple(str(move) for move in decision.moves),
-            measured_before=self._periods.measured_before,
-        )
-        self._periods.decided(record)
-        verb = "changed" if decision.taken else "kept"
-        self._last_decision = f"step {self._step}: {verb}: {decision.reason}"
-        self._display.line(f"decision at {self._last_decision}")
+        self._executor.trainers.require_core()
+        self._steering.require_sound()
 
     async def _checkpoint(self) -> None:
         async with self._executor.trainers.boundary:
@@ -313,12 +257,16 @@ class PostTraining:
                 policy=self._executor.fleet.policy.snapshot(),
                 started=self._started,
             )
-            path = await save_checkpoint(self._recorder.directory, self._executor.trainers.core, state)
+            self._episodes.begin_segment(self._step)  # no episode finishes between the state and this
+            await self._episodes.sync()
+            path = await save_checkpoint(self._recorder.directory, self._executor.trainers, state)
+        self._journal.commit(Checkpoint(self._step))
+        self._episodes.forget_older()
         self._recorder.event("checkpoint", None, f"wrote {path.name}")
 
     def _record(
         self,
-        batch: _Batch,
+        batch: Batch,
         result: StepResult,
         loads: Sequence[float],
         last_end: float,
@@ -326,17 +274,16 @@ class PostTraining:
         stepped_at: float,
         ended: float,
     ) -> None:
-        stale = [result.version - 1 - min(v for v in e.versions if v >= 0) for e in batch.episodes]
+        stale = batch.staleness(result.version)
         contexts = sorted(episode.trajectory.final_context for episode in batch.episodes)
         tokens = self._rollout.generated_tokens
         allocation = self._executor.allocation()
-        busy = self._engine_counters.busiest_seconds
         record = StepRecord(
             step=self._step,
             time=ended,
             version=result.version,
             step_seconds=ended - last_end,
-            generate_seconds=busy,
+            generate_seconds=self._engine_counters.busiest_seconds,
             train_seconds=result.compute_seconds,
             exchange_seconds=result.exchange_seconds,
             publish_seconds=(stepped_at - trained_at - result.compute_seconds - result.exchange_seconds)
@@ -355,11 +302,11 @@ class PostTraining:
             prox_gap_mean=result.prox_gap_mean,
             clip_share=result.clip_share,
             grad_norm=result.gradient_norm,
-            context_p50=_quantile(contexts, 0.5),
-            context_p90=_quantile(contexts, 0.9),
-            context_p99=_quantile(contexts, 0.99),
+            context_p50=quantile(contexts, 0.5),
+            context_p90=quantile(contexts, 0.9),
+            context_p99=quantile(contexts, 0.99),
             turns_mean=fmean(len(episode.trajectory.turns) for episode in batch.episodes),
-            predicted_seconds=self._periods.predicted_seconds,
+            predicted_seconds=self._steering.periods.predicted_seconds,
             allocation=describe(allocation) if allocation is not None else "",
             roles=dict(self._recorder.roles),
         )
@@ -379,12 +326,19 @@ class PostTraining:
             staleness_mean=record.staleness_mean,
             staleness_max=record.staleness_max,
             workers=tuple((worker, role, "") for worker, role in record.roles.items()),
-            last_decision=self._last_decision,
+            last_decision=self._steering.last_decision,
             phase=f"step {record.step_seconds:.2f} s, training waits {record.wait_seconds:.2f} s",
             messages=tuple(self._recorder.messages),
         )
 
 
-def _quantile(ordered: Sequence[int], q: float) -> float:
-    """Nearest rank."""
-    return float(ordered[min(len(ordered) - 1, int(q * len(ordered)))])
+def _group_name(number: int) -> str:
+    return f"g{number}"
+
+
+def _group_number(name: str) -> int:
+    return int(name.removeprefix("g"))
+
+
+def _episode_id(group: int, index: int) -> str:
+    return f"{_group_name(group)}-{index}"

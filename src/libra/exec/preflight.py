@@ -16,14 +16,24 @@ from typing import Any
 import psutil
 
 from libra.config import ConfigError, RunConfig
+from libra.disk import writing
 from libra.exec.checkpoint import latest_checkpoint
+from libra.route.catalogue import policy_named, policy_restored
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
 # larger model adds its weights, see `_check_memory`.
 NURSERY_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
-_TRAINED_COPIES = 5  # float32 weights, gradients, two moments, and the activations of a micro-batch as one more
+_RESUMED_AS_STARTED = (
+    (None, "seed"),
+    ("environment", "kind"),
+    ("environment", "train_prompts"),
+    ("training", "prompts_per_step"),
+    ("training", "samples_per_prompt"),
+)
+# Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
+_TRAINED_COPIES = 8
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
@@ -32,6 +42,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_memory(config)
     _check_cores(config)
     _check_engines(config)
+    _check_policy(config)
     _check_port(config)
     _check_run_directory(config, resume, overwrite)
 
@@ -41,8 +52,9 @@ def prepare_run_directory(config: RunConfig, overwrite: bool) -> Path:
     directory = config.run_directory
     if overwrite and directory.exists():
         shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
+    with writing(directory / "config.json"):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
     return directory
 
 
@@ -138,6 +150,13 @@ def _check_engines(config: RunConfig) -> None:
         )
 
 
+def _check_policy(config: RunConfig) -> None:
+    try:
+        policy_named(config.routing.policy)
+    except ValueError as error:
+        raise ConfigError(f"routing.policy: {error}") from None
+
+
 def _check_port(config: RunConfig) -> None:
     port = config.cluster.port
     if port == 0:
@@ -167,13 +186,32 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
     if resume and not used:
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
-        latest_checkpoint(directory)
+        path, state = latest_checkpoint(directory)
+        _check_resumed(config, directory / "config.json")
+        try:
+            policy_restored(config.routing.policy, state.policy)
+        except ValueError as error:
+            raise ConfigError(f"routing.policy: {path}: {error}") from None
     if used and overwrite and not (directory / "config.json").is_file():
         raise ConfigError(
             f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"
         )
     if used and not resume and not overwrite:
         raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
+
+
+def _check_resumed(config: RunConfig, started_with: Path) -> None:
+    """Groups that are under way must mean the same prompts and be of the same size."""
+    before = json.loads(started_with.read_text())
+    now = config.model_dump(mode="json")
+    for section, key in _RESUMED_AS_STARTED:
+        old, new = (before, now) if section is None else (before[section], now[section])
+        if old[key] != new[key]:
+            name = key if section is None else f"{section}.{key}"
+            raise ConfigError(
+                f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"
+                " again with --overwrite"
+            )
 
 
 def _writable(directory: Path) -> bool:

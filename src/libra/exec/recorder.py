@@ -1,6 +1,7 @@
-"""The run directory: everything a run writes down while it goes.
+"""The run directory: everything a run writes down about itself while it goes.
 
-Invariant: what is written is on its own line and complete; a run that ends anywhere leaves files that can be read.
+Invariant: what is written is on its own line and complete; a run that ends anywhere leaves files that can be read. A
+full disk is a `DiskError` that names the file.
 """
 
 from __future__ import annotations
@@ -8,10 +9,17 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from libra.exec.pool import Role, Worker
+import msgspec
+
+from libra.disk import writing
+from libra.exec.line_file import LineFile, drop_partial_line, whole_lines
+from libra.exec.mover import Moved
+from libra.exec.pool import LOSS_WINDOW, MOST_LOSSES, Worker
 from libra.exec.rollout import Episode, TurnReport
 from libra.report.records import (
     DecisionRecord,
@@ -25,6 +33,7 @@ from libra.report.records import (
 from libra.report.timeline import JsonValue, Timeline
 from libra.trajectory import dump_trajectory
 
+_FILES = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
 _EPISODE_LANE = "one episode at a time"
 _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
 
@@ -41,13 +50,12 @@ class Recorder:
         self._started = time.monotonic()
         self._seconds_before = seconds_before
         self._began: float | None = None
-        self._files = {
-            name: open(directory / f"{name}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-            for name in ("metrics", "periods", "decisions", "events", "trajectories", "routing")
-        }
-        self.timeline = Timeline(directory / "timeline.json")
+        self._files = {name: LineFile(directory / f"{name}.jsonl") for name in _FILES}
+        self._timeline_path = directory / "timeline.json"
+        with writing(self._timeline_path):
+            self._timeline = Timeline(self._timeline_path)
         self.roles: dict[str, str] = {}
-        self.lost: list[str] = []
+        self.lost_workers: dict[str, None] = {}  # in the order of their first loss
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
@@ -60,13 +68,10 @@ class Recorder:
         """Seconds of reinforcement learning so far."""
         return self._seconds_before + (time.monotonic() - self._began if self._began is not None else 0.0)
 
-    def _on_timeline(self) -> float:
-        return time.monotonic() - self._started
-
     def step(self, record: StepRecord) -> None:
         self._write("metrics", record)
-        now = self._on_timeline()
-        self.timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
+        with self._drawing() as (timeline, now):
+            timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
 
     def period(self, record: PeriodRecord) -> None:
         self._write("periods", record)
@@ -80,7 +85,7 @@ class Recorder:
             self.messages.append(f"{worker}: {text}" if worker else text)
 
     def episode(self, episode: Episode) -> None:
-        self._files["trajectories"].write(dump_trajectory(episode.trajectory) + "\n")
+        self._files["trajectories"].append(dump_trajectory(episode.trajectory).encode())
         if episode.trajectory.id == self._followed:
             self._followed = None
 
@@ -90,10 +95,10 @@ class Recorder:
         if self._began is not None and self._followed is None:
             self._followed = report.trajectory
         if report.trajectory == self._followed:
-            now = self._on_timeline()
             name = f"{report.trajectory} on {report.worker}"
             details: dict[str, JsonValue] = {"tokens": report.tokens, "reason": report.placement.reason}
-            self.timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
+            with self._drawing() as (timeline, now):
+                timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
         if report.placement.migrated:
             entry = {
                 "time": round(self.now(), 4),
@@ -102,53 +107,116 @@ class Recorder:
                 "bucket": report.placement.bucket,
                 "reason": report.placement.reason,
             }
-            self._files["routing"].write(json.dumps(entry) + "\n")
+            self._files["routing"].append(json.dumps(entry).encode())
 
     def running_turns(self, worker: str, running: int) -> None:
         """How many turns an engine holds, thinned out for the timeline."""
-        now = self._on_timeline()
-        if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
-            self._counted[worker] = now
-            self.timeline.turns(worker, running, now)
+        with self._drawing() as (timeline, now):
+            if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
+                self._counted[worker] = now
+                timeline.turns(worker, running, now)
 
     def role(self, worker: Worker) -> None:
-        label = f"rollout:{worker.shape}" if worker.role is Role.ROLLOUT else str(worker.role)
+        label = str(worker.duty)
         self.roles[worker.id] = label
-        self.timeline.role(worker.id, label, self._on_timeline())
-        if worker.role in (Role.ROLLOUT, Role.TRAIN):
-            self.event("role_change", worker.id, f"is now {label}")
+        with self._drawing() as (timeline, now):
+            timeline.role(worker.id, label, now)
 
-    def worker_lost(self, worker: str, why: str) -> None:
-        self.lost.append(worker)
-        self.event("worker_lost", worker, why)
-        self.timeline.lost(worker, self._on_timeline(), why)
+    def moved(self, moved: Moved) -> None:
+        """A move that ended: when it is not done, the event says what became of the worker."""
+        move = moved.move
+        if moved.outcome == "done":
+            self.event("role_change", move.worker, f"{move} in {moved.seconds:.1f} s")
+        else:
+            left = f"it is {move.before} again" if moved.outcome == "undone" else "it does nothing"
+            self.event("move_failed", move.worker, f"{move} failed after {moved.seconds:.1f} s, {left}: {moved.why}")
+        details: dict[str, JsonValue] = {
+            "worker": move.worker,
+            "from": str(move.before),
+            "to": str(move.after),
+            "seconds": round(moved.seconds, 3),
+            "outcome": moved.outcome,
+        }
+        with self._drawing() as (timeline, now):
+            timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        """A worker that did something went away."""
+        self.lost_workers[worker] = None
+        what_next = (
+            f"its slot lost {MOST_LOSSES} within {LOSS_WINDOW:.0f} s and stays empty" if retired else "its slot is idle"
+        )
+        self.event("worker_lost", worker, f"{why}; {what_next}")
+        with self._drawing() as (timeline, now):
+            timeline.lost(worker, now, why)
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        now = self._on_timeline()
-        self.timeline.work(worker, f"load v{version}", now - seconds, now)
-        self.timeline.weights(worker, version, now)
+        with self._drawing() as (timeline, now):
+            timeline.work(worker, f"load v{version}", now - seconds, now)
+            timeline.weights(worker, version, now)
 
     def summary(self, summary: RunSummary) -> None:
-        (self.directory / "summary.json").write_text(summary.to_json() + "\n")
+        path = self.directory / "summary.json"
+        with writing(path):
+            path.write_text(summary.to_json() + "\n")
 
     def close(self) -> None:
-        self.timeline.close()
-        for file in self._files.values():
-            file.close()
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
+            stack.enter_context(writing(self._timeline_path))
+            self._timeline.close()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[tuple[Timeline, float]]:
+        """The timeline and the moment on it."""
+        with writing(self._timeline_path):
+            yield self._timeline, time.monotonic() - self._started
 
     def _write(self, name: str, record: Record) -> None:
-        self._files[name].write(record.to_json() + "\n")
+        self._files[name].append(record.to_json().encode())
 
 
-def cut_back(directory: Path, step: int) -> None:
-    """Drop what a run wrote after the checkpoint of `step`: those steps will be made again."""
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How far the records of a run go: the last step, when it ended, and how many periods there are."""
+
+    step: int = 0
+    time: float = 0.0
+    periods: int = 0
+
+
+def cut_back(directory: Path, step: int) -> Recorded:
+    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped, and
+    so are records of later steps."""
+    for name in _FILES:
+        with writing(directory / f"{name}.jsonl"):
+            drop_partial_line(directory / f"{name}.jsonl")
     metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
-    _keep(metrics, [record for record in read_records(StepRecord, metrics) if record.step <= step])
-    _keep(periods, [record for record in read_records(PeriodRecord, periods) if record.last_step <= step])
+    steps = [record for record in read_records(StepRecord, metrics) if record.step <= step]
+    _keep(metrics, steps)
+    closed = [record for record in read_records(PeriodRecord, periods) if record.last_step <= step]
+    _keep(periods, closed)
     _keep(decisions, [record for record in read_records(DecisionRecord, decisions) if record.step <= step])
+    number = max((record.period + 1 for record in closed), default=0)
+    return Recorded(steps[-1].step, steps[-1].time, number) if steps else Recorded()
+
+
+def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[Episode]:
+    """Episodes that the run did not come to write into `trajectories.jsonl` any more."""
+    written = {_id.decode(line).id for line in whole_lines(directory / "trajectories.jsonl")}
+    return [episode for episode in episodes if episode.trajectory.id not in written]
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+_id = msgspec.json.Decoder(_Id)
 
 
 def _keep(path: Path, records: Sequence[Record]) -> None:
     part = path.with_suffix(".part")
-    part.write_text("".join(record.to_json() + "\n" for record in records))
-    part.rename(path)
+    with writing(part):
+        part.write_text("".join(record.to_json() + "\n" for record in records))
+        part.rename(path)

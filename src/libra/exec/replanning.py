@@ -13,9 +13,9 @@ from typing import Any
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.cost.train import step_seconds
+from libra.exec.joint_step import StepResult
 from libra.exec.pool import Role, Worker
 from libra.exec.rollout import Episode
-from libra.exec.trainers import StepResult
 from libra.lengths import LengthTracker
 from libra.plan.moves import diff, seconds
 from libra.plan.plan import Plan, answer

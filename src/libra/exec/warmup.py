@@ -26,7 +26,7 @@ from libra.exec.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, Wa
 from libra.exec.rollout import Codec
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 
-_RECIPE = 1  # counts up when the way of training changes, so that no older warm model is taken for this one
+_RECIPE = 2  # counts up when the way of training changes, so that no older warm model is taken for this one
 _RAMP_STEPS = 50  # of the learning rate
 _FINAL_RATE = 0.05  # of the learning rate, reached linearly
 
@@ -80,12 +80,12 @@ async def _train(
     await trainer.start(
         StartTrainer(
             model_directory=str(directory),
-            replica=0,
             learning_rate=settings.learning_rate,
             clip=training.clip,
             denominator=training.denominator,
             token_constant=training.token_constant,
             micro_batch_tokens=training.micro_batch_tokens,
+            precision=training.precision,
             seed=config.seed,
             share=float(len(cores)),
             cores=cores,
@@ -117,6 +117,7 @@ def _key(config: RunConfig, environment: Environment) -> str:
         "seed": config.seed,
         "model": config.model.model_dump(mode="json"),
         "warm_up": config.warm_up.model_dump(),
+        "precision": config.training.precision,
         "environment": {"kind": config.environment.kind, "options": config.environment.options, "source": source},
         "torch": version("torch"),
     }

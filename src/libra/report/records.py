@@ -139,7 +139,7 @@ class DecisionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class EventRecord(Record):
-    """Something that happened at one moment: `worker_lost`, `role_change`, `weights`, `checkpoint`, `warning`, ..."""
+    """Something that happened at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`..."""
 
     time: float
     kind: str

@@ -5,8 +5,9 @@ overlap. Memory holds the open role and the last end of each lane and nothing el
 `max_events` events, a note where it had to stop, and the names of lanes and the last role of each besides.
 
 Open the file in https://ui.perfetto.dev or chrome://tracing. Groups, top to bottom: `roles` (one lane a worker, and
-the trainer's steps), `work` (batches, weight loads; one lane a worker), `running turns` (one counter a worker:
-hundreds of turns overlap in an engine, and their number is what can be read).
+the trainer's steps), `moves` (from one role to another, as a whole; one lane a worker), `work` (batches, weight loads;
+one lane a worker), `running turns` (one counter a worker: hundreds of turns overlap in an engine, and their number is
+what can be read).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from libra.report.roles import check_role, role_styles
 
 MAX_EVENTS = 500_000  # about 60 MB of JSON, which the viewers still open
 
-_ROLES, _WORK, _TURNS = 1, 2, 3
-_GROUPS = {_ROLES: "roles", _WORK: "work", _TURNS: "running turns"}
+_ROLES, _MOVES, _WORK, _TURNS = 1, 2, 3, 4
+_GROUPS = {_ROLES: "roles", _MOVES: "moves", _WORK: "work", _TURNS: "running turns"}
 _STEPS_LANE = "training steps"
 
 JsonValue = str | int | float
@@ -84,6 +85,12 @@ class Timeline:
         of two processes never agree to the last microsecond.
         """
         self._slice(_WORK, worker, name, start, end, details or {})
+
+    def move(
+        self, worker: str, name: str, start: float, end: float, details: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """The worker changed, or tried to change, from one role to another."""
+        self._slice(_MOVES, worker, name, start, end, details or {})
 
     def step(self, step: int, start: float, end: float, details: Mapping[str, JsonValue] | None = None) -> None:
         """One optimiser step."""

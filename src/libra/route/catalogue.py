@@ -6,6 +6,7 @@ Invariant: a name means one rule, the same one that its snapshots name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from libra.route import cmlfq, published
 from libra.route.attained import AttainedService
@@ -42,3 +43,9 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     if name in (published.NAME, cmlfq.NAME) and not sticky:
         raise ValueError(f"{name} follows prefixes inside a bucket as part of its rule: leave sticky true")
     return _MAKE[name](sticky, seed)
+
+
+def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
+    """The policy `name` as it was when it gave `snapshot`. Raises ValueError as `policy_named`, and if the snapshot is
+    of another policy or format."""
+    return type(policy_named(name)).restore(snapshot)

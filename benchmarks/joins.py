@@ -1,0 +1,207 @@
+"""What a core trainer notices of a replica that joins.
+
+Invariant: a step is timed as its caller sees it, waiting for the step boundary included, so whatever a join holds up is
+in the number. Steps alone and steps during a join alternate on the same processes.
+
+    python -m benchmarks.joins [--quick] [--json FILE]
+
+A core and a hybrid replica of one model (60 M parameters), each on a core of its own. The core steps all the time. Over
+and over the hybrid joins, makes one step together with it, and leaves. It joins as a started process: its start is
+measured by `libra run`. "During" are the steps of the core alone that overlap with a join: while the hybrid copies the
+state, applies what it missed, and the next gradient exchange is formed. The entry itself holds up the step after them,
+which two replicas make and which therefore cannot be compared: for how long is counted apart.
+
+Times of a machine that does other things too say little. So the core's own processor time per step is counted as well:
+whatever a join puts on its critical path is in it, and what the neighbours do is mostly not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from benchmarks.rows import Row, report
+from libra.config import ModelConfig
+from libra.exec.handles import Handle
+from libra.exec.launch_local import LocalLauncher
+from libra.exec.messages import Sample, StartTrainer
+from libra.exec.tiny_model import write_tiny_model
+from libra.exec.trainers import Trainers
+
+WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower
+
+_BEFORE = 3  # steps alone before each join
+_QUIET = 0.05  # share of the machine that others may use while this measures
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    model: ModelConfig
+    samples: int  # of 64 tokens, in a step
+    joins: int
+
+
+FULL = Size(ModelConfig(hidden_size=640, layers=12, heads=10, kv_heads=5, head_dim=64), samples=6, joins=24)
+QUICK = Size(ModelConfig(hidden_size=128, layers=3), samples=4, joins=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds that one step took, and seconds of processor time that the core spent in it."""
+
+    wall: float
+    processor: float
+
+
+@dataclass(slots=True)
+class Measured:
+    before: list[Step] = field(default_factory=list)
+    during: list[Step] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)  # seconds of the step boundary, by each join
+    joins: list[float] = field(default_factory=list)  # seconds from the order to the entry
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.joins", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few joins: a first look, not a verdict")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    options = parser.parse_args(arguments)
+    cores = sorted(os.sched_getaffinity(0))
+    taken = psutil.cpu_percent(interval=1.0) / 100
+    with tempfile.TemporaryDirectory() as directory:
+        measured = asyncio.run(measure(QUICK if options.quick else FULL, Path(directory), cores))
+    report(rows_of(measured), options.json)
+    if len(cores) < 2:
+        print("the machine has one core: the joiner takes the core's time, so only its processor time says something")
+    if taken > _QUIET:
+        print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
+    return 0
+
+
+async def measure(size: Size, directory: Path, cores: Sequence[int]) -> Measured:
+    write_tiny_model(directory / "model", size.model, "0123456789+-*/", longest_context=128)
+    measured = Measured()
+    async with LocalLauncher.open(directory / "logs") as launcher:
+        await launcher.ready()
+        core = await _start(launcher, "core-0", directory / "model", cores[0])
+        hybrid = await _start(launcher, "hybrid-0", directory / "model", cores[-1])
+        stepper = _Stepper(
+            Trainers(core, _free_port, lambda replica: launcher.kill(replica.pid)), core.pid, size.samples
+        )
+        for _ in range(_BEFORE):
+            await stepper.step()  # the first ones pay for what is set up once
+        for _ in range(size.joins):
+            measured.before += [await stepper.step() for _ in range(_BEFORE)]
+            began = time.monotonic()
+            joining = asyncio.create_task(stepper.trainers.join(hybrid))
+            while stepper.trainers.size == 1:
+                step = await stepper.step()
+                if stepper.replicas == 1:
+                    measured.during.append(step)
+            measured.held.append(await joining)
+            measured.joins.append(time.monotonic() - began)
+            await stepper.step()  # together
+            await stepper.trainers.leave("hybrid-0")
+        await asyncio.gather(core.stop(), hybrid.stop())
+    return measured
+
+
+def rows_of(measured: Measured) -> list[Row]:
+    before, during = ([step.wall for step in steps] for steps in (measured.before, measured.during))
+    own_before, own_during = ([step.processor for step in steps] for steps in (measured.before, measured.during))
+    case = f"{len(measured.joins)} joins, {len(during)} steps during them"
+    return [
+        Row(case, "step before, median", median(before), "s"),
+        Row(case, "step before, worst", max(before), "s"),
+        _ratio(case, "step during / before, median", median(during) / median(before), MEDIAN),
+        _ratio(case, "step during / before, worst", max(during) / max(before), WORST),
+        Row(case, "processor time of the core before, median", median(own_before), "s"),
+        _ratio(case, "processor time during / before, median", median(own_during) / median(own_before), MEDIAN),
+        _ratio(case, "processor time during / before, worst", max(own_during) / max(own_before), WORST),
+        Row(case, "step boundary held, median", median(measured.held) * 1e3, "ms"),
+        Row(case, "step boundary held, worst", max(measured.held) * 1e3, "ms"),
+        _share(case, "step boundary held, worst / step before", max(measured.held) / median(before)),
+        Row(case, "from the order to the entry, median", median(measured.joins), "s"),
+    ]
+
+
+def _ratio(case: str, metric: str, value: float, tolerance: float) -> Row:
+    return Row(case, metric, value, "ratio", f"at most {1 + tolerance:g}", value <= 1 + tolerance)
+
+
+def _share(case: str, metric: str, value: float) -> Row:
+    return Row(case, metric, value, "ratio", f"at most {WORST:g}", value <= WORST)
+
+
+class _Stepper:
+    """Makes the same step over and over."""
+
+    def __init__(self, trainers: Trainers, core: int, samples: int) -> None:
+        self.trainers = trainers
+        self._core = core
+        self._batch = [_sample(number) for number in range(samples)]
+        self._version = 0
+        self.replicas = 0  # that made the last step
+
+    async def step(self) -> Step:
+        self._version += 1
+        wall, processor = time.monotonic(), _processor_seconds(self._core)
+        tokens = sum(sum(sample.generated) for sample in self._batch)
+        result = await self.trainers.step(self._version, self._batch, len(self._batch), tokens)
+        self.replicas = result.replicas
+        return Step(time.monotonic() - wall, _processor_seconds(self._core) - processor)
+
+
+def _sample(number: int) -> Sample:
+    tokens = [4 + (7 * number + 3 * place) % 14 for place in range(64)]
+    own = [place >= 16 for place in range(64)]
+    return Sample(str(number), tokens, own, [-2.5] * 64, [0] * 64, 1.0 if number % 2 else -1.0)
+
+
+async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> Handle:
+    worker = Handle(await launcher.spawn(name), _raise_lost)
+    await worker.start(
+        StartTrainer(
+            model_directory=str(model),
+            learning_rate=1e-5,
+            clip=(0.8, 1.28),
+            denominator="tokens",
+            token_constant=1.0,
+            micro_batch_tokens=128,
+            precision="fp32",
+            seed=0,
+            share=1.0,
+            cores=(core,),
+        )
+    )
+    return worker
+
+
+def _raise_lost(name: str, why: str) -> None:
+    raise RuntimeError(f"worker {name} is lost: {why}")
+
+
+def _processor_seconds(process: int) -> float:
+    """Of all threads of another process: the kernel's clock of it (see clock_getcpuclockid(3))."""
+    return time.clock_gettime((~process << 3) | 2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

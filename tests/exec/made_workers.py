@@ -1,0 +1,192 @@
+"""Workers that answer from the test's own process, over real sockets and with real messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self
+
+from far_end import FarEnd
+
+from libra.exec.channel import ControllerChannel
+from libra.exec.launch_local import WorkerLink
+from libra.exec.messages import (
+    CatchUp,
+    Commit,
+    Done,
+    Enter,
+    Entered,
+    Follow,
+    Generate,
+    Generated,
+    Identify,
+    Interrupt,
+    LoadCheckpoint,
+    Loaded,
+    LoadWeights,
+    Message,
+    Piece,
+    Publish,
+    Published,
+    Ready,
+    Reduced,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    Standing,
+    StartEngine,
+    StartTrainer,
+    StatePlace,
+    Stop,
+    Train,
+    Trained,
+)
+
+LOGPROB = -1.0  # of every token
+
+Speak = Callable[[list[int]], list[int]]
+"""What an engine says to a context: the tokens of its turn."""
+
+
+class MadeWorker:
+    """Does at once what it is told, or what the test says instead: an answer, or None to go away."""
+
+    def __init__(self, far: FarEnd, speak: Speak) -> None:
+        self.far, self._speak = far, speak
+        self.orders: list[Message] = []
+        self.version = 0  # of an engine's weights, or of a replica's state, which is nothing else
+        self._generated = self._iterations = 0
+        self.instead: dict[type[Message], Message | Callable[[], Awaitable[Message]] | None] = {}
+        self.gone = asyncio.Event()
+        self._life = asyncio.create_task(self._live())
+
+    def die(self) -> None:
+        self.far.close()
+        self._life.cancel()
+
+    @property
+    def loaded(self) -> list[int]:
+        return [order.version for order in self.orders if isinstance(order, LoadWeights)]
+
+    async def _live(self) -> None:
+        try:
+            while True:
+                order = await self.far.receive()
+                self.orders.append(order)
+                if isinstance(order, Interrupt):
+                    continue  # that turn has ended
+                answer = await self._answer(order)
+                if answer is None:
+                    return
+                self.far.send(answer)
+                if isinstance(order, Stop):
+                    return
+        except (ConnectionError, OSError):
+            pass
+        finally:
+            self.far.close()
+            self.gone.set()
+
+    async def _answer(self, order: Message) -> Message | None:
+        if type(order) in self.instead:
+            other = self.instead[type(order)]
+            return await other() if callable(other) else other
+        match order:
+            case StartTrainer() | StartEngine():
+                return Ready(0.1, (), 0)
+            case Publish():
+                return Published(order.version, 7)
+            case Enter():
+                return Entered(order.generation, "")
+            case Identify() | Follow():
+                return self._standing()
+            case CatchUp():
+                self.version = order.number
+                return self._standing()
+            case LoadWeights():
+                self.version = order.version
+                return Loaded(order.version, 0.25)
+            case Generate():
+                return self._turn(order)
+            case Train():
+                await asyncio.sleep(0.001)
+                return self._vote(order)
+            case Commit():
+                return self._step(order)
+            case Score():
+                return Scored([[LOGPROB] * (len(tokens) - 1) for tokens in order.sequences])
+            case SaveCheckpoint():
+                Path(order.directory).mkdir(parents=True)
+                (Path(order.directory) / "model.safetensors").write_text(str(self.version))
+                return Done()
+            case LoadCheckpoint():
+                self.version = int((Path(order.directory) / "model.safetensors").read_text())
+                return Done()
+            case _:
+                return Done()
+
+    def _turn(self, order: Generate) -> Generated:
+        tokens = self._speak(order.tokens)
+        self._generated, self._iterations = self._generated + len(tokens), self._iterations + len(tokens)
+        piece = Piece(order.id, self.version, tokens, [LOGPROB] * len(tokens))
+        busy = self._iterations / 1000
+        return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
+
+    def _standing(self) -> Standing:
+        return Standing(self.version, self.version, StatePlace(0, 0, 0), ready=True)
+
+    def _vote(self, order: Train) -> Reduced:
+        assert order.version == self.version + 1
+        tokens = sum(sum(sample.generated) for sample in order.samples)
+        return Reduced(order.version, "", 0.001, 0.0, 2 * tokens, tokens, 0.0, 1.0 * tokens, 0.0)
+
+    def _step(self, order: Commit) -> Trained:
+        assert order.version == self.version + 1
+        self.version = order.version
+        return Trained(order.version, 7 if order.publish_to >= 0 else 0, order.version, 0.0, 1.0)
+
+
+class MadeLauncher:
+    """Starts workers without processes; `prepared` says what the next ones do."""
+
+    nursery_pid = os.getpid()
+
+    def __init__(self, speak: Speak = lambda tokens: []) -> None:
+        self._speak = speak
+        self.workers: dict[str, MadeWorker] = {}
+        self.prepared: dict[str, dict[type[Message], Any]] = {}
+        self._by_pid: dict[int, MadeWorker] = {}
+        self._pids = itertools.count(1 << 30)  # no process has such a number
+
+    @contextlib.asynccontextmanager
+    async def open(self, logs: Path) -> AsyncIterator[Self]:
+        """As the class is used by a run."""
+        try:
+            yield self
+        finally:
+            for worker in self.workers.values():
+                worker.die()
+            await asyncio.gather(*(worker.gone.wait() for worker in self.workers.values()))
+
+    async def ready(self) -> float:
+        return 0.0
+
+    async def spawn(self, name: str) -> WorkerLink:
+        assert name not in self.workers or self.workers[name].gone.is_set(), f"two processes in the slot of {name}"
+        ours, theirs = socket.socketpair()
+        worker = self.workers[name] = MadeWorker(FarEnd(theirs), self._speak)
+        worker.instead = self.prepared.pop(name, {})
+        pid = next(self._pids)
+        self._by_pid[pid] = worker
+        return WorkerLink(name, pid, await ControllerChannel.open(ours))
+
+    def kill(self, pid: int) -> None:
+        self._by_pid[pid].die()
+
+    async def gone(self, pid: int) -> None:
+        await self._by_pid[pid].gone.wait()

@@ -1,0 +1,334 @@
+"""The executor over real handles and sockets, with workers that answer from the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from far_end import PATIENCE
+from made_workers import MadeLauncher
+from scripted import FirstInstance
+
+from libra.config import RunConfig
+from libra.exec import executor as executor_module
+from libra.exec.executor import Executor
+from libra.exec.fleet import Fleet
+from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
+from libra.exec.launch_local import LocalLauncher
+from libra.exec.messages import (
+    Failure,
+    Identify,
+    LoadCheckpoint,
+    Loaded,
+    LoadWeights,
+    Message,
+    Publish,
+    Published,
+    Standing,
+    StartEngine,
+    StatePlace,
+    Stop,
+)
+from libra.exec.mover import Moved
+from libra.exec.pool import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
+from libra.exec.processes import Processes
+from libra.plan.problem import Allocation, Bucket
+
+CONFIG = RunConfig.model_validate(
+    {
+        "name": "made",
+        "environment": {"kind": "ask", "tools": []},
+        "engines": {
+            "short": {"max_model_len": 40, "max_num_seqs": 4, "kv_tokens": 400},
+            "long": {"max_model_len": 100, "max_num_seqs": 4, "kv_tokens": 400},
+        },
+        "start": {"replicas": 2, "buckets": [{"shape": "short", "engines": 1, "up_to": 40},
+                                             {"shape": "long", "engines": 1, "up_to": 100}]},
+        "training": {"steps": 1},
+    }
+)  # fmt: skip
+FIRST = Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 100)))
+SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
+
+
+class Told:
+    def __init__(self) -> None:
+        self.moves: list[Moved] = []
+        self.losses: list[tuple[str, str]] = []
+        self.loads: list[tuple[str, int, float]] = []
+
+    def role(self, worker: Worker) -> None:
+        pass
+
+    def moved(self, moved: Moved) -> None:
+        self.moves.append(moved)
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        self.losses.append((worker, why))
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        self.loads.append((worker, version, seconds))
+
+
+class Made:
+    """An executor and what it works with."""
+
+    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: Pool | None = None) -> None:
+        self.directory = directory
+        self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
+        self.policy = FirstInstance()
+        self.fleet = Fleet(self.policy, FIRST)
+        self.journal = Journal(directory / "journal.jsonl")
+        self.executor = Executor(
+            cast(LocalLauncher, self.launcher),
+            self.pool,
+            self.fleet,
+            CONFIG,
+            directory,
+            16,
+            self.journal,
+            self.told,
+            4,
+            checkpoint,
+        )
+
+    def duties(self) -> dict[str, Duty]:
+        return {worker.id: worker.duty for worker in self.pool.all()}
+
+    def journalled(self, *kinds: type) -> list[Any]:
+        return [entry for entry in read_journal(self.directory / "journal.jsonl") if isinstance(entry, kinds)]
+
+
+@pytest.fixture(autouse=True)
+def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for the processes of workers that have none."""
+    monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 3600.0)
+
+
+BEGUN = {"core-0": TRAIN, "hybrid-0": TRAIN, "rollout-0": LONG, "rollout-1": SHORT}
+
+
+def started(directory: Path, scenario: Callable[[Made], Awaitable[None]], checkpoint: Path | None = None) -> None:
+    """Run a scenario with an executor in its first allocation."""
+
+    async def run() -> None:
+        made = Made(directory, checkpoint)
+        try:
+            await asyncio.wait_for(made.executor.start(FIRST), PATIENCE)
+            assert made.duties() == BEGUN
+            await asyncio.wait_for(scenario(made), PATIENCE)
+        finally:
+            await made.executor.stop()
+            made.journal.close()
+
+    asyncio.run(run())
+
+
+def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_text("4")
+
+    async def scenario(made: Made) -> None:
+        assert made.launcher.workers["core-0"].orders[1:3] == [LoadCheckpoint(str(checkpoint)), Publish(4, 0)]
+        assert made.executor.trainers.names() == ("core-0", "hybrid-0")
+        assert {entry.handle.name: entry.shape for entry in made.fleet.instances()} == {
+            "rollout-0": "long",
+            "rollout-1": "short",
+        }
+        assert sorted(made.told.loads) == [("rollout-0", 4, 0.25), ("rollout-1", 4, 0.25)]
+        assert made.executor.allocation() == FIRST
+        assert made.journalled(Start) == [Start(4)]
+        assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)
+
+    started(tmp_path, scenario, checkpoint)
+
+
+def test_the_slot_of_a_lost_core_is_used_again_and_its_state_comes_from_the_other_one(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_text("4")
+
+    async def run() -> None:
+        made = Made(tmp_path, checkpoint, make_pool(2, 0, 2))
+        workers = made.launcher.workers
+        try:
+            await made.executor.start(FIRST)
+            assert made.executor.trainers.names() == ("core-0", "core-1")
+            loaded = {name: LoadCheckpoint(str(checkpoint)) in worker.orders for name, worker in workers.items()}
+            assert loaded == {"core-0": True, "core-1": False, "rollout-0": False, "rollout-1": False}
+            assert workers["core-1"].version == 4
+            workers["core-0"].die()
+            while not made.told.losses:
+                await asyncio.sleep(0)
+            assert made.executor.trainers.core.name == "core-1"
+            await made.executor.save_final(tmp_path / "model")
+            applied = await made.executor.apply(FIRST)
+            assert [str(moved.move) for moved in applied.moves] == ["idle -> train"]
+            assert made.executor.trainers.names() == ("core-1", "core-0")
+            assert LoadCheckpoint(str(checkpoint)) not in workers["core-0"].orders
+            assert workers["core-0"].version == 4
+        finally:
+            await made.executor.stop()
+            made.journal.close()
+
+    (tmp_path / "tokenizer.json").touch()
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        hold, asked = asyncio.Event(), asyncio.Event()
+
+        async def late() -> Message:
+            asked.set()
+            await hold.wait()
+            return Standing(0, 0, StatePlace(0, 0, 0))
+
+        core = made.launcher.workers["core-0"]
+        core.instead[Identify] = late
+        restarting = asyncio.create_task(made.executor.restart("hybrid-0"))
+        await asked.wait()
+        restarting.cancel()
+        await asyncio.gather(restarting, return_exceptions=True)
+        saving = asyncio.create_task(made.executor.trainers.ask_core(Publish(4, 0), Published))
+        hold.set()
+        assert await saving == Published(4, 7)
+
+    started(tmp_path, scenario)
+
+
+def test_a_worker_changes_sides_and_its_old_process_is_gone_first(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        old = made.launcher.workers["hybrid-0"]
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert applied.failure is None
+        assert [str(moved.move) for moved in applied.moves] == ["train -> rollout:long"]
+        assert old.gone.is_set() and isinstance(old.orders[-1], Stop)
+        assert made.executor.trainers.names() == ("core-0",)
+        assert made.launcher.workers["hybrid-0"].loaded == [4]
+        back = await made.executor.apply(FIRST)
+        assert [str(moved.move) for moved in back.moves] == ["rollout:long -> train"]
+        assert made.policy.gone == ["hybrid-0"]
+        assert made.duties() == BEGUN
+
+    started(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {StartEngine: Failure("out of memory")},
+        {StartEngine: None},
+        {LoadWeights: Failure("checksum")},
+        {LoadWeights: None},
+    ],
+    ids=["start fails", "start dies", "weights fail", "weights die"],
+)
+def test_an_engine_that_does_not_come_about_is_undone(tmp_path: Path, wrong: dict[type[Message], Any]) -> None:
+    async def scenario(made: Made) -> None:
+        made.launcher.prepared["hybrid-0"] = wrong
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert [moved.outcome for moved in applied.moves] == ["undone"]
+        assert made.duties() == BEGUN
+        assert made.executor.trainers.names() == ("core-0", "hybrid-0")
+        assert len(made.fleet.instances()) == 2
+        assert made.told.losses == []
+
+    started(tmp_path, scenario)
+
+
+def test_a_worker_that_goes_away_is_lost_and_its_slot_is_used_again(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.launcher.workers["rollout-1"].die()
+        while not made.told.losses:
+            await asyncio.sleep(0)
+        assert made.told.losses == [("rollout-1", "the worker closed the connection")]
+        assert made.duties() == BEGUN | {"rollout-1": IDLE}
+        assert made.executor.allocation() == Allocation(2, (Bucket("long", 1, 0, 100),)) == made.fleet.allocation
+        assert [worker.id for worker in made.executor.healthy()] == list(BEGUN)
+        assert made.journalled(Lost) == [Lost("rollout-1", "the worker closed the connection", False)]
+        applied = await made.executor.apply(FIRST)
+        assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:short"]
+        assert made.fleet.allocation == FIRST
+
+    started(tmp_path, scenario)
+
+
+def test_an_engine_that_cannot_take_new_weights_is_lost(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.launcher.workers["rollout-1"].instead[LoadWeights] = Failure("weight update to version 5: checksum")
+        assert await made.executor.publish(5, 1, 99) == [0.25]
+        assert [worker for worker, _ in made.told.losses] == ["rollout-1"]
+        assert "could not take weights v5" in made.told.losses[0][1]
+        assert made.duties() == BEGUN | {"rollout-1": IDLE}
+        await made.launcher.workers["rollout-1"].gone.wait()
+        assert made.journalled(Step) == [Step(5)]
+
+    started(tmp_path, scenario)
+
+
+def test_an_engine_takes_the_version_that_was_published_while_it_took_another(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        async def publish_meanwhile() -> Message:
+            made.launcher.workers["hybrid-0"].instead.clear()
+            await made.executor.publish(5, 1, 99)
+            return Loaded(4, 0.25)
+
+        made.launcher.prepared["hybrid-0"] = {LoadWeights: publish_meanwhile}
+        await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert made.launcher.workers["hybrid-0"].loaded == [4, 5]
+        assert {entry.handle.version for entry in made.fleet.instances()} == {5}
+
+    started(tmp_path, scenario)
+
+
+def test_a_replica_that_dies_before_it_could_leave_is_started_again(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        async with made.executor.trainers.boundary:
+            applying = asyncio.create_task(
+                made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+            )
+            while made.pool["hybrid-0"].role is not Role.DRAINING:
+                await asyncio.sleep(0)
+            made.launcher.workers["hybrid-0"].die()
+            while made.pool["hybrid-0"].role is not Role.FAILED:
+                await asyncio.sleep(0)
+        [moved] = (await applying).moves
+        assert (moved.outcome, moved.why) == ("undone", "the worker closed the connection")
+        assert made.duties() == BEGUN
+
+    started(tmp_path, scenario)
+
+
+def test_what_overstays_is_failed_by_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(Processes, "declare_dead", lambda processes: None)
+    overdue, late = Pool.overdue, list[float]()
+    monkeypatch.setattr(Pool, "overdue", lambda pool, now: overdue(pool, now + late.pop()) if late else ())
+
+    async def never() -> Message:
+        late.append(DEADLINES[Role.JOINING] + 1)
+        return await asyncio.get_running_loop().create_future()
+
+    async def scenario(made: Made) -> None:
+        made.launcher.prepared["hybrid-0"] = {StartEngine: never}
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        [moved] = applied.moves
+        assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 420 s")
+
+    started(tmp_path, scenario)
+
+
+def test_a_restart_is_a_move_to_the_same_duty(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        assert await made.executor.restart("rollout-0") >= 0
+        assert await made.executor.restart("hybrid-0") >= 0
+        assert [str(moved.move) for moved in made.told.moves[-2:]] == ["rollout:long -> rollout:long", "train -> train"]
+        assert await made.executor.reload() == [0.25, 0.25]
+        assert made.duties() == BEGUN
+
+    started(tmp_path, scenario)

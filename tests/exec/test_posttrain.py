@@ -1,0 +1,200 @@
+"""A run that is killed anywhere goes on where it was: no trajectory is lost, none is trained on twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sittings import PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit, sit_until_killed
+
+from libra.config import ConfigError
+from libra.environments.protocol import Prompt
+from libra.exec.checkpoint import latest_checkpoint
+from libra.exec.interrupted import read_interrupted
+from libra.exec.journal import read_journal
+from libra.exec.membership import CoreLostError
+from libra.exec.rollout import Episode, Rollout
+from libra.report.records import StepRecord, read_records
+from libra.trajectory import read_trajectories
+
+EVERYBODY = sorted(f"g{group}-{index}" for group in range(STEPS * PER_STEP) for index in range(SIZE))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No threads and no disk: the order of events is the same each time."""
+
+    async def here(verb: Callable[..., Any], *arguments: Any) -> Any:
+        return verb(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", here)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    yield
+
+
+def require_whole(directory: Path, last: Sitting) -> None:
+    """The run is over, and its files tell of every trajectory once."""
+    assert last.training.step == STEPS
+    assert (last.training.started_trajectories, last.training.trained_trajectories) == (len(EVERYBODY),) * 2
+    assert sorted(t.id for t in read_trajectories(directory / "trajectories.jsonl")) == EVERYBODY
+    assert sorted(last.replanner.tracker.seen) == EVERYBODY  # the statistics have seen each once
+    trained = [sample for batch in last.core.trained for sample in batch]
+    assert len(set(trained)) == len(trained)  # those of groups without signal are not sent
+    steps = list(read_records(StepRecord, directory / "metrics.jsonl"))
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert all(0 <= step.staleness_max <= STALENESS for step in steps)
+    assert all(step.trajectories == PER_STEP * SIZE for step in steps)
+    list(read_journal(directory / "journal.jsonl"))
+
+
+def test_a_run_that_is_not_disturbed(tmp_path: Path) -> None:
+    require_whole(tmp_path, sit(tmp_path, resume=False, seed=1))
+    assert latest_checkpoint(tmp_path)[1].step == STEPS - STEPS % 2
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_killed_anywhere_and_resumed(tmp_path: Path, seed: int) -> None:
+    """As often as it takes, each time somewhere else. Before its first checkpoint a run begins again from nothing."""
+    chance = random.Random(seed)
+    directory = tmp_path / "0"
+    directory.mkdir()
+    kills, resume = 0, False
+    while sit_until_killed(directory, tmp_path / str(kills + 1), resume, seed + kills, chance.randrange(60)):
+        kills += 1
+        resume = any((tmp_path / str(kills)).glob("checkpoint-*/state.json"))
+        directory = tmp_path / str(kills)
+        if not resume:
+            directory = tmp_path / f"{kills} again"
+            directory.mkdir()
+    resume = any(directory.glob("checkpoint-*/state.json"))
+    require_whole(directory, sit(directory, resume, seed))
+    assert kills
+
+
+def test_steps_that_are_made_again_are_made_of_the_same_trajectories(tmp_path: Path) -> None:
+    """Killed with as many steps after the checkpoint as there can be, and with groups half finished."""
+    for rounds in range(40, 400):
+        run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
+        run.mkdir()
+        assert sit_until_killed(run, left, False, 7, rounds)
+        steps = [step.step for step in read_records(StepRecord, left / "metrics.jsonl")]
+        if any(left.glob("checkpoint-2/state.json")) and steps[-1:] == [3]:
+            break
+    metrics = (left / "metrics.jsonl").read_text()
+    sampled = [t.id for t in read_trajectories(left / "trajectories.jsonl")]
+    sitting = sit(left, resume=True, seed=8)
+    require_whole(left, sitting)
+    assert (left / "metrics.jsonl").read_text().startswith(metrics)  # what was measured stays
+    after = [t.id for t in read_trajectories(left / "trajectories.jsonl")]
+    assert after[: len(sampled)] == sampled  # nothing that had finished was generated again
+    events = [json.loads(line) for line in (left / "events.jsonl").read_text().splitlines()]
+    [resumed] = [event["text"] for event in events if event["kind"] == "resumed"]
+    assert resumed.startswith("made steps 3 to ")
+
+
+def test_a_core_trainer_that_is_lost_between_two_steps_ends_the_run(tmp_path: Path) -> None:
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+    sitting.core.lost = True
+    with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
+        asyncio.run(sitting.training.run())
+    sitting.close()
+
+
+def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Path) -> None:
+    """As with a file that allows less staleness than the one that the run was started with."""
+    for rounds in range(40, 400):
+        run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
+        run.mkdir()
+        sit_until_killed(run, left, False, 3, rounds)
+        if any(left.glob("checkpoint-*/state.json")):
+            history = read_interrupted(left).history
+            if any(group.started_at < history.version for group in history.groups):
+                break
+    sitting = Sitting(left, resume=True, seed=1)
+    sitting.training._admission.max_staleness = 0
+    with pytest.raises(ConfigError, match="resume with the file that the run was started with"):
+        asyncio.run(sitting.training.run())
+    sitting.close()
+
+
+def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was under way when its run was interrupted."""
+    for rounds in range(40, 400):
+        run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
+        run.mkdir()
+        sit_until_killed(run, left, False, 3, rounds)
+        if any(left.glob("checkpoint-*/state.json")):
+            history = read_interrupted(left).history
+            if any(group.started_at < history.version for group in history.groups):
+                break
+    steps_until_due: dict[str, int] = {}
+    episode = Rollout.episode
+
+    async def noted(rollout: Rollout, id: str, prompt: Prompt, due: float, temperature: float) -> Episode:
+        steps_until_due[id.split("-")[0]] = round((due - rollout._now()) / 1000)
+        return await episode(rollout, id, prompt, due, temperature)
+
+    monkeypatch.setattr(MadePeriods, "predicted_seconds", 1000.0)
+    monkeypatch.setattr(Rollout, "episode", noted)
+    sit(left, resume=True, seed=1)
+    for group in history.groups:
+        if len(group.episodes) < SIZE:
+            used = history.version - group.started_at
+            assert steps_until_due.pop(f"g{group.number}") == 1 + STALENESS - used
+    assert set(steps_until_due.values()) == {1 + STALENESS}
+
+
+LIMITED = """
+import asyncio, resource, sys
+from pathlib import Path
+from sittings import Sitting
+from libra.disk import DiskError
+
+directory, room = Path(sys.argv[1]), int(sys.argv[2])
+
+async def run(sitting):
+    task = asyncio.create_task(sitting.training.run())
+    while not any(directory.glob("checkpoint-*/state.json")):
+        await asyncio.sleep(0)
+    size = (directory / sys.argv[3]).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
+    await task
+
+try:
+    asyncio.run(run(Sitting(directory, resume=False, seed=5)))
+except DiskError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("room", "grown"),
+    [
+        (0, "trajectories"),
+        (100, "trajectories"),
+        (1500, "trajectories"),
+        (0, "metrics"),
+        (0, "journal"),
+        (50, "events"),
+    ],
+)
+def test_a_full_disk_ends_the_run_and_costs_nothing_that_it_had(tmp_path: Path, room: int, grown: str) -> None:
+    """A limit on the size of files, a little more than what one of them has, stands in for a full disk."""
+    said = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path), str(room), f"{grown}.jsonl"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert said.startswith(str(tmp_path)) and "cannot be written (File too large): raise the limit" in said, said
+    assert not any(tmp_path.glob("*.part"))
+    require_whole(tmp_path, sit(tmp_path, resume=True, seed=6))

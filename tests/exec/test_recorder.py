@@ -1,0 +1,141 @@
+"""What a run writes about itself can be read and gone on with, wherever it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_episode_file import episode
+
+from libra.disk import DiskError
+from libra.exec.mover import Moved
+from libra.exec.moves import Move
+from libra.exec.pool import IDLE, TRAIN, Duty, Role, Worker
+from libra.exec.recorder import Recorded, Recorder, cut_back, missing_trajectories
+from libra.report.records import PeriodRecord, StepRecord
+
+LONG = Duty(Role.ROLLOUT, "long")
+ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
+STEP = StepRecord(
+    step=1, time=2.0, version=1, step_seconds=2.0, generate_seconds=1.0, train_seconds=1.0, exchange_seconds=0.0,
+    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5, reward_mean=0.5, groups=1, groups_without_signal=0,
+    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0,
+    behaviour_weight_mean=1.0, prox_gap_mean=0.0, clip_share=0.0, grad_norm=1.0, context_p50=1.0, context_p90=1.0,
+    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={},
+)  # fmt: skip
+PERIOD = PeriodRecord(0, 1, 2, "", 2.0, 2.0, "rollout", False)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    made = Recorder(tmp_path, 0.0)
+    yield made
+    made.close()
+
+
+def rows(directory: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+def spans(directory: Path) -> list[dict[str, Any]]:
+    """What the timeline shows as moves; the file is not finished yet."""
+    events = json.loads((directory / "timeline.json").read_text() + "]")
+    return [event["args"] for event in events if event["ph"] == "X" and "outcome" in event["args"]]
+
+
+@pytest.mark.parametrize(
+    ("moved", "kind", "text"),
+    [
+        (Moved(Move("w", TRAIN, LONG), 2.25, "done"), "role_change", "train -> rollout:long in 2.2 s"),
+        (
+            Moved(Move("w", TRAIN, LONG), 12.0, "undone", "out of memory"),
+            "move_failed",
+            "train -> rollout:long failed after 12.0 s, it is train again: out of memory",
+        ),
+        (
+            Moved(Move("w", IDLE, LONG), 120.0, "failed", "no answer"),
+            "move_failed",
+            "idle -> rollout:long failed after 120.0 s, it does nothing: no answer",
+        ),
+    ],
+)
+def test_a_move_is_an_event_and_a_span(recorder: Recorder, moved: Moved, kind: str, text: str) -> None:
+    recorder.moved(moved)
+    [event] = rows(recorder.directory, "events")
+    assert (event["kind"], event["worker"], event["text"]) == (kind, "w", text)
+    assert spans(recorder.directory) == [
+        {
+            "worker": "w",
+            "from": str(moved.move.before),
+            "to": "rollout:long",
+            "seconds": moved.seconds,
+            "outcome": moved.outcome,
+        }
+    ]
+
+
+def test_a_loss_says_what_becomes_of_the_slot(recorder: Recorder) -> None:
+    recorder.lost("w1", "signal 9", retired=False)
+    recorder.lost("w0", "signal 9", retired=False)
+    recorder.lost("w1", "signal 9", retired=True)
+    assert [event["text"] for event in rows(recorder.directory, "events")] == [
+        "signal 9; its slot is idle",
+        "signal 9; its slot is idle",
+        "signal 9; its slot lost 3 within 3600 s and stays empty",
+    ]
+    assert list(recorder.lost_workers) == ["w1", "w0"]
+
+
+def test_roles_are_named_by_what_a_worker_does(recorder: Recorder) -> None:
+    for worker in (
+        Worker("w0", 0, ANY, Role.ROLLOUT, "long"),
+        Worker("w1", 1, ANY, Role.JOINING, "long"),
+        Worker("w2", 2, ANY, Role.TRAIN),
+    ):
+        recorder.role(worker)
+    assert recorder.roles == {"w0": "rollout:long", "w1": "joining", "w2": "train"}
+
+
+def test_a_run_is_cut_back_to_the_last_step_that_will_not_be_made_again(recorder: Recorder) -> None:
+    directory = recorder.directory
+    for step in range(1, 5):
+        recorder.step(replace(STEP, step=step, time=2.0 * step))
+    recorder.period(PERIOD)
+    recorder.period(replace(PERIOD, period=1, first_step=3, last_step=4))
+    with open(directory / "events.jsonl", "a") as events:
+        events.write('{"time": 1.0, "ki')  # the disk was full
+    assert cut_back(directory, 3) == Recorded(step=3, time=6.0, periods=1)
+    assert [row["step"] for row in rows(directory, "metrics")] == [1, 2, 3]
+    assert [row["period"] for row in rows(directory, "periods")] == [0]
+    assert rows(directory, "events") == []
+    assert cut_back(directory, 0) == Recorded()
+
+
+def test_an_episode_that_finished_at_the_last_moment_is_written_once(recorder: Recorder) -> None:
+    finished = [episode(0, index) for index in range(3)]
+    for each in finished[:2]:
+        recorder.episode(each)
+    assert missing_trajectories(recorder.directory, finished) == finished[2:]
+
+
+def test_a_full_disk_names_the_file(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        closed = False
+
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(recorder._timeline, "_file", Full())
+    with pytest.raises(DiskError, match=r"timeline\.json cannot be written \(No space left on device\)"):
+        recorder.lost("w0", "signal 9", retired=False)
+    with pytest.raises(DiskError, match=r"timeline\.json"):
+        recorder.close()
+    assert rows(recorder.directory, "events")[0]["worker"] == "w0"
+    monkeypatch.undo()

@@ -1,0 +1,337 @@
+"""When it is planned again, and what for: losses, failed moves, periods, the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from test_episode_file import episode
+from test_executor import CONFIG
+
+from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
+from libra.exec.assignment import assign, bucket_limits, current_allocation
+from libra.exec.executor import Executor
+from libra.exec.mover import Applied, Moved
+from libra.exec.pool import DEADLINES, Role, Worker, make_pool
+from libra.exec.recorder import Recorder
+from libra.exec.replanning import Replanner
+from libra.exec.steering import Steering
+from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
+from libra.report.live import PlainDisplay
+
+FIRST = Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 100)))
+PROFILE = DeviceProfile(
+    hardware="made",
+    model="made",
+    engine=EngineCost(0.01, 0.001, 0.0, 0.0001, 0.001),
+    train=TrainCost(0.1, 0.001, 0.05),
+    switch=SwitchCost(1.0, 1.0, 0.01),
+    heldout_error=0.0,
+)
+PERIOD = 3
+
+
+class MadeExecutor:
+    """A pool whose moves happen at once, or end as the test says; `apply` waits while `held`."""
+
+    def __init__(self) -> None:
+        self.pool = make_pool(1, 1, 2)
+        self.plans: tuple[Allocation, ...] = (FIRST,)
+        self.wanted: list[Allocation] = []
+        self.dropped: list[str] = []
+        self.outcomes: list[str] = []  # of the next moves; done after that
+        self.open = asyncio.Event()
+        self.open.set()
+        self._make(FIRST)
+
+    def healthy(self) -> tuple[Worker, ...]:
+        return self.pool.healthy()
+
+    def allocation(self) -> Allocation | None:
+        return current_allocation((w.duty for w in self.pool.all()), bucket_limits(self.plans), 100)
+
+    def drop_rest(self, why: str) -> None:
+        self.dropped.append(why)
+
+    def lose(self, name: str) -> None:
+        if not self.pool.lose(name, 0.0).retired:
+            self.pool.become(name, Role.IDLE, 0.0)
+
+    async def apply(self, wanted: Allocation) -> Applied:
+        self.wanted.append(wanted)
+        await self.open.wait()
+        return self._make(wanted)
+
+    def _make(self, wanted: Allocation) -> Applied:
+        moved: list[Moved] = []
+        for move in assign(self.pool.healthy(), wanted, {"long"}):
+            outcome = self.outcomes.pop(0) if self.outcomes else "done"
+            moved.append(Moved(move, 2.0, cast(Any, outcome)))
+            if outcome != "done":
+                return Applied(tuple(moved), "it could not be")
+            if move.before.role is not Role.IDLE:
+                self.pool.become(move.worker, Role.DRAINING, 0.0)
+                self.pool.become(move.worker, Role.IDLE, 0.0)
+            self.pool.become(move.worker, Role.JOINING, 0.0)
+            self.pool.become(move.worker, move.after.role, 0.0, move.after.shape)
+        self.plans = (wanted,)
+        return Applied(tuple(moved), None)
+
+
+class Made:
+    def __init__(self, directory: Path, mode: str) -> None:
+        config = CONFIG.model_copy(
+            update={
+                "allocation": mode,
+                "planner": CONFIG.planner.model_copy(update={"period": PERIOD}),
+                "training": CONFIG.training.model_copy(update={"steps": 1000}),
+            }
+        )
+        self.executor = MadeExecutor()
+        self.recorder = Recorder(directory, 0.0)
+        self.recorder.begin()
+        self.replanner = Replanner(config, PROFILE, 8)
+        self.replanner.observe([episode(0, index) for index in range(20)], [40, 100])
+        self.steering = Steering(
+            config,
+            cast(Executor, self.executor),
+            self.replanner,
+            self.recorder,
+            PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
+            home=FIRST,
+            first_period=4,
+        )
+        self.directory, self.step = directory, 0
+        self.steering.begin(0)
+
+    def rows(self, name: str) -> int:
+        return len((self.directory / f"{name}.jsonl").read_text().splitlines())
+
+    async def boundary(self, steps: int = 1) -> None:
+        """Make steps, and let a decision come to its end."""
+        for _ in range(steps):
+            self.step += 1
+            self.steering.stepped(self.step, 1.0)
+            self.steering.at_boundary()
+            await self.settle()
+
+    async def settle(self) -> None:
+        task = self.steering._task
+        if task is not None and self.executor.open.is_set():
+            await asyncio.wait([task])
+
+
+def steered(directory: Path, scenario: Callable[[Made], Awaitable[None]], mode: str = "adaptive") -> None:
+    async def run() -> None:
+        made = Made(directory, mode)
+        try:
+            await scenario(made)
+        finally:
+            await made.steering.cancel()
+            made.recorder.close()
+
+    asyncio.run(run())
+
+
+def devices(allocation: Allocation) -> int:
+    return allocation.replicas + allocation.engines
+
+
+def test_every_period_ends_with_a_decision(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        await made.boundary(PERIOD - 1)
+        assert made.rows("decisions") == 0
+        await made.boundary()
+        assert made.rows("decisions") >= 1
+        assert made.steering.periods.closed[0].period == 4  # the periods before the run was interrupted count
+
+    steered(tmp_path, scenario)
+
+
+def test_a_static_allocation_is_not_decided_about(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        await made.boundary(3 * PERIOD)
+        assert (made.rows("decisions"), made.executor.wanted) == (0, [])
+        assert len(made.steering.periods.closed) == 3
+
+    steered(tmp_path, scenario, mode="static")
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "static"])
+def test_a_slot_that_came_back_is_used_at_the_next_boundary(tmp_path: Path, mode: str) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        await made.boundary()
+        [wanted] = made.executor.wanted
+        assert devices(wanted) == 4
+        assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+        if mode == "static":
+            assert (wanted, made.rows("decisions")) == (FIRST, 0)
+        await made.boundary()
+        assert not made.steering.urgent
+        assert len(made.executor.wanted) == 1
+
+    steered(tmp_path, scenario, mode)
+
+
+def test_a_loss_before_the_first_step_is_planned_around_too(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.steering.begin(0)
+        await made.boundary()
+        assert made.executor.wanted == [FIRST]
+
+    steered(tmp_path, scenario, mode="static")
+
+
+def test_a_static_allocation_without_its_slots_is_planned_anew(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        for _ in range(3):
+            made.executor.lose("rollout-1")  # retired
+        made.steering.worker_lost()
+        await made.boundary()
+        assert [devices(wanted) for wanted in made.executor.wanted] in ([3], [])
+        assert made.executor.allocation() is not None
+
+    steered(tmp_path, scenario, mode="static")
+
+
+def test_a_loss_during_a_move_is_planned_around_after_it(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.open.clear()
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        await made.boundary()
+        while not made.executor.wanted:
+            await asyncio.sleep(0.001)
+        made.executor.lose("hybrid-0")
+        made.steering.worker_lost()
+        await made.boundary(2)
+        assert len(made.executor.wanted) == 1 and not made.steering.urgent
+        made.executor.outcomes = ["undone"]
+        made.executor.open.set()
+        await made.settle()
+        assert made.steering.urgent
+        await made.boundary()
+        assert len(made.executor.wanted) == 2
+        assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+
+    steered(tmp_path, scenario)
+
+
+def test_a_plan_for_other_workers_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody was lost while the solver was at work."""
+
+    async def scenario(made: Made) -> None:
+        propose = Replanner.propose
+
+        def slow(replanner: Replanner, *arguments: Any) -> Any:
+            proposal = propose(replanner, *arguments)
+            if not made.executor.pool["hybrid-0"].losses:
+                made.executor.lose("hybrid-0")
+            return proposal
+
+        monkeypatch.setattr(Replanner, "propose", slow)
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        await made.boundary()
+        assert (made.executor.wanted, made.rows("decisions")) == ([], 0)
+        assert made.steering.urgent
+        await made.boundary()
+        assert [devices(wanted) for wanted in made.executor.wanted] == [4]
+
+    steered(tmp_path, scenario)
+
+
+def test_a_move_that_failed_is_planned_around_at_once_and_one_that_was_undone_is_not(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        made.executor.outcomes = ["failed"]
+        await made.boundary()
+        assert made.steering.urgent and len(made.executor.wanted) == 1
+        made.executor.outcomes = ["undone"]
+        await made.boundary()
+        assert not made.steering.urgent and len(made.executor.wanted) == 2
+        await made.boundary(PERIOD + 1)  # its slot is still idle, and the period is over
+        assert len(made.executor.wanted) == 3
+
+    steered(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "static"])
+def test_an_idle_slot_is_not_forgotten(tmp_path: Path, mode: str) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.executor.outcomes = ["undone"]
+        made.steering.worker_lost()
+        await made.boundary(PERIOD + 2)
+        assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+
+    steered(tmp_path, scenario, mode)
+
+
+def test_measured_seconds_of_done_moves_are_the_cost_of_the_next(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        made.executor.outcomes = ["failed"]
+        await made.boundary()
+        assert made.replanner.profile.switch == PROFILE.switch
+        await made.boundary()
+        assert made.replanner.profile.switch == replace(PROFILE.switch, engine_start=2.0)
+
+    steered(tmp_path, scenario, mode="static")
+
+
+def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.open.clear()
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        await made.boundary()
+        while not made.executor.wanted:
+            await asyncio.sleep(0.001)
+        ending = asyncio.create_task(made.steering.finish())
+        await asyncio.sleep(0)
+        assert made.executor.dropped == ["the run has made all its steps"] and not ending.done()
+        made.executor.open.set()
+        await ending
+        assert not any(worker.role in DEADLINES for worker in made.executor.healthy())
+
+    steered(tmp_path, scenario)
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_plan(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.executor.lose("rollout-1")
+        made.steering.worker_lost()
+        made.step += 1
+        made.steering.stepped(made.step, 1.0)
+        made.steering.at_boundary()
+        await made.steering.finish()
+        assert made.executor.wanted == []
+
+    steered(tmp_path, scenario)
+
+
+def test_a_run_that_cannot_go_on_is_told_so(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        told = asyncio.Event()
+        made.steering.changed = told.set
+        for name in ("hybrid-0", "rollout-0", "rollout-1"):
+            for _ in range(3):
+                made.executor.lose(name)
+        made.steering.worker_lost()
+        told.clear()
+        await made.boundary()
+        assert told.is_set()  # or who waits for a batch would wait for ever
+        with pytest.raises(InfeasiblePlanError, match="no device is left for a rollout engine"):
+            made.steering.at_boundary()
+
+    steered(tmp_path, scenario)

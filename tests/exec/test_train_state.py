@@ -1,0 +1,169 @@
+"""Parameters, moments and gradients in shared memory: the same training, and others can read it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_states import RATE, SHAPES, make_state, parameters, step, vectors
+
+from libra.exec.flat import FlatLayout
+from libra.exec.gradient_ring import SLOTS
+from libra.exec.messages import StatePlace
+from libra.exec.publication import OverrunError, SharedPublication
+from libra.exec.shared_vectors import Layout, LayoutError, attach
+from libra.exec.train_state import TrainState
+
+# Another process: copies the state and the update to it, prints both.
+READER = """
+import json, sys, torch
+from libra.exec.messages import StatePlace
+from libra.exec.publication import SharedPublication
+place, length, dtype, signature = json.loads(sys.argv[1])
+publication = SharedPublication(StatePlace(*place), length, dtype, signature)
+board = [torch.zeros(length) for _ in range(3)]
+state = publication.copy_state(board)
+gradient = torch.zeros(length)
+update = publication.copy_update(state.number, gradient)
+print(json.dumps([state.number, state.steps, state.checksum, update.learning_rate, update.denominator,
+    [vector.tolist() for vector in board], gradient.tolist()]))
+"""
+
+
+def test_training_on_a_board_is_the_same_training() -> None:
+    state, plain = make_state(), parameters()
+    optimiser = torch.optim.AdamW(plain.values(), lr=RATE)
+    for _ in range(3):
+        step(state)
+        for name, parameter in plain.items():
+            parameter.grad = state._parameters[name].grad.clone()
+        optimiser.step()
+        for name, parameter in plain.items():
+            assert torch.equal(state._parameters[name], parameter)
+            for key, tensor in optimiser.state[parameter].items():
+                assert torch.equal(state.optimiser_tensors()[f"{name}/{key}"], tensor)
+
+
+def test_backward_adds_to_the_slot_itself() -> None:
+    state = make_state()
+    for _ in range(SLOTS + 1):
+        slot = state.gradient()
+        assert not slot.any()
+        before = {name: parameter.grad.data_ptr() for name, parameter in state._parameters.items()}
+        for _ in range(2):  # micro-batches
+            sum((parameter * parameter).sum() for parameter in state._parameters.values()).backward()
+        assert {name: p.grad.data_ptr() for name, p in state._parameters.items()} == before
+        assert slot.data_ptr() == min(before.values())
+        wanted = 4 * sum(float(parameter.detach().sum()) for parameter in state._parameters.values())
+        assert float(slot.sum()) == pytest.approx(wanted, rel=1e-5)
+        state.step(1.0, 0.0)
+
+
+def test_each_change_is_a_new_state() -> None:
+    state = make_state()
+    first = state.number
+    kept, before = state.keep(), vectors(state)
+    step(state)
+    step(state)
+    assert state.number == first + 2
+    assert state.checksum != make_state().checksum
+    state.put_back(kept)
+    assert state.number == first + 3
+    assert state.checksum == make_state().checksum
+    assert all(torch.equal(a, b) for a, b in zip(vectors(state), before, strict=True))
+    addresses = {p.data_ptr() for p in state._parameters.values()}
+    assert addresses == {view.data_ptr() for view in state._flat.views(state._board.vectors[0]).values()}
+
+
+def test_another_process_reads_the_state_and_the_update_to_it() -> None:
+    state = make_state()
+    step(state)
+    step(state, rate=0.5)
+    place = state.place
+    ends = [[place.pid, place.board, place.ring], state._flat.length, state._dtype, state._flat.signature()]
+    answer = subprocess.run([sys.executable, "-c", READER, json.dumps(ends)], capture_output=True, check=True)
+    number, steps, checksum, rate, denominator, board, gradient = json.loads(answer.stdout)
+    assert (number, steps, checksum) == (state.number, 2, state.checksum)
+    assert (rate, denominator) == (0.5, 3.0)
+    assert board == [vector.tolist() for vector in state._board.vectors]
+    assert gradient == state._ring.slots[number % SLOTS][:-1].tolist()
+
+
+def test_a_reader_cannot_write() -> None:
+    state = make_state()
+    publication = state.publication_at(state.place)
+    with pytest.raises(ValueError, match="read-only"):
+        publication._board.vectors[0][0] = 1.0
+
+
+def test_a_reader_of_another_model_is_refused() -> None:
+    state = make_state()
+    turned = FlatLayout.of({f"p{i}": tuple(reversed(shape)) for i, shape in enumerate(SHAPES)}, 4)
+    assert turned.length == state._flat.length
+    with pytest.raises(LayoutError, match="trains another model"):
+        SharedPublication(state.place, turned.length, "float32", turned.signature())
+    with pytest.raises(LayoutError, match="the same model in the same precision"):
+        SharedPublication(state.place, 100_000, "float32", 0)
+
+
+def test_a_process_that_is_gone_cannot_be_read() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with pytest.raises(OSError):
+        attach(gone.pid, 3, Layout(1, 1, 1, "float32"))
+
+
+def test_a_replica_becomes_another_one() -> None:
+    core, joiner = make_state(0), make_state(1)
+    for _ in range(2):
+        step(core)
+    publication = joiner.publication_at(core.place)
+    step(core, rate=0.25)
+    assert joiner.take_state(publication) == core.number
+    assert (joiner.checksum, joiner.learning_rate) == (core.checksum, 0.25)
+    step(core, rate=0.125)
+    assert publication.has_update(core.number)
+    assert not publication.has_update(core.number + 1)
+    joiner.take_update(publication, core.number)
+    assert (joiner.checksum, joiner.learning_rate) == (core.checksum, 0.125)
+    assert all(torch.equal(a, b) for a, b in zip(vectors(joiner), vectors(core), strict=True))
+
+
+def test_an_update_is_kept_for_a_while() -> None:
+    core = make_state()
+    publication = core.publication_at(core.place)
+    first = core.number + 1
+    for _ in range(SLOTS):
+        step(core)
+    core.gradient()  # of the next step
+    with pytest.raises(OverrunError, match=f"the update to state {first} is gone; {SLOTS - 1} are kept"):
+        publication.has_update(first)
+    assert all(publication.has_update(first + later) for later in range(1, SLOTS))
+
+
+def test_a_change_that_is_no_step_has_no_update() -> None:
+    core = make_state()
+    publication = core.publication_at(core.place)
+    core.put_back(core.keep())
+    with pytest.raises(OverrunError):
+        publication.has_update(core.number)
+
+
+def test_places_start_on_cache_lines_and_what_is_between_stays_zero() -> None:
+    state: TrainState = make_state()
+    assert all(offset * 4 % 64 == 0 for offset in state._flat.offsets.values())
+    step(state)
+    for vector in state._board.vectors:
+        covered = torch.zeros(len(vector), dtype=torch.bool)
+        for view in state._flat.views(covered).values():
+            view.fill_(True)
+        assert not vector[~covered].any()
+
+
+def test_a_place_is_three_numbers() -> None:
+    place = make_state().place
+    assert isinstance(place, StatePlace)
+    assert place.board != place.ring
