@@ -152,10 +152,11 @@ class PostTraining:
         self._feed()
         while not self._admission.ready():
             self._progress.clear()
-            await self._progress.wait()
-            self._require_sound()
+            self._require_sound()  # of what happened before the wait, too: nothing would end it
             if self._steering.urgent:
                 self._steering.at_boundary()
+            await self._progress.wait()
+        self._require_sound()
         groups = self._admission.take()
         self._episodes.taken(self._step + 1, [_group_number(name) for name, _ in groups])
         on_disk = asyncio.create_task(self._episodes.sync())
