@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
@@ -37,6 +37,7 @@ from libra.exec.measure import (
     profile_key,
 )
 from libra.exec.memory import MemoryWatch
+from libra.exec.mending import Mending
 from libra.exec.phases import Phases
 from libra.exec.pool import Pool, make_pool
 from libra.exec.posttrain import PostTraining
@@ -100,18 +101,18 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
 
 
 class _Watcher:
-    """Hears of changes of the pool: they are recorded, and a loss is planned around."""
+    """Hears of changes of the pool: they are recorded, and a loss is planned around by all `planners`."""
 
     def __init__(self, recorder: Recorder, phase: Phases) -> None:
         self._recorder, self._phase = recorder, phase
         self.role, self.moved, self.weights = recorder.role, recorder.moved, recorder.weights
-        self.steering: Steering | None = None
+        self.planners: list[Callable[[], None]] = []
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self._recorder.lost(worker, why, retired)
         self._phase.line(f"worker {worker} is lost: {why}")
-        if self.steering is not None:
-            self.steering.worker_lost()
+        for worker_lost in self.planners:
+            worker_lost()
 
 
 class _Session:
@@ -184,22 +185,23 @@ class _Session:
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
         temperature = config.training.temperature
+        mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
+        watcher.planners.append(mending.worker_lost)
         counters = EngineCounters()
         counters.gained(fleet.instances())
         if before is None:
             self._phase.show(f"evaluating on {len(heldout)} held-out questions")
-            started, episodes = await evaluate(rollout, heldout, "start", 0, temperature)
+            started, episodes = await mending.during(evaluate(rollout, heldout, "start", 0, temperature))
             replanner.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
             replanner.observe_engines(counters.gained(fleet.instances()))
         else:
             replanner.restore_tracker(before.state.tracker)
             started = before.state.started
         self._phase.line(_words(started))
-        gaps = [await logprob_gap(rollout, executor.trainers, heldout, "check-start")]
+        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start"))]
         recorder.begin()
-        steering = watcher.steering = Steering(
-            config, executor, replanner, recorder, self._display, allocation, recorded.periods
-        )
+        steering = Steering(config, executor, replanner, recorder, self._display, allocation, recorded.periods)
+        watcher.planners.append(steering.worker_lost)
         training = PostTraining(
             config,
             environment,
@@ -219,9 +221,9 @@ class _Session:
         )
         await training.run()
         self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
-        ended, _ = await evaluate(rollout, heldout, "end", training.step, temperature)
+        ended, _ = await mending.during(evaluate(rollout, heldout, "end", training.step, temperature))
         self._phase.line(_words(ended))
-        gaps.append(await logprob_gap(rollout, executor.trainers, heldout, "check-end"))
+        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end")))
         await executor.save_final(directory / "model")
         await memory.look()
         summary = self._summary((started, ended), training, steering.periods.closed, max(gaps), memory)

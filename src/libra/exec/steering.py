@@ -174,7 +174,9 @@ class Steering:
         self.periods.carried_out(sum(moved.seconds for moved in applied.moves))
         if applied.failure is not None:
             self._recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
-        if any(moved.outcome == "failed" for moved in applied.moves):
+        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot go on for
+        # ever: a slot that loses its process again and again is retired.
+        if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
             self.worker_lost()
 
     def _record(self, proposal: Proposal, current: Allocation | None, seconds: float) -> None:
