@@ -145,6 +145,8 @@ class _Session:
         recorder = self._recorder = self._open(Recorder(directory, before.seconds if before is not None else 0.0))
         for episode in missing_trajectories(directory, history.finished):
             recorder.episode(episode)
+        for damage in recorded.damaged:
+            recorder.event("warning", None, damage)
         codec = TokenizerCodec(self._model)
         name = config.routing.policy
         policy = (
