@@ -17,7 +17,7 @@ from libra.exec import executor as executor_module
 from libra.exec.executor import Executor
 from libra.exec.fleet import Fleet
 from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
-from libra.exec.launch_local import LocalLauncher
+from libra.exec.launch_local import ForkError, LocalLauncher, WorkerLink
 from libra.exec.messages import (
     Failure,
     Identify,
@@ -237,6 +237,40 @@ def test_an_engine_that_does_not_come_about_is_undone(tmp_path: Path, wrong: dic
         assert made.executor.trainers.names() == ("core-0", "hybrid-0")
         assert len(made.fleet.instances()) == 2
         assert made.told.losses == []
+
+    started(tmp_path, scenario)
+
+
+def test_a_process_that_does_not_end_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(made: Made) -> None:
+        gone, waited = MadeLauncher.gone, list[int]()
+
+        async def slow(launcher: MadeLauncher, pid: int) -> None:
+            waited.append(pid)
+            if len(waited) == 1:
+                raise TimeoutError(f"process {pid} does not end")
+            await gone(launcher, pid)
+
+        monkeypatch.setattr(MadeLauncher, "gone", slow)
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert [moved.outcome for moved in applied.moves] == ["undone"]
+        assert waited[0] == waited[1]
+        assert made.duties() == BEGUN
+
+    started(tmp_path, scenario)
+
+
+def test_a_fork_that_fails_fails_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(made: Made) -> None:
+        async def full(launcher: MadeLauncher, name: str) -> WorkerLink:
+            monkeypatch.undo()
+            raise ForkError(f"worker {name} cannot start: no memory")
+
+        monkeypatch.setattr(MadeLauncher, "spawn", full)
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert [(moved.outcome, moved.why) for moved in applied.moves] == [
+            ("undone", "worker hybrid-0 cannot start: no memory")
+        ]
 
     started(tmp_path, scenario)
 
