@@ -179,8 +179,8 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says which
-    files lost how many lines."""
+    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says
+    which files lost how many lines."""
 
     step: int = 0
     time: float = 0.0
