@@ -13,6 +13,7 @@ from made_workers import MadeLauncher
 from scripted import FirstInstance
 
 from libra.config import RunConfig
+from libra.disk import DiskError
 from libra.exec import executor as executor_module
 from libra.exec.executor import Executor
 from libra.exec.fleet import Fleet
@@ -27,6 +28,7 @@ from libra.exec.messages import (
     Message,
     Publish,
     Published,
+    SaveCheckpoint,
     Standing,
     StartEngine,
     StatePlace,
@@ -237,6 +239,21 @@ def test_an_engine_that_does_not_come_about_is_undone(tmp_path: Path, wrong: dic
         assert made.executor.trainers.names() == ("core-0", "hybrid-0")
         assert len(made.fleet.instances()) == 2
         assert made.told.losses == []
+
+    started(tmp_path, scenario)
+
+
+def test_a_full_disk_at_the_end_is_told_of_and_leaves_no_part(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        async def full() -> Message:
+            (tmp_path / "model").mkdir()
+            (tmp_path / "model" / "model.safetensors.part").touch()
+            return Failure("No space left on device")
+
+        made.launcher.workers["core-0"].instead[SaveCheckpoint] = full
+        with pytest.raises(DiskError, match=r"model cannot be written \(.*No space left on device\): free some space"):
+            await made.executor.save_final(tmp_path / "model")
+        assert not any((tmp_path / "model").iterdir())
 
     started(tmp_path, scenario)
 

@@ -31,7 +31,8 @@ from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 from libra.plan.problem import InfeasiblePlanError
 from libra.report.html import render_report
 from libra.report.live import PlainDisplay
-from libra.report.records import RunSummary
+from libra.report.records import PeriodRecord, RunSummary, read_records
+from libra.report.run_log import prediction_error
 from libra.trajectory import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
@@ -267,5 +268,6 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, steps: int) -> None
     directory, again = resumed.run_directory, list[str]()
     summary = asyncio.run(scenario())
     require_whole(directory, summary)
+    assert summary.prediction_error == prediction_error(read_records(PeriodRecord, directory / "periods.jsonl"))
     assert [row["kind"] for row in rows(directory, "journal")].count("start") == 2
     assert [row["text"] for row in rows(directory, "events") if row["kind"] == "resumed"] == again

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
@@ -49,7 +49,7 @@ from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.report.live import Display
-from libra.report.records import Evaluation, PeriodRecord, RunSummary
+from libra.report.records import Evaluation, PeriodRecord, RunSummary, read_records
 from libra.report.run_log import prediction_error
 from libra.route.catalogue import policy_named, policy_restored
 
@@ -228,7 +228,7 @@ class _Session:
         gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end")))
         await executor.save_final(directory / "model")
         await memory.look()
-        summary = self._summary((started, ended), training, steering.periods.closed, max(gaps), memory)
+        summary = self._summary((started, ended), training, max(gaps), memory)
         recorder.summary(summary)
         journal.commit(End(training.step))
         await executor.stop()
@@ -287,7 +287,6 @@ class _Session:
         self,
         evaluations: tuple[Evaluation, ...],
         training: PostTraining,
-        periods: Sequence[PeriodRecord],
         gap: float,
         memory: MemoryWatch,
     ) -> RunSummary:
@@ -298,7 +297,8 @@ class _Session:
             wall_seconds=time.monotonic() - self._began,
             steps=training.step,
             evaluations=evaluations,
-            prediction_error=prediction_error(periods),
+            # Of all sittings, as everything else that a resumed run sums up.
+            prediction_error=prediction_error(read_records(PeriodRecord, self._directory / "periods.jsonl")),
             lost_workers=tuple(self._recorder.lost_workers),
             peak_memory_bytes=memory.peak_bytes,
             trajectories_started=training.started_trajectories,
