@@ -112,20 +112,18 @@ def test_a_core_trainer_that_is_lost_between_two_steps_ends_the_run(tmp_path: Pa
 def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for progress then, and nothing else may come that would wake who waits later."""
     sitting = Sitting(tmp_path, resume=False, seed=1)
-    checkpoint = PostTraining._checkpoint
 
     async def hanging(rollout: Rollout, *_: Any) -> Episode:
         return await asyncio.get_running_loop().create_future()
 
-    async def failing(training: PostTraining) -> None:
-        await checkpoint(training)
-        monkeypatch.setattr(Rollout, "episode", hanging)
+    async def next_step(training: PostTraining) -> None:
         training._failure = RuntimeError("an episode broke")
         training._progress.set()
+        await asyncio.wait_for(training._one_step(0.0), 2.0)
 
-    monkeypatch.setattr(PostTraining, "_checkpoint", failing)
+    monkeypatch.setattr(Rollout, "episode", hanging)
     with pytest.raises(RuntimeError, match="an episode broke"):
-        asyncio.run(asyncio.wait_for(sitting.training.run(), 20.0))
+        asyncio.run(next_step(sitting.training))
     sitting.close()
 
 
