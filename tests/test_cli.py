@@ -19,9 +19,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from libra.cli import app
-from libra.config import load_config
+from libra.config import ConfigError, load_config
 from libra.disk import DiskError
 from libra.exec.checkpoint import FORMAT
+from libra.exec.run_lock import locked
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.document import dump_plan, parse_plan
 from libra.plan.slots import SlotRequest
@@ -760,6 +761,51 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
         f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
         f" {remedy}\n",
     )
+
+
+@pytest.mark.parametrize("options", [("--resume",), ("--overwrite",)])
+def test_a_second_controller_is_refused_and_touches_nothing(here: Path, options: tuple[str, ...]) -> None:
+    config, run = write(here / "run.yaml", BASE), make_run(here)
+    make_checkpoint(run, policy_named("cmlfq").snapshot())
+    with locked(run):
+        before = {path: path.read_bytes() for path in everything_below(here) if path.is_file()}
+        message = f"name: process {os.getpid()} is running in runs/calculator; wait for it, stop it, or give another"
+        assert_refused(libra("run", config, *options), message)
+        assert {path: path.read_bytes() for path in everything_below(here) if path.is_file()} == before
+
+
+def test_an_overwritten_run_is_gone_and_the_new_one_is_locked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(here)
+    make_checkpoint(run, policy_named("cmlfq").snapshot())
+
+    async def look(*_: object) -> None:
+        assert everything_below(run) == {run / "lock", run / "config.json"}
+        with pytest.raises(ConfigError), locked(run):
+            pass
+        raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.exec.run.run", look)
+    assert "journal.jsonl" in libra("run", write(here / "run.yaml", BASE), "--overwrite").stderr
+    with locked(run):
+        pass
+
+
+def test_a_full_disk_at_the_start_leaves_the_configuration_of_an_earlier_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = write(here / "run.yaml", BASE), make_run(here)
+    make_checkpoint(run, policy_named("cmlfq").snapshot())
+    before = (run / "config.json").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    result = libra("run", config, "--resume")
+    said = "runs/calculator/config.json cannot be written (No space left on device): free some space on its disk"
+    assert (result.exit_code, result.stderr) == (1, f"libra run: {said}\n")
+    assert (run / "config.json").read_bytes() == before
+    assert not any(run.glob("*.part"))
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from libra import cli_emulation, cli_planning, cli_routing, cli_simulation
 from libra.config import ConfigError, RunConfig, load_config
+from libra.environments.protocol import Environment
 from libra.refusal import bad_input
 from libra.trajectory import TrajectoryFormatError, read_trajectories
 
@@ -76,23 +77,36 @@ def run(
 
 def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
     # Imported here: planning and reading traces must not need what running needs.
-    from libra.disk import DiskError, writing
+    from libra.disk import DiskError
     from libra.environments.registry import load_environment
+    from libra.exec.preflight import check
+    from libra.exec.run_lock import locked
+
+    environment = load_environment(settings.environment, beside)
+    check(settings, resume, overwrite)
+    try:
+        with locked(settings.run_directory):
+            return _run_locked(settings, environment, resume, overwrite, as_json)
+    except DiskError as error:
+        typer.echo(f"libra run: {error}", err=True)
+        return 1
+
+
+def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
+    from libra.disk import DiskError, writing
     from libra.exec.episode_file import EpisodeFileError
     from libra.exec.handles import WorkerFailedError, WorkerLostError
     from libra.exec.journal import JournalError
     from libra.exec.launch_local import LaunchError
     from libra.exec.membership import CoreLostError, ExchangeError
-    from libra.exec.preflight import check, prepare_run_directory
+    from libra.exec.preflight import prepare_run_directory
     from libra.exec.run import run as run_session
     from libra.exec.trainers import DivergedError
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.html import render_report
     from libra.report.live import make_display
 
-    environment = load_environment(settings.environment, beside)
-    check(settings, resume, overwrite)
-    run_directory = prepare_run_directory(settings, overwrite)
+    run_directory = prepare_run_directory(settings, resume, overwrite)
     display = make_display(sys.stderr)
     status, problem = 0, ""
     try:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.exec.assignment import assign, bucket_limits, current_allocation, describe
+from libra.exec.assignment import assign, bucket_limits, current_allocation, describe, fitted
 from libra.exec.moves import Move, obstacle
 from libra.exec.pool import IDLE, TRAIN, Duty, Role, Worker
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
 
 SHAPES = ("short", "middle", "long")
 HOLD_ALL = frozenset({"middle", "long"})  # the shapes that hold the longest contexts
@@ -218,6 +218,18 @@ def test_nothing_changes_twice(situation: tuple[list[Worker], Allocation]) -> No
             allocation(1, short=1, long=1),
             ["w1 idle -> rollout:long"],
         ),
+        (
+            "what is idle starts first, and as the longest engine: that takes nobody's device",
+            [worker(0, CORE, TRAIN), worker(1, HYBRID, TRAIN), worker(2, ROLLOUT)],
+            allocation(1, short=1, long=1),
+            ["w2 idle -> rollout:long", "w1 train -> rollout:short"],
+        ),
+        (
+            "also where it is to train",
+            [worker(0, CORE, TRAIN), worker(1, CORE), worker(2, HYBRID, TRAIN), worker(3, ROLLOUT, engine("long"))],
+            allocation(2, short=1, long=1),
+            ["w1 idle -> train", "w2 train -> rollout:short"],
+        ),
         ("nothing to do", [worker(0, CORE, TRAIN), worker(1, HYBRID, engine("long"))], allocation(1, long=1), []),
     ],
 )
@@ -327,6 +339,30 @@ def test_between_two_plans_engines_of_both_have_a_bucket() -> None:
     assert buckets("short", "middle", "other") == [("short", 40), ("middle", 60), ("other", 160)]
     # Both end at the longest context: the new one's bucket stays.
     assert buckets("short", "other", "long") == [("short", 40), ("other", 160)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [
+        ([CORE, HYBRID, ROLLOUT, ROLLOUT, ROLLOUT], allocation(2, short=1, long=2)),
+        ([CORE, HYBRID, ROLLOUT, ROLLOUT], allocation(2, short=1, long=1)),
+        ([CORE, HYBRID, ROLLOUT, ROLLOUT, ROLLOUT, ROLLOUT], allocation(2, short=1, long=3)),
+        ([CORE, HYBRID], Allocation(1, (Bucket("long", 1, 0, 200),))),
+        ([CORE, ROLLOUT, ROLLOUT], allocation(1, short=1, long=1)),
+    ],
+)
+def test_an_allocation_is_fitted_to_who_is_left(kinds: list[frozenset[Role]], wanted: Allocation) -> None:
+    workers = [worker(slot, kind) for slot, kind in enumerate(kinds)]
+    assert fitted(allocation(2, short=1, long=2), workers) == wanted
+    assert totals(after(workers, assign(workers, wanted, HOLD_ALL))) == wanted_totals(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"), [([CORE], "for a rollout engine"), ([ROLLOUT, ROLLOUT], "for training"), ([], "engine")]
+)
+def test_nobody_is_left_to_generate_or_to_train(kinds: list[frozenset[Role]], message: str) -> None:
+    with pytest.raises(InfeasiblePlanError, match=message):
+        fitted(allocation(1, long=1), [worker(slot, kind) for slot, kind in enumerate(kinds)])
 
 
 def test_describe() -> None:

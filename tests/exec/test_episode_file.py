@@ -134,6 +134,20 @@ def test_a_checkpoint_forgets_what_it_was_trained_on(run: Run) -> None:
     assert [found.trajectory.id for found in history.finished] == ["g1-1"]  # the other one is in the checkpoint
 
 
+def test_a_segment_that_cannot_be_begun_changes_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.start(0)
+
+    def full(file: LineFile, line: bytes) -> None:
+        raise DiskError(file.path, OSError(28, "No space left on device"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LineFile, "append", full)
+        with pytest.raises(DiskError):
+            run.file.begin_segment(0)
+    run.finish(0, 0)  # an episode that ends while the run does
+    run.go_on()
+
+
 def test_segments_go_when_nothing_under_way_needs_them(run: Run) -> None:
     run.start(0)
     run.finish(0, 0)

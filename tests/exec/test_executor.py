@@ -13,11 +13,12 @@ from made_workers import MadeLauncher
 from scripted import FirstInstance
 
 from libra.config import RunConfig
+from libra.disk import DiskError
 from libra.exec import executor as executor_module
 from libra.exec.executor import Executor
 from libra.exec.fleet import Fleet
 from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
-from libra.exec.launch_local import LocalLauncher
+from libra.exec.launch_local import ForkError, LocalLauncher, WorkerLink
 from libra.exec.messages import (
     Failure,
     Identify,
@@ -27,6 +28,7 @@ from libra.exec.messages import (
     Message,
     Publish,
     Published,
+    SaveCheckpoint,
     Standing,
     StartEngine,
     StatePlace,
@@ -237,6 +239,55 @@ def test_an_engine_that_does_not_come_about_is_undone(tmp_path: Path, wrong: dic
         assert made.executor.trainers.names() == ("core-0", "hybrid-0")
         assert len(made.fleet.instances()) == 2
         assert made.told.losses == []
+
+    started(tmp_path, scenario)
+
+
+def test_a_full_disk_at_the_end_is_told_of_and_leaves_no_part(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        async def full() -> Message:
+            (tmp_path / "model").mkdir()
+            (tmp_path / "model" / "model.safetensors.part").touch()
+            return Failure("No space left on device")
+
+        made.launcher.workers["core-0"].instead[SaveCheckpoint] = full
+        with pytest.raises(DiskError, match=r"model cannot be written \(.*No space left on device\): free some space"):
+            await made.executor.save_final(tmp_path / "model")
+        assert not any((tmp_path / "model").iterdir())
+
+    started(tmp_path, scenario)
+
+
+def test_a_process_that_does_not_end_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(made: Made) -> None:
+        gone, waited = MadeLauncher.gone, list[int]()
+
+        async def slow(launcher: MadeLauncher, pid: int) -> None:
+            waited.append(pid)
+            if len(waited) == 1:
+                raise TimeoutError(f"process {pid} does not end")
+            await gone(launcher, pid)
+
+        monkeypatch.setattr(MadeLauncher, "gone", slow)
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert [moved.outcome for moved in applied.moves] == ["undone"]
+        assert waited[0] == waited[1]
+        assert made.duties() == BEGUN
+
+    started(tmp_path, scenario)
+
+
+def test_a_fork_that_fails_fails_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(made: Made) -> None:
+        async def full(launcher: MadeLauncher, name: str) -> WorkerLink:
+            monkeypatch.undo()
+            raise ForkError(f"worker {name} cannot start: no memory")
+
+        monkeypatch.setattr(MadeLauncher, "spawn", full)
+        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
+        assert [(moved.outcome, moved.why) for moved in applied.moves] == [
+            ("undone", "worker hybrid-0 cannot start: no memory")
+        ]
 
     started(tmp_path, scenario)
 

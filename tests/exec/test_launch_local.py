@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from nurseries import BARE, nursery
 
-from libra.exec.launch_local import LaunchError, LocalLauncher, WorkerLink
+from libra.exec.launch_local import ForkError, LaunchError, LocalLauncher, WorkerLink
 from libra.exec.messages import Failure, Stop
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
@@ -81,8 +81,12 @@ def test_closing_the_launcher_ends_everything(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         links = [await launcher.spawn(f"rollout-{number}") for number in range(2)]
+        workers = [os.pidfd_open(link.pid) for link in links]
         launcher.close()
         assert process.returncode == -signal.SIGKILL
+        for worker in workers:
+            assert select.select([worker], [], [], 0)[0]  # it is gone already
+            os.close(worker)
         await asyncio.gather(*(gone(link) for link in links))
         launcher.close()  # a second time is harmless
 
@@ -148,6 +152,31 @@ def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: 
             await launcher.spawn("rollout-0")
 
     with_launcher(tmp_path, scenario)
+
+
+NO_ROOM_ONCE = BARE.replace(
+    "nursery._import",
+    """
+import os
+fork = os.fork
+def full():
+    os.fork = fork
+    raise OSError(11, "Resource temporarily unavailable")
+os.fork = full
+nursery._import""",
+    1,
+)
+
+
+def test_a_fork_that_fails_fails_alone(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        with pytest.raises(ForkError, match=r"worker rollout-0 cannot start: .*Resource temporarily unavailable"):
+            await launcher.spawn("rollout-0")
+        assert (await launcher.spawn("rollout-0")).name == "rollout-0"
+        assert process.poll() is None
+
+    with_launcher(tmp_path, scenario, NO_ROOM_ONCE)
 
 
 def test_a_nursery_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_period_is_the_mean_of_its_steps() -> None:
         predicted_bottleneck="rollout",
         switching=False,
     )
-    assert written.periods == periods.closed == [record]
+    assert written.periods == [record]
     assert periods.number == 4
 
 
@@ -153,6 +153,15 @@ def test_a_decision_that_is_not_carried_out_yet_waits() -> None:
     periods.carried_out(6.5)
     run(periods, 12, 2.25, without_change=lambda: 3.0)
     assert written.decisions[-1].measured_after == 2.25
+
+
+def test_a_dropped_decision_has_no_outcome() -> None:
+    periods, written = made()
+    periods.decided(DECISION)
+    periods.dropped()
+    periods.carried_out(6.5)  # by something else
+    run(periods, 11, 2.0)
+    assert written.decisions == [DECISION]
 
 
 def test_a_decision_that_was_not_taken_waits_for_nothing() -> None:

@@ -21,6 +21,7 @@ from libra.exec.checkpoint import latest_checkpoint
 from libra.exec.interrupted import read_interrupted
 from libra.exec.journal import read_journal
 from libra.exec.membership import CoreLostError
+from libra.exec.posttrain import PostTraining
 from libra.exec.rollout import Episode, Rollout
 from libra.report.records import StepRecord, read_records
 from libra.trajectory import read_trajectories
@@ -104,6 +105,63 @@ def test_a_core_trainer_that_is_lost_between_two_steps_ends_the_run(tmp_path: Pa
     sitting = Sitting(tmp_path, resume=False, seed=1)
     sitting.core.lost = True
     with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
+        asyncio.run(sitting.training.run())
+    sitting.close()
+
+
+def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for progress then, and nothing else may come that would wake who waits later."""
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+
+    async def hanging(rollout: Rollout, *_: Any) -> Episode:
+        return await asyncio.get_running_loop().create_future()
+
+    async def next_step(training: PostTraining) -> None:
+        training._failure = RuntimeError("an episode broke")
+        training._progress.set()
+        await asyncio.wait_for(training._one_step(0.0), 2.0)
+
+    monkeypatch.setattr(Rollout, "episode", hanging)
+    with pytest.raises(RuntimeError, match="an episode broke"):
+        asyncio.run(next_step(sitting.training))
+    sitting.close()
+
+
+def test_a_loss_before_the_first_step_is_steered_around_before_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+    steering = sitting.training._steering
+
+    def mended() -> None:
+        assert sitting.training.step == 0
+        raise RuntimeError("steered")
+
+    monkeypatch.setattr(steering, "urgent", True)
+    monkeypatch.setattr(steering, "at_boundary", mended)
+
+    async def hanging(rollout: Rollout, *_: Any) -> Episode:
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(Rollout, "episode", hanging)
+    with pytest.raises(RuntimeError, match="steered"):
+        asyncio.run(asyncio.wait_for(sitting.training.run(), 20.0))
+    sitting.close()
+
+
+def test_what_was_generated_before_is_not_of_a_step_that_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+    sitting.training._rollout.generated_tokens = 1000  # by the check before the first step
+
+    async def look(training: PostTraining) -> None:
+        assert training._generated == 1000
+        assert list(training._engine_counters._seen) == [1]
+        raise RuntimeError("looked")
+
+    monkeypatch.setattr(PostTraining, "_make_again", look)
+    with pytest.raises(RuntimeError, match="looked"):
         asyncio.run(sitting.training.run())
     sitting.close()
 

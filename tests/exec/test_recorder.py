@@ -115,6 +115,37 @@ def test_a_run_is_cut_back_to_the_last_step_that_will_not_be_made_again(recorder
     assert cut_back(directory, 0) == Recorded()
 
 
+def test_torn_lines_are_left_out_and_told_of(recorder: Recorder) -> None:
+    directory = recorder.directory
+    for step in (1, 2):
+        recorder.step(replace(STEP, step=step, time=2.0 * step))
+    recorder.event("warning", None, "one")
+    finished = [episode(0, index) for index in range(2)]
+    recorder.episode(finished[0])
+    torn = b'{"id": "g0\0\0\0\n' + b"\0\xff\n" + b'{"ste{"step": 1}\n'
+    for name in ("metrics", "events", "trajectories"):
+        path = directory / f"{name}.jsonl"
+        path.write_bytes(torn + path.read_bytes())
+    assert cut_back(directory, 2) == Recorded(
+        2, 4.0, 0, tuple(f"{name}.jsonl: 3 torn lines are left out" for name in ("metrics", "events", "trajectories"))
+    )
+    assert [row["step"] for row in rows(directory, "metrics")] == [1, 2]
+    assert [row["text"] for row in rows(directory, "events")] == ["one"]
+    assert missing_trajectories(directory, finished) == finished[1:]
+    assert cut_back(directory, 2) == Recorded(2, 4.0, 0)
+
+
+def test_what_is_cut_back_is_on_disk_before_it_takes_its_name(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.step(STEP)
+    synced = list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
+    cut_back(recorder.directory, 1)
+    assert len(synced) == 3
+    assert not any(recorder.directory.glob("*.part"))
+
+
 def test_an_episode_that_finished_at_the_last_moment_is_written_once(recorder: Recorder) -> None:
     finished = [episode(0, index) for index in range(3)]
     for each in finished[:2]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from far_end import PATIENCE
 from made_workers import MadeLauncher
 from scripted import AskTool
 from test_steering import PROFILE
@@ -18,14 +20,19 @@ from test_steering import PROFILE
 from libra.config import ModelConfig, RunConfig
 from libra.cost.profile_file import save_profile
 from libra.environments.protocol import Prompt
+from libra.exec import run as run_module
 from libra.exec.checkpoint import latest_checkpoint
 from libra.exec.episode_file import read_history
 from libra.exec.membership import CoreLostError
+from libra.exec.messages import Failure, Generate, Message, StartEngine
+from libra.exec.rollout import Rollout
 from libra.exec.run import run
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
+from libra.plan.problem import InfeasiblePlanError
 from libra.report.html import render_report
 from libra.report.live import PlainDisplay
-from libra.report.records import RunSummary
+from libra.report.records import PeriodRecord, RunSummary, read_records
+from libra.report.run_log import prediction_error
 from libra.trajectory import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
@@ -196,6 +203,50 @@ def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs: Runs)
     require_whole(config.run_directory, asyncio.run(scenario()), steps=60)
 
 
+@pytest.mark.parametrize(("verb", "which"), [("evaluate", 0), ("logprob_gap", 0), ("evaluate", 1), ("logprob_gap", 1)])
+def test_engines_that_are_lost_in_an_evaluation_are_started_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, verb: str, which: int
+) -> None:
+    """All of them, with turns that they have begun: nobody else could go on with those."""
+    config, calls, real = runs.config("evaluated"), itertools.count(), getattr(run_module, verb)
+
+    async def bereft(*arguments: Any) -> Any:
+        if next(calls) == which:
+            for entry in cast(Rollout, arguments[0])._fleet.instances():
+                runs.launcher.workers[entry.handle.name].instead[Generate] = None
+        return await real(*arguments)
+
+    monkeypatch.setattr(run_module, verb, bereft)
+
+    async def scenario() -> RunSummary:
+        async with asyncio.timeout(PATIENCE):
+            return await runs.start(config)
+
+    summary = asyncio.run(scenario())
+    require_whole(config.run_directory, summary)
+    assert len(summary.lost_workers) >= 2
+
+
+def test_a_run_ends_when_nobody_is_left_for_its_evaluation(runs: Runs) -> None:
+    config, started = runs.config("nobody"), set[str]()
+
+    class Broken(dict[str, dict[type[Message], Any]]):
+        def pop(self, name: str, *default: Any) -> dict[type[Message], Any]:
+            if name in started:
+                return {StartEngine: Failure("out of memory")}
+            started.add(name)
+            return {Generate: None}
+
+    async def scenario() -> None:
+        task = runs.start(config)
+        runs.launcher.prepared = Broken()
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(InfeasiblePlanError, match=r"that are left do not become train 1 \| long 1"):
+                await task
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("steps", [4, 7, 11])
 def test_a_killed_controller_and_its_resumed_run(runs: Runs, steps: int) -> None:
     """What a kill leaves is what is in the directory at that moment: it is copied, and gone on with."""
@@ -217,5 +268,6 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, steps: int) -> None
     directory, again = resumed.run_directory, list[str]()
     summary = asyncio.run(scenario())
     require_whole(directory, summary)
+    assert summary.prediction_error == prediction_error(read_records(PeriodRecord, directory / "periods.jsonl"))
     assert [row["kind"] for row in rows(directory, "journal")].count("start") == 2
     assert [row["text"] for row in rows(directory, "events") if row["kind"] == "resumed"] == again

@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from libra.exec.moves import Move, obstacle
-from libra.exec.pool import TRAIN, Duty, Role, Worker
-from libra.plan.problem import Allocation, Bucket
+from libra.exec.pool import IDLE, TRAIN, Duty, Role, Worker
+from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
 
 
 def assign(workers: Sequence[Worker], wanted: Allocation, longest: Collection[str]) -> tuple[Move, ...]:
-    """The moves that turn healthy `workers` into `wanted`, in the order in which they are made: trainers leave before
-    their devices are needed, longer engines start before shorter ones, joining the training comes last.
+    """The moves that turn healthy `workers` into `wanted`, in the order in which they are made: idle slots start
+    first, since that takes nobody's device and so is made even where a later move cannot be; then trainers leave;
+    longer engines start before shorter ones, and joining the training comes last.
 
     `longest` are the shapes that hold the longest contexts. Raises ValueError where the workers cannot be that, or
     nobody would hold them."""
@@ -50,13 +51,14 @@ def assign(workers: Sequence[Worker], wanted: Allocation, longest: Collection[st
         else:
             moving.append(worker)
     longest_first = [bucket.shape for bucket in reversed(wanted.buckets) for _ in range(missing[bucket.shape])]
-    moving.sort(key=lambda w: (w.role is not Role.TRAIN, w.role is not Role.IDLE, w.shape in longest, w.slot))
+    moving.sort(key=lambda w: (w.role is not Role.IDLE, w.role is not Role.TRAIN, w.shape in longest, w.slot))
     starts = [
         Move(worker.id, worker.duty, Duty(Role.ROLLOUT, shape))
         for worker, shape in zip(moving, longest_first, strict=True)
     ]
     joins = [Move(worker.id, worker.duty, TRAIN) for worker in training if worker.role is not Role.TRAIN]
-    return _without_a_gap(workers, [*starts, *joins], longest)
+    moves = sorted([*starts, *joins], key=lambda move: move.before != IDLE)
+    return _without_a_gap(workers, moves, longest)
 
 
 def _without_a_gap(workers: Sequence[Worker], moves: Sequence[Move], longest: Collection[str]) -> tuple[Move, ...]:
@@ -123,6 +125,27 @@ def current_allocation(
     last = buckets[-1]
     buckets[-1] = Bucket(last.shape, last.engines, last.above, longest_context)
     return Allocation(doing[TRAIN], tuple(buckets))
+
+
+def fitted(allocation: Allocation, workers: Sequence[Worker]) -> Allocation:
+    """`allocation` for as many workers as there are: who is too few is first missing in the longest bucket, which keeps
+    one engine, and then in the shortest ones; who is too many joins the longest one. Raises `InfeasiblePlanError` where
+    nobody is left to generate, or to train."""
+    core = sum(worker.allowed == {Role.TRAIN} for worker in workers)
+    may_train = sum(Role.TRAIN in worker.allowed for worker in workers)
+    replicas = max(core, min(allocation.replicas, may_train, len(workers) - 1))
+    engines = len(workers) - replicas
+    if engines < 1:
+        raise InfeasiblePlanError("no device is left for a rollout engine")
+    if replicas < 1:
+        raise InfeasiblePlanError("no device is left for training")
+    buckets: list[Bucket] = []
+    for bucket in reversed(allocation.buckets):
+        count = min(bucket.engines, engines) if buckets else max(1, engines - (allocation.engines - bucket.engines))
+        engines -= count
+        if count:
+            buckets.insert(0, replace(bucket, engines=count))
+    return Allocation(replicas, (replace(buckets[0], above=0), *buckets[1:]))
 
 
 def describe(allocation: Allocation) -> str:

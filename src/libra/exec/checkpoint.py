@@ -43,7 +43,7 @@ async def save_checkpoint(directory: Path, trainers: Trainers, state: RunState) 
     part = directory / f"{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     try:
-        await _save_weights(trainers, part)
+        await save_weights(trainers, part, optimiser=True)
         with writing(part / _STATE):
             (part / _STATE).write_text(_dump(state))
         await asyncio.to_thread(_sync, part)
@@ -72,11 +72,14 @@ def latest_checkpoint(directory: Path) -> tuple[Path, RunState]:
     return path, RunState(state["step"], state["seconds"], state["tracker"], state["policy"], started)
 
 
-async def _save_weights(trainers: Trainers, part: Path) -> None:
+async def save_weights(trainers: Trainers, directory: Path, optimiser: bool) -> None:
+    """What a core replica holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file then."""
     try:
-        await trainers.ask_core(SaveCheckpoint(str(part.absolute()), optimiser=True), Done)
+        await trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Done)
     except WorkerFailedError as error:  # it was alive, and could not do it
-        raise DiskError(part, OSError(0, str(error))) from None
+        for part in directory.glob("*.part"):
+            part.unlink(missing_ok=True)  # it takes space that somebody may need now
+        raise DiskError(directory, OSError(0, str(error))) from None
 
 
 def _dump(state: RunState) -> str:

@@ -124,11 +124,16 @@ class EpisodeFile:
     def begin_segment(self, step: int) -> None:
         """A checkpoint of `step`, later than any complete one, is being made: what was written so far is in it, what
         follows is not."""
+        number = self._number + 1
+        file = LineFile(self._path(number))
+        try:  # nothing may follow in a file that has no head
+            file.append(msgspec.json.encode(_Segment(step, self._under_way())))
+        except BaseException:
+            file.close()
+            raise
         self._unsynced.append(self._file)
-        self._number += 1
-        self._needed = min([self._number, *(segment for _, segment in self._started_in.values())])
-        self._file = LineFile(self._path(self._number))
-        self._append(_Segment(step, tuple((group, version) for group, (version, _) in self._started_in.items())))
+        self._file, self._number = file, number
+        self._needed = min([number, *(segment for _, segment in self._started_in.values())])
 
     def forget_older(self) -> None:
         """The checkpoint that the segment began with is complete: what only the one before needed is deleted."""
@@ -146,6 +151,9 @@ class EpisodeFile:
     def close(self) -> None:
         for file in (*self._unsynced, self._file):
             file.close()
+
+    def _under_way(self) -> tuple[tuple[int, int], ...]:
+        return tuple((group, version) for group, (version, _) in self._started_in.items())
 
     def _append(self, line: _Line) -> None:
         self._file.append(msgspec.json.encode(line))

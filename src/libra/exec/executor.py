@@ -13,10 +13,10 @@ from typing import Protocol
 from libra.config import RunConfig
 from libra.disk import writing
 from libra.exec import mover
+from libra.exec.checkpoint import save_weights
 from libra.exec.fleet import Fleet
 from libra.exec.journal import Journal, Start, Step
 from libra.exec.launch_local import LocalLauncher
-from libra.exec.messages import Done, SaveCheckpoint
 from libra.exec.mover import Applied, Mover
 from libra.exec.moves import Move
 from libra.exec.pool import Pool, Worker
@@ -116,8 +116,8 @@ class Executor:
         return await self._processes.reload()
 
     async def save_final(self, directory: Path) -> None:
-        """The trained model, in Hugging Face layout, with the tokenizer it started from."""
-        await self.trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser=False), Done)
+        """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
+        await save_weights(self.trainers, directory, optimiser=False)
         with writing(directory):
             shutil.copy(self._model_directory / "tokenizer.json", directory / "tokenizer.json")
 

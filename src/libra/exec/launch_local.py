@@ -9,13 +9,16 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from libra.exec.channel import ControllerChannel
 from libra.exec.weights import create_buffer
@@ -38,11 +41,16 @@ WORKER_ENVIRONMENT = {
 
 _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a nursery that takes longer hangs
 _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
+_CLOSE_SECONDS = 5.0  # all workers have this long to go when their nursery is killed: a core dump, a stuck disk
 _KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
 
 
 class LaunchError(RuntimeError):
     """Worker processes cannot be started on this machine."""
+
+
+class ForkError(RuntimeError):
+    """This one worker process cannot be started now; others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,8 @@ class LocalLauncher:
         return float(reply["ready"])
 
     async def spawn(self, name: str) -> WorkerLink:
-        """Fork one worker. Its output goes to `<logs>/<name>.log`."""
+        """Fork one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` where no
+        worker can be started any more."""
         async with self._lock:
             ours, theirs = socket.socketpair()
             order = json.dumps({"name": name, "log": str((self._logs / f"{name}.log").resolve())}).encode()
@@ -118,6 +127,9 @@ class LocalLauncher:
                 raise LaunchError(f"worker {name} cannot start: the nursery process does not answer") from None
             if reply is None:
                 raise LaunchError(f"worker {name} cannot start: the nursery process ended")
+            if "error" in reply:
+                ours.close()
+                raise ForkError(f"worker {name} cannot start: {reply['error']}")
             pid = int(reply["pid"])
             with contextlib.suppress(ProcessLookupError):  # it ended already
                 self._running[pid] = os.pidfd_open(pid)
@@ -140,10 +152,10 @@ class LocalLauncher:
                 raise TimeoutError(f"process {pid} does not end")
         os.close(self._running.pop(pid))
 
-    async def _reply(self) -> dict[str, float] | None:
+    async def _reply(self) -> dict[str, Any] | None:
         """The nursery's next line; None when it ended."""
         line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
-        reply: dict[str, float] | None = json.loads(line) if line else None
+        reply: dict[str, Any] | None = json.loads(line) if line else None
         return reply
 
     def close(self) -> None:
@@ -151,8 +163,11 @@ class LocalLauncher:
             self._process.kill()  # its workers die with it
             self._process.wait()
         self._control.close()
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while self._running:
-            os.close(self._running.popitem()[1])
+            worker = self._running.popitem()[1]
+            select.select([worker], [], [], max(0.0, deadline - time.monotonic()))  # readable when it has ended
+            os.close(worker)
         with contextlib.suppress(OSError):
             os.close(self._weights)
 

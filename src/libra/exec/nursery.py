@@ -41,7 +41,12 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
             return
         order: dict[str, Any] = json.loads(request)
         nursery = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # memory or processes are short, which may pass: that start has failed, no more
+            os.close(descriptors[0])
+            control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+            continue
         if pid == 0:
             _die_with(nursery)
             control.close()

@@ -33,7 +33,6 @@ class Periods:
         self._open: _Open | None = None
         self._last_steady: float | None = None  # measured step seconds of the last period without a switch
         self._waiting: DecisionRecord | None = None
-        self.closed: list[PeriodRecord] = []
 
     @property
     def number(self) -> int:
@@ -84,7 +83,6 @@ class Periods:
             switching=period.switching,
         )
         self._recorder.period(record)
-        self.closed.append(record)
         self._number += 1
         self._open = None
         if not record.switching:
@@ -102,6 +100,10 @@ class Periods:
         if self._waiting is not None:
             self._waiting = replace(self._waiting, measured_cost=seconds)
             self._recorder.decision(self._waiting)
+
+    def dropped(self) -> None:
+        """The taken decision is not what the workers do: nothing that is measured is its outcome."""
+        self._waiting = None
 
     def _settle(self, measured: float, without_change: Callable[[], float | None]) -> None:
         waiting = self._waiting

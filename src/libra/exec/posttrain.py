@@ -92,11 +92,11 @@ class PostTraining:
         """Make the remaining steps. Raises whatever an episode or a decision raised."""
         try:
             self._take_up_knowledge()
+            self._generated = self._rollout.generated_tokens
+            self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
             await self._make_again()
             self._steering.begin(self._step)
             self._take_up_groups()
-            self._generated = self._rollout.generated_tokens
-            self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
             ended = self._recorder.now()
             while self._step < self._config.training.steps:
                 ended = await self._one_step(ended)
@@ -150,13 +150,13 @@ class PostTraining:
     async def _one_step(self, last_end: float) -> float:
         """Wait for a batch and train on it; returns when the step ended."""
         self._feed()
+        self._require_sound()  # who failed while a checkpoint was written wakes nobody any more
         while not self._admission.ready():
-            self._progress.clear()
-            self._require_sound()  # of what happened before the wait, too: nothing would end it
             if self._steering.urgent:
                 self._steering.at_boundary()
+            self._progress.clear()
             await self._progress.wait()
-        self._require_sound()
+            self._require_sound()
         groups = self._admission.take()
         self._episodes.taken(self._step + 1, [_group_number(name) for name, _ in groups])
         on_disk = asyncio.create_task(self._episodes.sync())

@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 
 from libra.config import ConfigError, RunConfig
-from libra.disk import writing
+from libra.disk import write_whole, writing
 from libra.exec.checkpoint import latest_checkpoint
+from libra.exec.run_lock import LOCK
 from libra.route.catalogue import policy_named, policy_restored
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
@@ -47,14 +48,18 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_run_directory(config, resume, overwrite)
 
 
-def prepare_run_directory(config: RunConfig, overwrite: bool) -> Path:
-    """Make the run directory, empty if `overwrite`; `config.json` marks it as a run's from its first moment."""
+def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Path:
+    """Empty the run directory if `overwrite`; `config.json` marks it as a run's from its first moment. Its lock is
+    held, and what was checked before that is checked again: another run may have begun and ended meanwhile. Raises
+    `ConfigError`, `DiskError`."""
     directory = config.run_directory
-    if overwrite and directory.exists():
-        shutil.rmtree(directory)
-    with writing(directory / "config.json"):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(config.model_dump_json(indent=1) + "\n")
+    _check_run_directory(config, resume, overwrite)
+    if overwrite:
+        with writing(directory):
+            # What marks it as a run's goes last: who is interrupted here can do it again.
+            for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    write_whole(directory / "config.json", config.model_dump_json(indent=1) + "\n")
     return directory
 
 
@@ -182,7 +187,7 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
     )
     if not nearest.is_dir() or not _writable(nearest):
         raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
-    used = directory.is_dir() and any(directory.iterdir())
+    used = directory.is_dir() and bool(_files(directory))
     if resume and not used:
         raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
     if resume:
@@ -212,6 +217,11 @@ def _check_resumed(config: RunConfig, started_with: Path) -> None:
                 f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"
                 " again with --overwrite"
             )
+
+
+def _files(directory: Path) -> list[Path]:
+    """What a run has left in its directory; the lock says nothing of that."""
+    return [path for path in directory.iterdir() if path.name != LOCK]
 
 
 def _writable(directory: Path) -> bool:

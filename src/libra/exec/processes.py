@@ -17,7 +17,7 @@ from libra.config import RunConfig
 from libra.exec.fleet import Fleet, Instance
 from libra.exec.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.journal import Journal, Process
-from libra.exec.launch_local import LocalLauncher, WorkerLink
+from libra.exec.launch_local import ForkError, LocalLauncher, WorkerLink
 from libra.exec.messages import (
     Done,
     LoadCheckpoint,
@@ -126,10 +126,14 @@ class Processes:
         await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
 
     async def _spawn(self, name: str) -> WorkerLink:
-        before = self._handles.pop(name, None)
+        before = self._handles.get(name)
         if before is not None:
             await self._launcher.gone(before.pid)
-        link = await self._launcher.spawn(name)
+            del self._handles[name]  # not before that: who starts here next has to wait for it too
+        try:
+            link = await self._launcher.spawn(name)
+        except ForkError as error:
+            raise WorkerFailedError(str(error)) from None
         self._journal.commit(Process(name, link.pid))
         return link
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra.disk import writing
+from libra.disk import write_whole, writing
 from libra.exec.line_file import LineFile, drop_partial_line, whole_lines
 from libra.exec.mover import Moved
 from libra.exec.pool import LOSS_WINDOW, MOST_LOSSES, Worker
@@ -179,19 +179,20 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How far the records of a run go: the last step, when it ended, and how many periods there are."""
+    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says
+    which files lost how many lines."""
 
     step: int = 0
     time: float = 0.0
     periods: int = 0
+    damaged: tuple[str, ...] = ()
 
 
 def cut_back(directory: Path, step: int) -> Recorded:
-    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped, and
-    so are records of later steps."""
-    for name in _FILES:
-        with writing(directory / f"{name}.jsonl"):
-            drop_partial_line(directory / f"{name}.jsonl")
+    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped,
+    those that a loss of power left torn (records are not forced to disk), and records of later steps."""
+    torn = {name: _drop_torn(directory / f"{name}.jsonl") for name in _FILES}
+    damaged = tuple(f"{name}.jsonl: {count} torn lines are left out" for name, count in torn.items() if count)
     metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
     steps = [record for record in read_records(StepRecord, metrics) if record.step <= step]
     _keep(metrics, steps)
@@ -199,7 +200,7 @@ def cut_back(directory: Path, step: int) -> Recorded:
     _keep(periods, closed)
     _keep(decisions, [record for record in read_records(DecisionRecord, decisions) if record.step <= step])
     number = max((record.period + 1 for record in closed), default=0)
-    return Recorded(steps[-1].step, steps[-1].time, number) if steps else Recorded()
+    return Recorded(steps[-1].step, steps[-1].time, number, damaged) if steps else Recorded(damaged=damaged)
 
 
 def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[Episode]:
@@ -216,7 +217,24 @@ _id = msgspec.json.Decoder(_Id)
 
 
 def _keep(path: Path, records: Sequence[Record]) -> None:
-    part = path.with_suffix(".part")
-    with writing(part):
-        part.write_text("".join(record.to_json() + "\n" for record in records))
-        part.rename(path)
+    write_whole(path, "".join(record.to_json() + "\n" for record in records))
+
+
+def _drop_torn(path: Path) -> int:
+    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file."""
+    if not path.exists():
+        return 0
+    with writing(path):
+        drop_partial_line(path)
+    lines = whole_lines(path)
+    kept = [line for line in lines if _is_object(line)]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(line + b"\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
@@ -37,6 +37,7 @@ from libra.exec.measure import (
     profile_key,
 )
 from libra.exec.memory import MemoryWatch
+from libra.exec.mending import Mending
 from libra.exec.phases import Phases
 from libra.exec.pool import Pool, make_pool
 from libra.exec.posttrain import PostTraining
@@ -48,7 +49,7 @@ from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.report.live import Display
-from libra.report.records import Evaluation, PeriodRecord, RunSummary
+from libra.report.records import Evaluation, PeriodRecord, RunSummary, read_records
 from libra.report.run_log import prediction_error
 from libra.route.catalogue import policy_named, policy_restored
 
@@ -100,18 +101,18 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
 
 
 class _Watcher:
-    """Hears of changes of the pool: they are recorded, and a loss is planned around."""
+    """Hears of changes of the pool: they are recorded, and a loss is planned around by all `planners`."""
 
     def __init__(self, recorder: Recorder, phase: Phases) -> None:
         self._recorder, self._phase = recorder, phase
         self.role, self.moved, self.weights = recorder.role, recorder.moved, recorder.weights
-        self.steering: Steering | None = None
+        self.planners: list[Callable[[], None]] = []
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self._recorder.lost(worker, why, retired)
         self._phase.line(f"worker {worker} is lost: {why}")
-        if self.steering is not None:
-            self.steering.worker_lost()
+        for worker_lost in self.planners:
+            worker_lost()
 
 
 class _Session:
@@ -144,6 +145,8 @@ class _Session:
         recorder = self._recorder = self._open(Recorder(directory, before.seconds if before is not None else 0.0))
         for episode in missing_trajectories(directory, history.finished):
             recorder.episode(episode)
+        for damage in recorded.damaged:
+            recorder.event("warning", None, damage)
         codec = TokenizerCodec(self._model)
         name = config.routing.policy
         policy = (
@@ -184,22 +187,23 @@ class _Session:
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
         temperature = config.training.temperature
+        mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
+        watcher.planners.append(mending.worker_lost)
         counters = EngineCounters()
         counters.gained(fleet.instances())
         if before is None:
             self._phase.show(f"evaluating on {len(heldout)} held-out questions")
-            started, episodes = await evaluate(rollout, heldout, "start", 0, temperature)
+            started, episodes = await mending.during(evaluate(rollout, heldout, "start", 0, temperature))
             replanner.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
             replanner.observe_engines(counters.gained(fleet.instances()))
         else:
             replanner.restore_tracker(before.state.tracker)
             started = before.state.started
         self._phase.line(_words(started))
-        gaps = [await logprob_gap(rollout, executor.trainers, heldout, "check-start")]
+        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start"))]
         recorder.begin()
-        steering = watcher.steering = Steering(
-            config, executor, replanner, recorder, self._display, allocation, recorded.periods
-        )
+        steering = Steering(config, executor, replanner, recorder, self._display, allocation, recorded.periods)
+        watcher.planners.append(steering.worker_lost)
         training = PostTraining(
             config,
             environment,
@@ -219,12 +223,12 @@ class _Session:
         )
         await training.run()
         self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
-        ended, _ = await evaluate(rollout, heldout, "end", training.step, temperature)
+        ended, _ = await mending.during(evaluate(rollout, heldout, "end", training.step, temperature))
         self._phase.line(_words(ended))
-        gaps.append(await logprob_gap(rollout, executor.trainers, heldout, "check-end"))
+        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end")))
         await executor.save_final(directory / "model")
         await memory.look()
-        summary = self._summary((started, ended), training, steering.periods.closed, max(gaps), memory)
+        summary = self._summary((started, ended), training, max(gaps), memory)
         recorder.summary(summary)
         journal.commit(End(training.step))
         await executor.stop()
@@ -283,7 +287,6 @@ class _Session:
         self,
         evaluations: tuple[Evaluation, ...],
         training: PostTraining,
-        periods: Sequence[PeriodRecord],
         gap: float,
         memory: MemoryWatch,
     ) -> RunSummary:
@@ -294,7 +297,8 @@ class _Session:
             wall_seconds=time.monotonic() - self._began,
             steps=training.step,
             evaluations=evaluations,
-            prediction_error=prediction_error(periods),
+            # Of all sittings, as everything else that a resumed run sums up.
+            prediction_error=prediction_error(read_records(PeriodRecord, self._directory / "periods.jsonl")),
             lost_workers=tuple(self._recorder.lost_workers),
             peak_memory_bytes=memory.peak_bytes,
             trajectories_started=training.started_trajectories,

@@ -171,10 +171,14 @@ class Steering:
         for moved in applied.moves:
             if moved.outcome == "done":
                 self._replanner.observe_move(moved.move.after.role, moved.seconds)
-        self.periods.carried_out(sum(moved.seconds for moved in applied.moves))
-        if applied.failure is not None:
+        if applied.failure is None:
+            self.periods.carried_out(sum(moved.seconds for moved in applied.moves))
+        else:
+            self.periods.dropped()
             self._recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
-        if any(moved.outcome == "failed" for moved in applied.moves):
+        # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot go on for
+        # ever: a slot that loses its process again and again is retired.
+        if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
             self.worker_lost()
 
     def _record(self, proposal: Proposal, current: Allocation | None, seconds: float) -> None:
