@@ -150,13 +150,13 @@ class PostTraining:
     async def _one_step(self, last_end: float) -> float:
         """Wait for a batch and train on it; returns when the step ended."""
         self._feed()
-        self._require_sound()  # who failed while a checkpoint was written wakes nobody any more
         while not self._admission.ready():
+            self._progress.clear()
+            self._require_sound()  # of what happened before the wait, too: it wakes nobody any more
             if self._steering.urgent:
                 self._steering.at_boundary()
-            self._progress.clear()
             await self._progress.wait()
-            self._require_sound()
+        self._require_sound()
         groups = self._admission.take()
         self._episodes.taken(self._step + 1, [_group_number(name) for name, _ in groups])
         on_disk = asyncio.create_task(self._episodes.sync())
