@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from voters import Fate, Floor, Voter
 
+import libra.exec.trainers
 from libra.exec.answers import Patience
 from libra.exec.handles import WorkerFailedError, WorkerLostError
 from libra.exec.joining import BOUNDARIES, JoinError
 from libra.exec.joint_step import split_evenly
-from libra.exec.membership import FAILURES, CoreLostError, ExchangeError
+from libra.exec.membership import FAILURES, CoreLostError, ExchangeError, Membership
 from libra.exec.messages import (
     CatchUp,
     Commit,
@@ -396,6 +397,22 @@ def test_a_worker_that_breaks_is_an_end() -> None:
             await scene.step(2)
 
     play(scenario, "hybrid-0")
+
+
+def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(libra.exec.trainers, "ANSWER_DEADLINE", 0.2)
+    monkeypatch.setattr(Membership.ask, "__defaults__", (None, 0.2))
+
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(Train, ["hang"])
+        # Less than twice what a step may take, and more than any other order has.
+        asyncio.get_running_loop().call_later(0.6, lambda: scene.floor.rounds[1, 1].fail())
+        assert await scene.step(1) == 1
+        assert scene.trainers.names() == ("core-0",)
+
+    play(scenario, "hybrid-0", patience=SHORT)
 
 
 @pytest.mark.parametrize("order", [Train, Commit, Discard, Prepare, Enter])

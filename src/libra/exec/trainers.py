@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from libra.exec.answers import STANDARD, Patience
-from libra.exec.handles import Handle
+from libra.exec.handles import ANSWER_DEADLINE, Handle
 from libra.exec.joining import Joiner, JoinError
 from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
 from libra.exec.membership import FAILURES, ExchangeError, Membership
@@ -136,7 +136,14 @@ class Trainers:
             (replica, Train(version, share, sequences * (rank == 0), tokens * (rank == 0), allowed))
             for rank, (replica, share) in enumerate(zip(self.replicas(), shares, strict=True))
         ]
-        return await self._members.ask(orders, Reduced, lambda elapsed: max(allowed, elapsed + self._patience.grace))
+        grace = self._patience.grace
+        return await self._members.ask(
+            orders,
+            Reduced,
+            lambda elapsed: max(allowed, elapsed + grace),
+            # All votes may come late: a share takes at most `allowed`, and the wait for one that hangs as long again.
+            max(ANSWER_DEADLINE, 2 * allowed + grace),
+        )
 
     async def _discard(self) -> None:
         """Everyone who is left forgets the gradient."""
