@@ -390,13 +390,45 @@ def test_when_one_replica_has_no_sum_nobody_steps() -> None:
     play(scenario, "hybrid-0", "hybrid-1")
 
 
-def test_a_worker_that_breaks_is_an_end() -> None:
+@pytest.mark.parametrize("order", [Train, Commit])
+def test_a_worker_that_breaks_in_a_step_is_lost(order: type) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.floor.replicas["hybrid-0"].will(Train, ["break"])
-        with pytest.raises(WorkerFailedError, match="hybrid-0: broken"):
-            await scene.step(2)
+        hybrid = scene.floor.replicas["hybrid-0"]
+        hybrid.will(order, ["break"])
+        await scene.step(1)
+        assert hybrid.killed and scene.trainers.names() == ("core-0",)
+        assert await scene.step(2) == 1
+        assert_each_sample_is_trained_once(scene, 2)
 
     play(scenario, "hybrid-0")
+
+
+def test_a_worker_that_breaks_while_another_one_joins_does_not_end_the_join() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(Prepare, ["break"])
+        await scene.join("hybrid-1")
+        assert scene.trainers.names() == ("core-0", "hybrid-1")
+        assert await scene.step(1) == 2
+
+    play(scenario, "hybrid-0")
+
+
+def test_the_only_core_that_breaks_is_an_end() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Train, ["break"])
+        with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
+            await scene.step(1)
+
+    play(scenario, "hybrid-0")
+
+
+def test_what_only_a_core_is_asked_may_fail_without_its_loss() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Publish, ["break"])
+        with pytest.raises(WorkerFailedError, match="core-0: broken"):
+            await scene.trainers.ask_core(Publish(3, 1), Published)
+
+    play(scenario)
 
 
 def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_order(

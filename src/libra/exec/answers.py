@@ -1,7 +1,8 @@
 """The same question to several workers at once, and who is lost for not answering.
 
 Invariant: everyone who was asked has answered, or is lost, when `ask_all` returns. A worker that hangs keeps its
-connection open and answers nothing; it is found by comparison with the others, who had the same to do.
+connection open and answers nothing; it is found by comparison with the others, who had the same to do. One that fails
+in what the others can do is lost, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerLostError
+from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.messages import Message
 
 Reply = TypeVar("Reply", bound=Message)
-_LOST = (WorkerLostError, TimeoutError)
+_LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ async def ask_all(
     """The answers in the order of the orders; None from a worker that is lost.
 
     `allowed` gives the seconds that all may take, once the first has answered after so many; `deadline` those until the
-    first answer. Who takes longer is declared lost and killed. Raises what a worker that is alive has failed with.
+    first answer. Who takes longer, or fails, is declared lost and killed.
     """
     began = time.monotonic()
     tasks = {asyncio.create_task(worker.ask(order, reply, deadline)): worker for worker, order in orders}
@@ -85,6 +86,9 @@ def _answer(task: asyncio.Task[Reply], worker: Handle, kill: Callable[[Handle], 
             return None
         case TimeoutError():  # the handle has declared it lost
             kill(worker)
+            return None
+        case WorkerFailedError() as error:
+            _give_up(worker, str(error), kill)
             return None
         case error:
             raise error

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from libra.exec.answers import STANDARD, Patience
-from libra.exec.handles import ANSWER_DEADLINE, Handle
+from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.exec.joining import Joiner, JoinError
 from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
 from libra.exec.membership import FAILURES, ExchangeError, Membership
@@ -102,9 +102,13 @@ class Trainers:
     async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
         """What a core replica answers; when it goes away, the next one. Raises `CoreLostError`, `WorkerFailedError`."""
         while True:
-            [answer] = await self._members.ask([(self.core, order)], reply)
-            if answer is not None:
-                return answer
+            core = self.core
+            try:
+                return await core.ask(order, reply)
+            except WorkerLostError:
+                pass
+            except TimeoutError:  # the handle has declared it lost
+                self._kill(core)
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
