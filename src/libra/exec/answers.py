@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerFailedError, WorkerLostError
+from libra.exec.handles import ANSWER_DEADLINE, SILENT_LOOKS, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.messages import Message
 
 Reply = TypeVar("Reply", bound=Message)
@@ -55,18 +55,21 @@ async def ask_all(
     first answer. Who takes longer, or fails, is declared lost and killed.
     """
     began = time.monotonic()
+    look, looks = None, SILENT_LOOKS
     tasks = {asyncio.create_task(worker.ask(order, reply, deadline)): worker for worker, order in orders}
     try:
-        waiting, ends = set(tasks), None
+        waiting = set(tasks)
         while waiting:
-            timeout = None if ends is None else max(0.0, ends - time.monotonic())
-            done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if ends is None and any(not isinstance(task.exception(), _LOST) for task in done):
-                ends = began + allowed(time.monotonic() - began)
+            done, waiting = await asyncio.wait(waiting, timeout=look, return_when=asyncio.FIRST_COMPLETED)
+            if look is None and any(not isinstance(task.exception(), _LOST) for task in done):
+                elapsed = time.monotonic() - began
+                look = max(0.0, allowed(elapsed) - elapsed) / SILENT_LOOKS
             elif not done:
+                looks -= 1
+            if not looks:
                 for task in waiting:
                     _give_up(tasks[task], "it did not answer while the others did", kill)
-                ends = None
+                look, looks = None, SILENT_LOOKS
         return [_answer(task, tasks[task], kill) for task in tasks]
     finally:
         for task in tasks:
