@@ -24,7 +24,7 @@ def test_who_answered_while_the_controller_was_held_up_is_not_lost() -> None:
         first_end.send(Published(1, 5))
         await asyncio.sleep(0.05)  # the patience with the other begins
         second_end.send(Published(1, 6))
-        time.sleep(0.5)  # noqa: ASYNC251 - nothing runs, as in a controller that is stopped
+        time.sleep(0.5)  # as in a controller that is stopped
         assert await asyncio.wait_for(asking, PATIENCE) == [Published(1, 5), Published(1, 6)]
         assert lost == []
         for handle, end in far_ends:

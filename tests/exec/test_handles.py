@@ -143,7 +143,7 @@ def test_an_answer_that_came_while_the_controller_was_held_up_counts() -> None:
         asked = asyncio.create_task(handle.ask(Publish(4, 0), Published, deadline=0.2))
         assert await far.receive() == Publish(4, 0)
         far.send(Published(4, 77))
-        time.sleep(0.3)  # noqa: ASYNC251 - nothing runs, as in a controller that is stopped
+        time.sleep(0.3)  # as in a controller that is stopped
         assert await asked == Published(4, 77)
         assert lost == []
 

@@ -112,6 +112,18 @@ def test_a_step_of_two() -> None:
     play(scenario, "hybrid-0")
 
 
+def test_a_step_of_few_tokens_does_not_make_the_next_ones_patient() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        whole, few = [sample(0, 1000), sample(1, 1000)], [sample(0, 1), sample(1, 1)]
+        for version, samples in enumerate([whole, few, whole], start=1):  # each takes half a second
+            await scene.trainers.step(version, samples, sequences=8, tokens=50)
+        _, _, third = core.told(Train)
+        assert third.patience <= Patience().beside(2 * 0.5)
+
+    play(scenario, "hybrid-0")
+
+
 def test_a_step_without_a_sample() -> None:
     async def scenario(scene: Scene) -> None:
         result = await scene.trainers.step(1, [], sequences=8, tokens=50)

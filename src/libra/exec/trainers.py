@@ -18,6 +18,7 @@ from libra.exec.joining import Joiner, JoinError
 from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
 from libra.exec.membership import FAILURES, ExchangeError, Membership
 from libra.exec.messages import Commit, Discard, Done, Message, Publish, Published, Reduced, Sample, Train, Trained
+from libra.exec.ratio import Ratio
 from libra.exec.weights import BUFFERS
 
 Reply = TypeVar("Reply", bound=Message)
@@ -41,7 +42,7 @@ class Trainers:
         self._patience, self._kill = patience, kill
         self._members = Membership(core, find_port, patience, kill)
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
-        self._token_seconds: float | None = None  # of the slowest replica in the last step
+        self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
         self.boundary = asyncio.Lock()
 
     @property
@@ -133,8 +134,8 @@ class Trainers:
         """Every replica back-propagates its share and adds up; None from those that are lost."""
         shares = split_evenly(samples, self.size)
         allowed = self._patience.unknown
-        if self._token_seconds is not None:
-            allowed = self._patience.beside(self._token_seconds * max(tokens_of(share) for share in shares))
+        if self._token_seconds.below:
+            allowed = self._patience.beside(self._token_seconds.value * max(tokens_of(share) for share in shares))
         orders = [
             # The denominator is a sum over replicas: one of them reports the whole batch.
             (replica, Train(version, share, sequences * (rank == 0), tokens * (rank == 0), allowed))
@@ -171,6 +172,7 @@ class Trainers:
             checksum = answers[0].checksum
         else:  # who was to publish is lost
             checksum = (await self.ask_core(Publish(version, buffer), Published)).checksum
-        speeds = [vote.compute_seconds / vote.forward_tokens for vote in votes if vote.forward_tokens]
-        self._token_seconds = max(speeds, default=self._token_seconds)
+        largest = max(vote.forward_tokens for vote in votes)
+        if largest:
+            self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
         return summarise(votes, done[0], checksum, buffer, time.monotonic() - began)
