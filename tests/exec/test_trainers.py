@@ -25,6 +25,7 @@ from libra.exec.messages import (
     Enter,
     Follow,
     Identify,
+    MeasureTraining,
     Prepare,
     Publish,
     Published,
@@ -296,6 +297,29 @@ def test_a_membership_that_does_not_come_about_is_tried_again() -> None:
         hybrid.will(Enter, ["fail"] * FAILURES)
         with pytest.raises(ExchangeError, match="core-0, hybrid-0 do not find each other: not everyone came"):
             await scene.trainers.leave("hybrid-1")
+
+    play(scenario, "hybrid-0")
+
+
+@pytest.mark.parametrize("fates", [["die"], ["break"], ["fail", "fail"]])
+def test_measuring_goes_on_without_those_that_are_lost_in_it(fates: list[Fate]) -> None:
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(MeasureTraining, fates)
+        measured = await scene.trainers.measure(MeasureTraining([[4]], 1))
+        assert len(measured) == (2 if fates[0] == "fail" else 1)
+        assert not any(answer.failure for answer in measured)
+        assert not core.handle.lost
+        assert await scene.step(1) == len(measured)
+
+    play(scenario, "hybrid-0")
+
+
+def test_measuring_that_fails_without_a_loss_is_an_end_after_a_few_times() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(MeasureTraining, ["fail"] * FAILURES)
+        with pytest.raises(ExchangeError, match=f"measuring failed {FAILURES} times although no replica is lost: lost"):
+            await scene.trainers.measure(MeasureTraining([[4]], 1))
 
     play(scenario, "hybrid-0")
 

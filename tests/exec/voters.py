@@ -26,6 +26,7 @@ from libra.exec.messages import (
     Failure,
     Follow,
     Identify,
+    MeasureTraining,
     Message,
     Prepare,
     Publish,
@@ -36,6 +37,7 @@ from libra.exec.messages import (
     Stop,
     Train,
     Trained,
+    TrainingMeasured,
 )
 
 Fate = Literal["ok", "die", "hang", "fail", "break", "late", "unsure"]
@@ -172,6 +174,10 @@ class Voter:
                 else:
                     self._copy(StatePlace(self._follows, 0, 0))
                 return self._standing(order.generation in self._prepared)
+            case MeasureTraining():
+                members = [voter for voter in self._floor.replicas.values() if voter.generation == self.generation]
+                lost = fate == "fail" or len([voter for voter in members if not voter.fallen]) < self._size
+                return TrainingMeasured([], 0.0, 0.0, "lost" if lost else "")
             case Publish():
                 return Published(order.version, 1000 + order.version)
             case Stop():

@@ -255,6 +255,7 @@ class TrainingMeasured(Message, frozen=True):
     batches: list[tuple[int, float]]
     step_seconds: float  # clip, optimiser, hash
     exchange_seconds: float
+    failure: str = ""  # why nothing was measured; empty where it was
 
 
 class Reduced(Message, frozen=True):

@@ -17,7 +17,20 @@ from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.exec.joining import Joiner, JoinError
 from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
 from libra.exec.membership import FAILURES, ExchangeError, Membership
-from libra.exec.messages import Commit, Discard, Done, Message, Publish, Published, Reduced, Sample, Train, Trained
+from libra.exec.messages import (
+    Commit,
+    Discard,
+    Done,
+    MeasureTraining,
+    Message,
+    Publish,
+    Published,
+    Reduced,
+    Sample,
+    Train,
+    Trained,
+    TrainingMeasured,
+)
 from libra.exec.ratio import Ratio
 from libra.exec.weights import BUFFERS
 
@@ -110,6 +123,22 @@ class Trainers:
                 pass
             except TimeoutError:  # the handle has declared it lost
                 self._kill(core)
+
+    async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
+        """What training costs on every replica, timed together while no step is made; again by those who are left when
+        one is lost. Raises `CoreLostError`, `ExchangeError`."""
+        async with self._changing:
+            await self._members.tidy()
+            failures, why = 0, ""
+            while failures < FAILURES:
+                answers = await self._members.ask([(replica, order) for replica in self.replicas()], TrainingMeasured)
+                measured = [answer for answer in answers if answer is not None and not answer.failure]
+                if len(measured) == self.size:
+                    return measured
+                why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+                failures += not self._members.forget_lost()
+                await self._members.regroup()
+            raise ExchangeError(f"measuring failed {failures} times although no replica is lost: {why}")
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
