@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from voters import Fate, Floor, Voter
 
+import libra.exec.membership
 import libra.exec.trainers
 from libra.exec.answers import Patience
 from libra.exec.handles import WorkerFailedError, WorkerLostError
@@ -23,9 +25,11 @@ from libra.exec.messages import (
     Commit,
     Discard,
     Enter,
+    Entered,
     Follow,
     Identify,
     MeasureTraining,
+    Message,
     Prepare,
     Publish,
     Published,
@@ -68,7 +72,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], *others: str, patience: P
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # each replica waits on a thread
         floor = Floor()
         core = await floor.hire("core-0")
-        trainers = Trainers(core.handle, lambda: PORT, floor.kill, patience or Patience())
+        trainers = Trainers(core.handle, itertools.count(PORT).__next__, floor.kill, patience or Patience())
         scene = Scene(floor, trainers)
         try:
             for name in others:
@@ -294,6 +298,8 @@ def test_a_membership_that_does_not_come_about_is_tried_again() -> None:
         hybrid.will(Enter, ["fail"])
         second = await scene.join("hybrid-1")
         assert [order.generation for order in second.told(Enter)] == [2, 3]
+        # Somebody else may have taken the port.
+        assert [order.port for order in second.told(Prepare)] == [PORT, PORT + 1]
         hybrid.will(Enter, ["fail"] * FAILURES)
         with pytest.raises(ExchangeError, match="core-0, hybrid-0 do not find each other: not everyone came"):
             await scene.trainers.leave("hybrid-1")
@@ -322,6 +328,49 @@ def test_measuring_that_fails_without_a_loss_is_an_end_after_a_few_times() -> No
             await scene.trainers.measure(MeasureTraining([[4]], 1))
 
     play(scenario, "hybrid-0")
+
+
+def test_one_that_cannot_enter_does_not_hurry_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.membership, "FORMING_SECONDS", 2.0)
+
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(Enter, ["fail"])
+        receive, fast = core.handle._receive, iter([False])
+
+        def late(message: Message) -> None:
+            delay = 2 * SHORT.floor if isinstance(message, Entered) and not next(fast, True) else 0.0
+            asyncio.get_running_loop().call_later(delay, receive, message)
+
+        core.handle._receive = late  # type: ignore[method-assign]
+        await scene.join("hybrid-1")
+        assert scene.trainers.names() == ("core-0", "hybrid-0", "hybrid-1")
+
+    play(scenario, "hybrid-0", patience=SHORT)
+
+
+def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.unformed = {1}
+        await scene.trainers.join(joiner.handle)
+        assert joiner.told(Prepare) == [Prepare(1, 1, 2, PORT), Prepare(2, 1, 2, PORT + 1)]
+        assert len(joiner.told(Follow)) == 1
+        assert await scene.step(1) == 2
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("order", [Follow, CatchUp])
+def test_a_joiner_that_hangs_holds_the_boundary_for_a_little_while_only(order: type) -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.will(order, ["hang"])
+        with pytest.raises(WorkerLostError, match="hybrid-0 went away"):
+            await asyncio.wait_for(scene.trainers.join(joiner.handle), 5.0)
+        assert joiner.killed
+
+    play(scenario, patience=SHORT)
 
 
 # --- steps that go wrong -------------------------------------------------------------------------------------------
@@ -484,7 +533,9 @@ def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_or
 
 
 @pytest.mark.parametrize("order", [Train, Commit, Discard, Prepare, Enter])
-def test_a_replica_that_hangs_is_found_and_killed(order: type) -> None:
+def test_a_replica_that_hangs_is_found_and_killed(order: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.membership, "FORMING_SECONDS", SHORT.floor)
+
     async def scenario(scene: Scene) -> None:
         _, second, hybrid = scene.floor.replicas.values()
         hybrid.will(order, ["hang"])

@@ -98,6 +98,7 @@ class Voter:
         self.fates: dict[type[Message], deque[Fate]] = {}
         self.steps: list[int] = []  # versions
         self.generation = 0
+        self.unformed: set[int] = set()  # generations that do not come about
         self.late = 0  # times that it is not level yet when asked
         self.behind: deque[str] = deque()  # answers to Follow
         self.killed = self.fallen = False
@@ -173,7 +174,7 @@ class Voter:
                     self.late -= 1
                 else:
                     self._copy(StatePlace(self._follows, 0, 0))
-                return self._standing(order.generation in self._prepared)
+                return self._standing(order.generation in self._prepared and order.generation not in self.unformed)
             case MeasureTraining():
                 members = [voter for voter in self._floor.replicas.values() if voter.generation == self.generation]
                 lost = fate == "fail" or len([voter for voter in members if not voter.fallen]) < self._size
