@@ -422,6 +422,7 @@ def test_when_the_publisher_dies_another_core_publishes() -> None:
         first.will(Commit, ["die"])
         result = await scene.trainers.step(3, SAMPLES, sequences=8, tokens=50)
         assert (result.checksum, result.buffer) == (1003, 1)
+        assert 0 < result.publish_seconds < result.wall_seconds
         assert second.told(Publish) == [Publish(3, 1)]
         assert (scene.trainers.core, scene.trainers.names()) == (second.handle, ("core-1", "hybrid-0"))
         assert await scene.step(4) == 2

@@ -198,10 +198,12 @@ class Trainers:
                 f"after step {version} the replicas {', '.join(self.names())} hold different parameters"
             )
         if answers[0] is not None:
-            checksum = answers[0].checksum
+            checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
         else:  # who was to publish is lost
+            asked = time.monotonic()
             checksum = (await self.ask_core(Publish(version, buffer), Published)).checksum
+            publish_seconds = time.monotonic() - asked
         largest = max(vote.forward_tokens for vote in votes)
         if largest:
             self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
-        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began)
+        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began, publish_seconds)
