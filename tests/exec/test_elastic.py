@@ -155,9 +155,20 @@ def test_a_port_that_is_taken_is_told() -> None:
     port, first, second = free_port(), GradientExchange(), GradientExchange()
     first.prepare(Prepare(1, 0, 2, port))
     second.prepare(Prepare(1, 0, 2, port))
-    assert second.formed(1, 0.0)
+    assert not second.formed(1, 0.0)
     with pytest.raises(PeerLostError, match="Address already in use"):
         second.enter(1)
+    prepare([second, third := GradientExchange()], 2, free_port())
+    enter([second, third], 2)
+    assert sums([second, third], [1.0, 2.0]) == [[3.0, 2.0]] * 2
+
+
+def test_who_hosts_again_at_another_port_listens_there() -> None:
+    first, second = GradientExchange(), GradientExchange()
+    for generation in (1, 2):
+        prepare([first, second], generation, free_port())
+        enter([first, second], generation)
+        assert sums([first, second], [1.0, 2.0]) == [[3.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -133,6 +134,18 @@ def test_no_answer_by_the_deadline() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         with pytest.raises(TimeoutError):
             await handle.ask(Publish(4, 0), Published, deadline=0.0)
+
+    engine(scenario)
+
+
+def test_an_answer_that_came_while_the_controller_was_held_up_counts() -> None:
+    async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
+        asked = asyncio.create_task(handle.ask(Publish(4, 0), Published, deadline=0.2))
+        assert await far.receive() == Publish(4, 0)
+        far.send(Published(4, 77))
+        time.sleep(0.3)  # as in a controller that is stopped
+        assert await asked == Published(4, 77)
+        assert lost == []
 
     engine(scenario)
 

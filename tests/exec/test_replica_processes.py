@@ -139,17 +139,20 @@ def test_a_replica_is_killed_in_the_middle_of_step_17(stage: Stage, precision: P
     stage.runner.run(check())
 
 
-def test_a_replica_that_is_stopped_is_found_and_its_share_made_by_the_others(stage: Stage) -> None:
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_a_replica_that_is_stopped_is_found_and_its_share_made_by_the_others(
+    stage: Stage, precision: Precision
+) -> None:
     async def check() -> None:
-        trainers = await stage.two_cores("fp32", Patience(floor=2.0, grace=1.0))
-        hybrid = await stage.hire("hybrid-0", "fp32", seed=2)
+        trainers = await stage.two_cores(precision, Patience(floor=2.0, grace=1.0))
+        hybrid = await stage.hire("hybrid-0", precision, seed=2)
         await trainers.join(hybrid)
         assert [await step(trainers, version) for version in range(1, 17)] == [3] * 16
         os.kill(hybrid.pid, signal.SIGSTOP)
         assert await step(trainers, 17) == 2
         assert hybrid.lost and _is_gone(hybrid)
         assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
-        await stage.end(trainers, "fp32")
+        await stage.end(trainers, precision)
 
     stage.runner.run(check())
 

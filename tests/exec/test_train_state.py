@@ -144,6 +144,18 @@ def test_an_update_is_kept_for_a_while() -> None:
     assert all(publication.has_update(first + later) for later in range(1, SLOTS))
 
 
+def test_a_state_is_broken_after_an_error_and_whole_again_after_the_next_change() -> None:
+    state, reader = make_state(0), make_state(1)
+    publication = reader.publication_at(state.place)
+    with pytest.raises(ZeroDivisionError), state.change():
+        raise ZeroDivisionError
+    assert not publication.at_rest()
+    step(state)
+    assert publication.at_rest()
+    assert reader.take_state(publication) == state.number
+    assert reader.checksum == state.checksum
+
+
 def test_a_change_that_is_no_step_has_no_update() -> None:
     core = make_state()
     publication = core.publication_at(core.place)

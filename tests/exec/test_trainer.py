@@ -24,7 +24,7 @@ from replicas import (
     train,
 )
 
-from libra.exec.elastic import GradientExchange
+from libra.exec.elastic import GradientExchange, PeerLostError
 from libra.exec.grpo import Denominator
 from libra.exec.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
 from libra.exec.micro_batches import micro_batches
@@ -196,6 +196,22 @@ def test_measuring_puts_everything_back(tiny_model: Path) -> None:
     assert [tokens for tokens, _ in measured.batches] == [15, 12, 15, 12]
     assert trainer.state.checksum == untouched.state.checksum
     assert train(trainer, order(BATCH, 2)).parameter_hash == train(untouched, order(BATCH, 2)).parameter_hash
+
+
+def test_measuring_that_loses_a_replica_puts_everything_back_and_says_so(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, adds = make_trainer(tiny_model), iter([0.0, 0.0])
+    before = trainer.state.checksum
+
+    def add_up(tensor: torch.Tensor, seconds: float) -> float:
+        for taken in adds:
+            return taken
+        raise PeerLostError("replica 1 is gone")
+
+    monkeypatch.setattr(trainer.exchange, "add_up", add_up)
+    assert trainer.measure(MeasureTraining([[6, 9], [12]], 2)).failure == "replica 1 is gone"
+    assert trainer.state.checksum == before
 
 
 def test_scores_are_log_probabilities_of_the_tokens_after_the_first(tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,18 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from voters import Fate, Floor, Voter
 
+import libra.exec.membership
+import libra.exec.trainers
 from libra.exec.answers import Patience
 from libra.exec.handles import WorkerFailedError, WorkerLostError
 from libra.exec.joining import BOUNDARIES, JoinError
 from libra.exec.joint_step import split_evenly
-from libra.exec.membership import FAILURES, CoreLostError, ExchangeError
+from libra.exec.membership import FAILURES, CoreLostError, ExchangeError, Membership
 from libra.exec.messages import (
     CatchUp,
     Commit,
     Discard,
     Enter,
+    Entered,
     Follow,
     Identify,
+    MeasureTraining,
+    Message,
     Prepare,
     Publish,
     Published,
@@ -66,7 +72,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], *others: str, patience: P
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # each replica waits on a thread
         floor = Floor()
         core = await floor.hire("core-0")
-        trainers = Trainers(core.handle, lambda: PORT, floor.kill, patience or Patience())
+        trainers = Trainers(core.handle, itertools.count(PORT).__next__, floor.kill, patience or Patience())
         scene = Scene(floor, trainers)
         try:
             for name in others:
@@ -107,6 +113,18 @@ def test_a_step_of_two() -> None:
         await scene.step(6)
         expected = 0.5 / (2 * 9) * 9
         assert [order.patience for order in core.told(Train)[1:]] == [Patience().beside(expected)]
+
+    play(scenario, "hybrid-0")
+
+
+def test_a_step_of_few_tokens_does_not_make_the_next_ones_patient() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        whole, few = [sample(0, 1000), sample(1, 1000)], [sample(0, 1), sample(1, 1)]
+        for version, samples in enumerate([whole, few, whole], start=1):  # each takes half a second
+            await scene.trainers.step(version, samples, sequences=8, tokens=50)
+        _, _, third = core.told(Train)
+        assert third.patience <= Patience().beside(2 * 0.5)
 
     play(scenario, "hybrid-0")
 
@@ -280,11 +298,79 @@ def test_a_membership_that_does_not_come_about_is_tried_again() -> None:
         hybrid.will(Enter, ["fail"])
         second = await scene.join("hybrid-1")
         assert [order.generation for order in second.told(Enter)] == [2, 3]
+        # Somebody else may have taken the port.
+        assert [order.port for order in second.told(Prepare)] == [PORT, PORT + 1]
         hybrid.will(Enter, ["fail"] * FAILURES)
         with pytest.raises(ExchangeError, match="core-0, hybrid-0 do not find each other: not everyone came"):
             await scene.trainers.leave("hybrid-1")
 
     play(scenario, "hybrid-0")
+
+
+@pytest.mark.parametrize("fates", [["die"], ["break"], ["fail", "fail"]])
+def test_measuring_goes_on_without_those_that_are_lost_in_it(fates: list[Fate]) -> None:
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(MeasureTraining, fates)
+        measured = await scene.trainers.measure(MeasureTraining([[4]], 1))
+        assert len(measured) == (2 if fates[0] == "fail" else 1)
+        assert not any(answer.failure for answer in measured)
+        assert not core.handle.lost
+        assert await scene.step(1) == len(measured)
+
+    play(scenario, "hybrid-0")
+
+
+def test_measuring_that_fails_without_a_loss_is_an_end_after_a_few_times() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(MeasureTraining, ["fail"] * FAILURES)
+        with pytest.raises(ExchangeError, match=f"measuring failed {FAILURES} times although no replica is lost: lost"):
+            await scene.trainers.measure(MeasureTraining([[4]], 1))
+
+    play(scenario, "hybrid-0")
+
+
+def test_one_that_cannot_enter_does_not_hurry_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.membership, "FORMING_SECONDS", 2.0)
+
+    async def scenario(scene: Scene) -> None:
+        core, hybrid = scene.floor.replicas.values()
+        hybrid.will(Enter, ["fail"])
+        receive, fast = core.handle._receive, iter([False])
+
+        def late(message: Message) -> None:
+            delay = 2 * SHORT.floor if isinstance(message, Entered) and not next(fast, True) else 0.0
+            asyncio.get_running_loop().call_later(delay, receive, message)
+
+        core.handle._receive = late  # type: ignore[method-assign]
+        await scene.join("hybrid-1")
+        assert scene.trainers.names() == ("core-0", "hybrid-0", "hybrid-1")
+
+    play(scenario, "hybrid-0", patience=SHORT)
+
+
+def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.unformed = {1}
+        await scene.trainers.join(joiner.handle)
+        assert joiner.told(Prepare) == [Prepare(1, 1, 2, PORT), Prepare(2, 1, 2, PORT + 1)]
+        assert len(joiner.told(Follow)) == 1
+        assert await scene.step(1) == 2
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("order", [Follow, CatchUp])
+def test_a_joiner_that_hangs_holds_the_boundary_for_a_little_while_only(order: type) -> None:
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-0")
+        joiner.will(order, ["hang"])
+        with pytest.raises(WorkerLostError, match="hybrid-0 went away"):
+            await asyncio.wait_for(scene.trainers.join(joiner.handle), 5.0)
+        assert joiner.killed
+
+    play(scenario, patience=SHORT)
 
 
 # --- steps that go wrong -------------------------------------------------------------------------------------------
@@ -336,6 +422,7 @@ def test_when_the_publisher_dies_another_core_publishes() -> None:
         first.will(Commit, ["die"])
         result = await scene.trainers.step(3, SAMPLES, sequences=8, tokens=50)
         assert (result.checksum, result.buffer) == (1003, 1)
+        assert 0 < result.publish_seconds < result.wall_seconds
         assert second.told(Publish) == [Publish(3, 1)]
         assert (scene.trainers.core, scene.trainers.names()) == (second.handle, ("core-1", "hybrid-0"))
         assert await scene.step(4) == 2
@@ -389,17 +476,67 @@ def test_when_one_replica_has_no_sum_nobody_steps() -> None:
     play(scenario, "hybrid-0", "hybrid-1")
 
 
-def test_a_worker_that_breaks_is_an_end() -> None:
+@pytest.mark.parametrize("order", [Train, Commit])
+def test_a_worker_that_breaks_in_a_step_is_lost(order: type) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.floor.replicas["hybrid-0"].will(Train, ["break"])
-        with pytest.raises(WorkerFailedError, match="hybrid-0: broken"):
-            await scene.step(2)
+        hybrid = scene.floor.replicas["hybrid-0"]
+        hybrid.will(order, ["break"])
+        await scene.step(1)
+        assert hybrid.killed and scene.trainers.names() == ("core-0",)
+        assert await scene.step(2) == 1
+        assert_each_sample_is_trained_once(scene, 2)
 
     play(scenario, "hybrid-0")
 
 
+def test_a_worker_that_breaks_while_another_one_joins_does_not_end_the_join() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(Prepare, ["break"])
+        await scene.join("hybrid-1")
+        assert scene.trainers.names() == ("core-0", "hybrid-1")
+        assert await scene.step(1) == 2
+
+    play(scenario, "hybrid-0")
+
+
+def test_the_only_core_that_breaks_is_an_end() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Train, ["break"])
+        with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
+            await scene.step(1)
+
+    play(scenario, "hybrid-0")
+
+
+def test_what_only_a_core_is_asked_may_fail_without_its_loss() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Publish, ["break"])
+        with pytest.raises(WorkerFailedError, match="core-0: broken"):
+            await scene.trainers.ask_core(Publish(3, 1), Published)
+
+    play(scenario)
+
+
+def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(libra.exec.trainers, "ANSWER_DEADLINE", 0.2)
+    monkeypatch.setattr(Membership.ask, "__defaults__", (None, 0.2))
+
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["hybrid-0"].will(Train, ["hang"])
+        # Less than twice what a step may take, and more than any other order has.
+        asyncio.get_running_loop().call_later(0.6, lambda: scene.floor.rounds[1, 1].fail())
+        assert await scene.step(1) == 1
+        assert scene.trainers.names() == ("core-0",)
+
+    play(scenario, "hybrid-0", patience=SHORT)
+
+
 @pytest.mark.parametrize("order", [Train, Commit, Discard, Prepare, Enter])
-def test_a_replica_that_hangs_is_found_and_killed(order: type) -> None:
+def test_a_replica_that_hangs_is_found_and_killed(order: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.membership, "FORMING_SECONDS", SHORT.floor)
+
     async def scenario(scene: Scene) -> None:
         _, second, hybrid = scene.floor.replicas.values()
         hybrid.will(order, ["hang"])

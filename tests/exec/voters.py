@@ -26,6 +26,7 @@ from libra.exec.messages import (
     Failure,
     Follow,
     Identify,
+    MeasureTraining,
     Message,
     Prepare,
     Publish,
@@ -36,6 +37,7 @@ from libra.exec.messages import (
     Stop,
     Train,
     Trained,
+    TrainingMeasured,
 )
 
 Fate = Literal["ok", "die", "hang", "fail", "break", "late", "unsure"]
@@ -96,6 +98,7 @@ class Voter:
         self.fates: dict[type[Message], deque[Fate]] = {}
         self.steps: list[int] = []  # versions
         self.generation = 0
+        self.unformed: set[int] = set()  # generations that do not come about
         self.late = 0  # times that it is not level yet when asked
         self.behind: deque[str] = deque()  # answers to Follow
         self.killed = self.fallen = False
@@ -171,7 +174,11 @@ class Voter:
                     self.late -= 1
                 else:
                     self._copy(StatePlace(self._follows, 0, 0))
-                return self._standing(order.generation in self._prepared)
+                return self._standing(order.generation in self._prepared and order.generation not in self.unformed)
+            case MeasureTraining():
+                members = [voter for voter in self._floor.replicas.values() if voter.generation == self.generation]
+                lost = fate == "fail" or len([voter for voter in members if not voter.fallen]) < self._size
+                return TrainingMeasured([], 0.0, 0.0, "lost" if lost else "")
             case Publish():
                 return Published(order.version, 1000 + order.version)
             case Stop():

@@ -1,7 +1,8 @@
 """The same question to several workers at once, and who is lost for not answering.
 
 Invariant: everyone who was asked has answered, or is lost, when `ask_all` returns. A worker that hangs keeps its
-connection open and answers nothing; it is found by comparison with the others, who had the same to do.
+connection open and answers nothing; it is found by comparison with the others, who had the same to do. One that fails
+in what the others can do is lost, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerLostError
+from libra.exec.handles import ANSWER_DEADLINE, SILENT_LOOKS, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.messages import Message
 
 Reply = TypeVar("Reply", bound=Message)
-_LOST = (WorkerLostError, TimeoutError)
+_LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +52,24 @@ async def ask_all(
     """The answers in the order of the orders; None from a worker that is lost.
 
     `allowed` gives the seconds that all may take, once the first has answered after so many; `deadline` those until the
-    first answer. Who takes longer is declared lost and killed. Raises what a worker that is alive has failed with.
+    first answer. Who takes longer, or fails, is declared lost and killed.
     """
     began = time.monotonic()
+    look, looks = None, SILENT_LOOKS
     tasks = {asyncio.create_task(worker.ask(order, reply, deadline)): worker for worker, order in orders}
     try:
-        waiting, ends = set(tasks), None
+        waiting = set(tasks)
         while waiting:
-            timeout = None if ends is None else max(0.0, ends - time.monotonic())
-            done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if ends is None and any(not isinstance(task.exception(), _LOST) for task in done):
-                ends = began + allowed(time.monotonic() - began)
+            done, waiting = await asyncio.wait(waiting, timeout=look, return_when=asyncio.FIRST_COMPLETED)
+            if look is None and any(not isinstance(task.exception(), _LOST) for task in done):
+                elapsed = time.monotonic() - began
+                look = max(0.0, allowed(elapsed) - elapsed) / SILENT_LOOKS
             elif not done:
+                looks -= 1
+            if not looks:
                 for task in waiting:
                     _give_up(tasks[task], "it did not answer while the others did", kill)
-                ends = None
+                look, looks = None, SILENT_LOOKS
         return [_answer(task, tasks[task], kill) for task in tasks]
     finally:
         for task in tasks:
@@ -85,6 +89,9 @@ def _answer(task: asyncio.Task[Reply], worker: Handle, kill: Callable[[Handle], 
             return None
         case TimeoutError():  # the handle has declared it lost
             kill(worker)
+            return None
+        case WorkerFailedError() as error:
+            _give_up(worker, str(error), kill)
             return None
         case error:
             raise error

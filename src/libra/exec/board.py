@@ -65,8 +65,9 @@ class StateBoard:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Whatever alters the state happens in here. Left with an error, the state stays marked as broken."""
-        self._shared.header[SEQUENCE] += 1
+        """Whatever alters the state happens in here. Left with an error, the state stays marked as broken until a
+        change ends well."""
+        self._shared.header[SEQUENCE] |= 1
         yield
         self._shared.header[CHECKSUM] = self._shared.checksum(PARAMETERS)
         self._shared.header[SEQUENCE] += 1

@@ -18,10 +18,10 @@ from threading import Thread
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from libra.exec.messages import Prepare
+from libra.exec.messages import FORMING_SECONDS, Prepare
 
 _HOST = "127.0.0.1"
-FORMING = timedelta(seconds=20)  # everyone is told within milliseconds; who has not come by then will not come
+FORMING = timedelta(seconds=FORMING_SECONDS)
 
 
 class PeerLostError(RuntimeError):
@@ -52,7 +52,7 @@ class GradientExchange:
             forming.group.set_result(None)
             return
         try:
-            if order.rank == 0 and self._store is None:
+            if order.rank == 0 and (self._store is None or self._store.port != order.port):
                 self._store = _serve_store(order.port)
         except OSError as error:
             forming.group.set_exception(error)
@@ -60,11 +60,11 @@ class GradientExchange:
             Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
 
     def formed(self, generation: int, seconds: float) -> bool:
-        """Whether entering that membership would not have to wait, after at most `seconds`."""
+        """Whether that membership can be entered without waiting, after at most `seconds`."""
         forming = self._prepared(generation)
         with contextlib.suppress(Exception):  # how it failed is told by `enter`
             forming.group.result(seconds)
-        return forming.group.done()
+        return forming.group.done() and forming.group.exception() is None
 
     def enter(self, generation: int) -> None:
         """Exchange with the replicas of that membership from now on.

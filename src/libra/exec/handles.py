@@ -39,11 +39,12 @@ from libra.exec.messages import (
 START_DEADLINE = 120.0  # seconds from the order to readiness
 ANSWER_DEADLINE = 300.0  # seconds for any other order
 
-# An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
-# most seconds; one that is silent for so many looks hangs, or is too slow to wait for. Looks are counted, not seconds:
-# a controller that was held up itself looks less often.
-LOOK_SECONDS = 1.0
+# A worker that owes an answer is looked at so many times. Looks are counted, not seconds: a controller that was held up
+# itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
 SILENT_LOOKS = 20
+# An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
+# most seconds; one that is silent at all looks, so far apart, hangs, or is too slow to wait for.
+LOOK_SECONDS = 1.0
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -85,12 +86,15 @@ class Handle:
             asked: asyncio.Future[FromWorker | None] = asyncio.get_running_loop().create_future()
             self._asked.append(asked)
             self._channel.send(message)
-            try:
-                async with asyncio.timeout(deadline):
-                    answer = await asked
-            except TimeoutError:
-                self.declare_lost(f"no answer to {type(message).__name__} in {deadline:.0f} s")
-                raise
+            for _ in range(SILENT_LOOKS):
+                await asyncio.wait([asked], timeout=deadline / SILENT_LOOKS)
+                if asked.done():
+                    break
+            else:
+                why = f"no answer to {type(message).__name__} in {deadline:.0f} s"
+                self.declare_lost(why)
+                raise TimeoutError(f"worker {self.name}: {why}")
+            answer = asked.result()
         if answer is None:
             raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
         if isinstance(answer, Failure):

@@ -75,7 +75,8 @@ class Joiner:
                 if self._behind:
                     raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
             self._wanted = here
-            there = await self._ask(CatchUp(here.number, self._generation, HOLD))
+            catch_up = CatchUp(here.number, self._generation, HOLD)
+            there = await self._ask(catch_up, HOLD + members.patience.floor)
             if not (there.ready and (there.number, there.parameter_hash) == (here.number, here.parameter_hash)):
                 return None
             (members.cores if self._core else members.hybrids).append(self._replica)
@@ -86,16 +87,21 @@ class Joiner:
 
     async def _come_level(self, wanted: Standing) -> None:
         """Give it time to reach the state that the core had at the last boundary, while steps are made."""
-        there = await self._ask(CatchUp(wanted.number, self._generation, self._membership.patience.unknown))
+        patience = self._membership.patience
+        catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
+        there = await self._ask(catch_up, patience.unknown + patience.floor)
         self._behind = there.behind
         if there.number == wanted.number and there.parameter_hash != wanted.parameter_hash:
             self._follows = None  # what it holds is not what the core held: from the beginning
+        elif there.number == wanted.number and not there.ready:
+            self._generation = 0  # it did not form: another one is prepared
+            self._membership.meet_elsewhere()
 
     async def _follow(self, place: StatePlace) -> None:
-        self._behind = (await self._ask(Follow(place))).behind
+        self._behind = (await self._ask(Follow(place), self._membership.patience.unknown)).behind
 
-    async def _ask(self, order: Message) -> Standing:
-        [standing] = await self._membership.ask([(self._replica, order)], Standing)
+    async def _ask(self, order: Message, deadline: float) -> Standing:
+        [standing] = await self._membership.ask([(self._replica, order)], Standing, deadline=deadline)
         if standing is None:
             raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
         return standing

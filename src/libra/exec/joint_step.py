@@ -22,7 +22,7 @@ class StepResult:
     wall_seconds: float  # as the controller saw it
     compute_seconds: float
     exchange_seconds: float
-    publish_seconds: float
+    publish_seconds: float  # the new weights written for the engines
     forward_tokens: int
     generated_tokens: int
     clip_share: float
@@ -32,7 +32,12 @@ class StepResult:
 
 
 def summarise(
-    votes: Sequence[Reduced], trained: Trained, checksum: int, buffer: int, wall_seconds: float
+    votes: Sequence[Reduced],
+    trained: Trained,
+    checksum: int,
+    buffer: int,
+    wall_seconds: float,
+    publish_seconds: float,
 ) -> StepResult:
     """A committed step, from the votes of all its replicas and the answer of one that stepped."""
     generated = sum(vote.generated_tokens for vote in votes)
@@ -45,7 +50,7 @@ def summarise(
         compute_seconds=max(vote.compute_seconds for vote in votes),
         # Who waits for the others in the exchange is not slow: it takes what it takes the last to come.
         exchange_seconds=min(vote.exchange_seconds for vote in votes),
-        publish_seconds=trained.publish_seconds,
+        publish_seconds=publish_seconds,
         forward_tokens=sum(vote.forward_tokens for vote in votes),
         generated_tokens=generated,
         clip_share=sum(vote.clipped for vote in votes) / max(generated, 1),

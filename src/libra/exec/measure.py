@@ -22,7 +22,7 @@ from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.cost.fit import fit_linear
 from libra.exec.executor import Executor
 from libra.exec.fleet import Instance
-from libra.exec.messages import Generate, MeasureEngine, MeasureTraining, TrainingMeasured
+from libra.exec.messages import Generate, MeasureEngine, MeasureTraining
 from libra.exec.trainers import Trainers
 
 _REPEATS = 3
@@ -44,9 +44,7 @@ async def measure(
     model: str,
 ) -> DeviceProfile:
     """Measure all workers at once; a few seconds on the tiny models of the examples."""
-    training = asyncio.gather(
-        *(replica.ask(_training_points(config), TrainingMeasured) for replica in trainers.replicas())
-    )
+    training = asyncio.create_task(trainers.measure(_training_points(config)))
     rows = [row for rows in await asyncio.gather(*(_engine_rows(entry, config) for entry in instances)) for row in rows]
     fit = fit_linear([features for features, _ in rows], [seconds for _, seconds in rows])
     replicas = await training
@@ -74,9 +72,7 @@ async def measure_switch(executor: Executor, config: RunConfig) -> SwitchCost:
     busy = asyncio.gather(*(_engine_rows(entry, config) for entry in (engine, *others)))
     joins = [await executor.restart(name) for name in executor.trainers.hybrids()]
     await busy
-    training = asyncio.gather(
-        *(replica.ask(_training_points(config), TrainingMeasured) for replica in executor.trainers.replicas()),
-    )
+    training = asyncio.create_task(executor.trainers.measure(_training_points(config)))
     generating = asyncio.gather(*(_engine_rows(entry, config) for entry in others))
     start = await executor.restart(engine.handle.name)
     await asyncio.gather(training, generating)

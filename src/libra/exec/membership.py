@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from libra.exec.answers import Patience, ask_all
 from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerLostError
-from libra.exec.messages import Done, Enter, Entered, Message, Prepare
+from libra.exec.messages import FORMING_SECONDS, Done, Enter, Entered, Message, Prepare
 
 FAILURES = 3  # in a row although no replica is lost, before it is an error
 
@@ -80,16 +80,24 @@ class Membership:
         await self.ask(orders, Done, deadline=self.patience.floor)
         return self.prepared
 
+    def meet_elsewhere(self) -> None:
+        """The next generation meets at another port: somebody else may have taken this one."""
+        self._host = None
+
     async def enter(self, generation: int) -> None:
         """All present replicas enter; into a newer generation when that does not come about or somebody is lost on the
         way. Raises `CoreLostError`, `ExchangeError`."""
         failures = 0
         while True:
-            answers = await self.ask([(replica, Enter(generation)) for replica in self.replicas], Entered)
+            orders = [(replica, Enter(generation)) for replica in self.replicas]
+            # One that fails at once has told nothing of how long the others may wait for each other.
+            answers = await self.ask(orders, Entered, lambda elapsed: FORMING_SECONDS + self.patience.beside(elapsed))
             why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
             somebody_lost = self.forget_lost()
             if not why and not somebody_lost:
                 return
+            if why:
+                self.meet_elsewhere()
             failures += not somebody_lost
             if failures == FAILURES:
                 names = ", ".join(replica.name for replica in self.replicas)

@@ -133,6 +133,11 @@ class Discard(Message, frozen=True):
     """The step is not made: forget the gradient that awaits a verdict. The state is what it was before `Train`."""
 
 
+# To form a membership: everyone is told within milliseconds, and who has not come by then will not come. A replica that
+# is told to enter waits for the others so long at most.
+FORMING_SECONDS = 20.0
+
+
 class Prepare(Message, frozen=True):
     """Form the membership of `size` replicas in which this one is number `rank`, beside the present one."""
 
@@ -255,6 +260,7 @@ class TrainingMeasured(Message, frozen=True):
     batches: list[tuple[int, float]]
     step_seconds: float  # clip, optimiser, hash
     exchange_seconds: float
+    failure: str = ""  # why nothing was measured; empty where it was
 
 
 class Reduced(Message, frozen=True):

@@ -285,10 +285,9 @@ class PostTraining:
             version=result.version,
             step_seconds=ended - last_end,
             generate_seconds=self._engine_counters.busiest_seconds,
-            train_seconds=result.compute_seconds,
+            train_seconds=result.wall_seconds - result.exchange_seconds - result.publish_seconds,
             exchange_seconds=result.exchange_seconds,
-            publish_seconds=(stepped_at - trained_at - result.compute_seconds - result.exchange_seconds)
-            + (ended - stepped_at),
+            publish_seconds=result.publish_seconds + (ended - stepped_at),
             load_seconds=fmean(loads) if loads else 0.0,
             wait_seconds=trained_at - last_end,
             reward_mean=fmean(episode.reward for episode in batch.episodes),

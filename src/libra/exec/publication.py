@@ -19,15 +19,11 @@ from libra.exec.messages import StatePlace
 from libra.exec.shared_vectors import LayoutError, Vector, attach
 
 _PAUSE = 0.001  # seconds between two looks at a state that is being changed
-_LOOKS = 30_000  # half a minute at least; an optimiser step takes seconds at most
+_LOOKS = 30  # in a row: who looks must get back to its own orders
 
 
 class OverrunError(RuntimeError):
     """The update that was asked for is not there any more: only a new copy of the state leads on."""
-
-
-class SilentError(RuntimeError):
-    """The core has been in the middle of a change for too long: it hangs, or is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +39,11 @@ class State:
 class Publication(Protocol):
     """Everything that a joiner needs of a core."""
 
+    def at_rest(self) -> bool:
+        """Whether the state is in no change now; waits some hundredths of a second for one to end."""
+
     def copy_state(self, into: Sequence[torch.Tensor]) -> State | None:
-        """Fill the board's three vectors; None when the state changed meanwhile and they hold no whole one. Waits for
-        a change to end; raises `SilentError`."""
+        """Fill the board's three vectors; None when the state changed meanwhile and they hold no whole one."""
 
     def has_update(self, number: int) -> bool:
         """Whether the update to state `number` is there yet. Raises `OverrunError` when it is there no more."""
@@ -66,8 +64,18 @@ class SharedPublication:
         self._numbers = self._ring.header.reshape(SLOTS, gradient_ring.CELLS)
         self._doubles = self._numbers.view(np.float64)
 
+    def at_rest(self) -> bool:
+        for _ in range(_LOOKS):
+            if self._board.header[board.SEQUENCE] % 2 == 0:
+                return True
+            _wait()
+        return False
+
     def copy_state(self, into: Sequence[torch.Tensor]) -> State | None:
-        sequence, header = self._settled(), self._board.header
+        header = self._board.header
+        sequence = int(header[board.SEQUENCE])
+        if sequence % 2:
+            return None
         rate = float(header.view(np.float64)[board.LEARNING_RATE])
         state = State(sequence // 2, int(header[board.CHECKSUM]), int(header[board.STEPS]), rate)
         for source, target in zip(self._board.vectors, into, strict=True):
@@ -95,15 +103,6 @@ class SharedPublication:
             float(doubles[gradient_ring.DENOMINATOR]),
             float(doubles[gradient_ring.NORM]),
         )
-
-    def _settled(self) -> int:
-        """The sequence number, once it is even."""
-        for _ in range(_LOOKS):
-            sequence = int(self._board.header[board.SEQUENCE])
-            if sequence % 2 == 0:
-                return sequence
-            _wait()
-        raise SilentError("the core replica does not get done with a change of its state")
 
 
 def _copy(source: Vector, target: Vector) -> None:

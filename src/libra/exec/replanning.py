@@ -15,6 +15,7 @@ from libra.cost.device import DeviceProfile, scaled
 from libra.cost.train import step_seconds
 from libra.exec.joint_step import StepResult
 from libra.exec.pool import Role, Worker
+from libra.exec.ratio import Ratio
 from libra.exec.rollout import Episode
 from libra.lengths import LengthTracker
 from libra.plan.moves import diff, seconds
@@ -24,24 +25,6 @@ from libra.plan.replan import Decision, decide
 from libra.plan.request import make_request, make_tracker
 from libra.plan.slots import Fleet, SlotRequest
 from libra.plan.solve import solve
-
-_HALF_LIFE_STEPS = 5.0  # of the ratios below: they drift as the policy learns
-
-
-@dataclass(slots=True)
-class Ratio:
-    """An exponentially forgotten ratio of sums; 1 before anything was observed."""
-
-    above: float = 0.0
-    below: float = 0.0
-
-    def observe(self, above: float, below: float) -> None:
-        keep = 0.5 ** (1 / _HALF_LIFE_STEPS)
-        self.above, self.below = keep * self.above + above, keep * self.below + below
-
-    @property
-    def value(self) -> float:
-        return self.above / self.below if self.below else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,8 +178,20 @@ class Trainer:
                     tensor.copy_(moments[key])
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
-        """Time training at this device's pace. Parameters and optimiser state are put back afterwards."""
+        """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""
         kept = self.state.keep()
+        try:
+            return self._measure(order)
+        except PeerLostError as error:
+            return TrainingMeasured([], 0.0, 0.0, str(error))
+        finally:
+            self.state.put_back(kept)
+
+    def pace(self) -> None:
+        """Sleep what this device owes."""
+        self._pacer.pace()
+
+    def _measure(self, order: MeasureTraining) -> TrainingMeasured:
         batches: list[tuple[int, float]] = []
         steps: list[float] = []
         exchanges: list[float] = []
@@ -196,12 +208,7 @@ class Trainer:
                     batches.append((vote.forward_tokens, vote.compute_seconds))
                     exchanges.append(vote.exchange_seconds)
                     steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
-        self.state.put_back(kept)
         return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
-
-    def pace(self) -> None:
-        """Sleep what this device owes."""
-        self._pacer.pace()
 
     def _backward(self, samples: list[Sample]) -> _Sums:
         """Add the gradient of the summed loss to the gradient that is open."""

@@ -13,11 +13,25 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from libra.exec.answers import STANDARD, Patience
-from libra.exec.handles import Handle
+from libra.exec.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.exec.joining import Joiner, JoinError
 from libra.exec.joint_step import StepResult, split_evenly, summarise, tokens_of
 from libra.exec.membership import FAILURES, ExchangeError, Membership
-from libra.exec.messages import Commit, Discard, Done, Message, Publish, Published, Reduced, Sample, Train, Trained
+from libra.exec.messages import (
+    Commit,
+    Discard,
+    Done,
+    MeasureTraining,
+    Message,
+    Publish,
+    Published,
+    Reduced,
+    Sample,
+    Train,
+    Trained,
+    TrainingMeasured,
+)
+from libra.exec.ratio import Ratio
 from libra.exec.weights import BUFFERS
 
 Reply = TypeVar("Reply", bound=Message)
@@ -41,7 +55,7 @@ class Trainers:
         self._patience, self._kill = patience, kill
         self._members = Membership(core, find_port, patience, kill)
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
-        self._token_seconds: float | None = None  # of the slowest replica in the last step
+        self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
         self.boundary = asyncio.Lock()
 
     @property
@@ -102,9 +116,29 @@ class Trainers:
     async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
         """What a core replica answers; when it goes away, the next one. Raises `CoreLostError`, `WorkerFailedError`."""
         while True:
-            [answer] = await self._members.ask([(self.core, order)], reply)
-            if answer is not None:
-                return answer
+            core = self.core
+            try:
+                return await core.ask(order, reply)
+            except WorkerLostError:
+                pass
+            except TimeoutError:  # the handle has declared it lost
+                self._kill(core)
+
+    async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
+        """What training costs on every replica, timed together while no step is made; again by those who are left when
+        one is lost. Raises `CoreLostError`, `ExchangeError`."""
+        async with self._changing:
+            await self._members.tidy()
+            failures, why = 0, ""
+            while failures < FAILURES:
+                answers = await self._members.ask([(replica, order) for replica in self.replicas()], TrainingMeasured)
+                measured = [answer for answer in answers if answer is not None and not answer.failure]
+                if len(measured) == self.size:
+                    return measured
+                why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+                failures += not self._members.forget_lost()
+                await self._members.regroup()
+            raise ExchangeError(f"measuring failed {failures} times although no replica is lost: {why}")
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
@@ -129,14 +163,21 @@ class Trainers:
         """Every replica back-propagates its share and adds up; None from those that are lost."""
         shares = split_evenly(samples, self.size)
         allowed = self._patience.unknown
-        if self._token_seconds is not None:
-            allowed = self._patience.beside(self._token_seconds * max(tokens_of(share) for share in shares))
+        if self._token_seconds.below:
+            allowed = self._patience.beside(self._token_seconds.value * max(tokens_of(share) for share in shares))
         orders = [
             # The denominator is a sum over replicas: one of them reports the whole batch.
             (replica, Train(version, share, sequences * (rank == 0), tokens * (rank == 0), allowed))
             for rank, (replica, share) in enumerate(zip(self.replicas(), shares, strict=True))
         ]
-        return await self._members.ask(orders, Reduced, lambda elapsed: max(allowed, elapsed + self._patience.grace))
+        grace = self._patience.grace
+        return await self._members.ask(
+            orders,
+            Reduced,
+            lambda elapsed: max(allowed, elapsed + grace),
+            # All votes may come late: a share takes at most `allowed`, and the wait for one that hangs as long again.
+            max(ANSWER_DEADLINE, 2 * allowed + grace),
+        )
 
     async def _discard(self) -> None:
         """Everyone who is left forgets the gradient."""
@@ -157,9 +198,12 @@ class Trainers:
                 f"after step {version} the replicas {', '.join(self.names())} hold different parameters"
             )
         if answers[0] is not None:
-            checksum = answers[0].checksum
+            checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
         else:  # who was to publish is lost
+            asked = time.monotonic()
             checksum = (await self.ask_core(Publish(version, buffer), Published)).checksum
-        speeds = [vote.compute_seconds / vote.forward_tokens for vote in votes if vote.forward_tokens]
-        self._token_seconds = max(speeds, default=self._token_seconds)
-        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began)
+            publish_seconds = time.monotonic() - asked
+        largest = max(vote.forward_tokens for vote in votes)
+        if largest:
+            self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
+        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began, publish_seconds)

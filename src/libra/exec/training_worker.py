@@ -12,7 +12,7 @@ import torch
 
 from libra.exec.channel import WorkerChannel
 from libra.exec.elastic import PeerLostError
-from libra.exec.follower import BehindError, Follower
+from libra.exec.follower import BehindError, Follower, SilentError
 from libra.exec.messages import (
     CatchUp,
     Commit,
@@ -40,7 +40,6 @@ from libra.exec.messages import (
     WarmUp,
 )
 from libra.exec.pace import Pacer
-from libra.exec.publication import SilentError
 from libra.exec.shared_vectors import LayoutError
 from libra.exec.trainer import Trainer
 
