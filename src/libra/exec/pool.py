@@ -20,8 +20,9 @@ class Role(StrEnum):
     FAILED = "failed"  # its process is gone
 
 
-# Seconds a worker may stay in a passing role; it is failed when it overstays. Both cover the wait for a training step
-# to end, at most 300 s, which is what any order has (`handles.ANSWER_DEADLINE`). A start has 120 s, draining 30 s.
+# Seconds a worker may stay in a passing role; it is failed when it overstays. A start has 120 s and draining 30 s, and
+# either 300 s to wait for the ends of training steps: a replica leaves at the second one, and joins after a few, so
+# steps of minutes are too long for it.
 DEADLINES = {Role.JOINING: 120.0 + 300.0, Role.DRAINING: 30.0 + 300.0}
 
 # A process may die of something that passes, so its slot is used again. Three within an hour have a cause that starting
