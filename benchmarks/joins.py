@@ -33,11 +33,11 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.config import ModelConfig
-from libra.exec.handles import Handle
-from libra.exec.launch_local import LocalLauncher
-from libra.exec.messages import Sample, StartTrainer
+from libra.exec.launch.handles import Handle
+from libra.exec.launch.local import LocalLauncher
 from libra.exec.tiny_model import write_tiny_model
-from libra.exec.trainers import Trainers
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import Sample, StartTrainer
 
 WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower
 

@@ -30,7 +30,7 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.config import ClusterConfig
-from libra.exec.pace import Pacer
+from libra.exec.launch.pace import Pacer
 
 TOLERANCE = 0.10  # relative; a slot may be this much slower, or faster, when its neighbours are busy
 GOAL = "within 10 %"

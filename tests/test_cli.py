@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from libra.cli import app
 from libra.config import ConfigError, load_config
 from libra.disk import DiskError
-from libra.exec.checkpoint import FORMAT
+from libra.exec.loop.checkpoint import FORMAT
 from libra.exec.run_lock import locked
 from libra.plan.cluster_request import ClusterRequest
 from libra.plan.document import dump_plan, parse_plan

@@ -94,14 +94,14 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.disk import DiskError, writing
-    from libra.exec.episode_file import EpisodeFileError
-    from libra.exec.handles import WorkerFailedError, WorkerLostError
-    from libra.exec.journal import JournalError
-    from libra.exec.launch_local import LaunchError
-    from libra.exec.membership import CoreLostError, ExchangeError
+    from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+    from libra.exec.launch.local import LaunchError
+    from libra.exec.pool.journal import JournalError
     from libra.exec.preflight import prepare_run_directory
+    from libra.exec.rollout.episode_file import EpisodeFileError
     from libra.exec.run import run as run_session
-    from libra.exec.trainers import DivergedError
+    from libra.exec.train.membership import CoreLostError, ExchangeError
+    from libra.exec.train.trainers import DivergedError
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.html import render_report
     from libra.report.live import make_display

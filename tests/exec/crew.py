@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from replicas import free_port, make_trainer
 
-from libra.exec.channel import ControllerChannel, WorkerChannel
-from libra.exec.handles import Handle
-from libra.exec.launch_local import WorkerLink
-from libra.exec.messages import Precision
-from libra.exec.trainer import Trainer
-from libra.exec.trainers import Trainers
-from libra.exec.training_worker import TrainingWorker
+from libra.exec.launch.handles import Handle
+from libra.exec.launch.local import WorkerLink
+from libra.exec.train.trainer import Trainer
+from libra.exec.train.trainers import Trainers
+from libra.exec.train.training_worker import TrainingWorker
+from libra.exec.wire.channel import ControllerChannel, WorkerChannel
+from libra.exec.wire.messages import Precision
 
 
 @dataclass

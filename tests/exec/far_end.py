@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from libra.exec.channel import ControllerChannel, WorkerChannel
-from libra.exec.handles import Handle
-from libra.exec.launch_local import WorkerLink
-from libra.exec.messages import Generated, Message, Piece, ToWorker
+from libra.exec.launch.handles import Handle
+from libra.exec.launch.local import WorkerLink
+from libra.exec.wire.channel import ControllerChannel, WorkerChannel
+from libra.exec.wire.messages import Generated, Message, Piece, ToWorker
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 

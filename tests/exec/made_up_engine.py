@@ -12,11 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from libra.exec.channel import ControllerChannel
-from libra.exec.handles import EngineHandle
-from libra.exec.launch_local import WorkerLink
-from libra.exec.messages import Done, FromWorker, Generate, Generated, Interrupt, Loaded, LoadWeights, Message, Stop
-from libra.exec.report import Report, Sampled
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.launch.local import WorkerLink
+from libra.exec.rollout.report import Report, Sampled
+from libra.exec.wire.channel import ControllerChannel
+from libra.exec.wire.messages import (
+    Done,
+    FromWorker,
+    Generate,
+    Generated,
+    Interrupt,
+    Loaded,
+    LoadWeights,
+    Message,
+    Stop,
+)
 
 STOP = ord(";")
 ALPHABET = [*map(ord, "abcdefg"), STOP]

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
-from libra.exec.channel import ControllerChannel
-from libra.exec.launch_local import WorkerLink
-from libra.exec.messages import (
+from libra.exec.launch.local import WorkerLink
+from libra.exec.wire.channel import ControllerChannel
+from libra.exec.wire.messages import (
     CatchUp,
     Commit,
     Done,

@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from libra.exec.launch_local import WORKER_ENVIRONMENT, LocalLauncher
-from libra.exec.weights import create_buffer
+from libra.exec.launch.local import WORKER_ENVIRONMENT, LocalLauncher
+from libra.exec.wire.weights import create_buffer
 
 BARE = """
 import sys
-import libra.exec.nursery as nursery
+import libra.exec.launch.nursery as nursery
 nursery._import_everything = lambda: None
 nursery.main(int(sys.argv[1]), int(sys.argv[2]))
 """
-TRAINING = BARE.replace("import sys\n", "import sys\nimport libra.exec.training_worker\n")
+TRAINING = BARE.replace("import sys\n", "import sys\nimport libra.exec.train.training_worker\n")
 
 
 @asynccontextmanager

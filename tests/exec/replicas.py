@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from accelerate.state import AcceleratorState
 
-from libra.exec.grpo import Denominator
-from libra.exec.messages import Commit, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
-from libra.exec.pace import Pacer
-from libra.exec.trainer import Trainer
-from libra.exec.weights import create_buffer
+from libra.exec.launch.pace import Pacer
+from libra.exec.train.grpo import Denominator
+from libra.exec.train.trainer import Trainer
+from libra.exec.wire.messages import Commit, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
+from libra.exec.wire.weights import create_buffer
 
 R = TypeVar("R")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle
-from libra.exec.messages import Generate, Piece
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.wire.messages import Generate, Piece
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 from libra.trajectory import Trajectory

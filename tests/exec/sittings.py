@@ -15,21 +15,21 @@ from scripted import AskTool, MergingCodec, letters
 
 from libra.config import RunConfig
 from libra.environments.protocol import Prompt
-from libra.exec.counters import EngineCounters
-from libra.exec.episode_file import EpisodeFile, History
-from libra.exec.executor import Executor
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle
 from libra.exec.interrupted import read_interrupted
-from libra.exec.joint_step import StepResult
-from libra.exec.journal import Journal, Start
-from libra.exec.membership import CoreLostError
-from libra.exec.messages import Done, Generate, Message, Piece, Sample, SaveCheckpoint
-from libra.exec.posttrain import PostTraining
-from libra.exec.recorder import Recorded, Recorder, missing_trajectories
-from libra.exec.replanning import Replanner
-from libra.exec.rollout import Episode, Rollout
-from libra.exec.steering import Steering
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.loop.counters import EngineCounters
+from libra.exec.loop.posttrain import PostTraining
+from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
+from libra.exec.loop.replanning import Replanner
+from libra.exec.loop.steering import Steering
+from libra.exec.pool.executor import Executor
+from libra.exec.pool.journal import Journal, Start
+from libra.exec.rollout.episode_file import EpisodeFile, History
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.rollout import Episode, Rollout
+from libra.exec.train.joint_step import StepResult
+from libra.exec.train.membership import CoreLostError
+from libra.exec.wire.messages import Done, Generate, Message, Piece, Sample, SaveCheckpoint
 from libra.plan.problem import Allocation, Bucket
 from libra.report.live import PlainDisplay
 from libra.report.records import Evaluation

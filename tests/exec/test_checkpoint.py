@@ -12,10 +12,10 @@ import pytest
 
 from libra.config import ConfigError
 from libra.disk import DiskError
-from libra.exec.checkpoint import RunState, latest_checkpoint, save_checkpoint
-from libra.exec.handles import WorkerFailedError, WorkerLostError
-from libra.exec.messages import Done, Message, SaveCheckpoint
-from libra.exec.trainers import Trainers
+from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import Done, Message, SaveCheckpoint
 from libra.report.records import Evaluation
 
 STATE = RunState(3, 12.5, {"seen": 7}, {"policy": "some"}, Evaluation("start", 0, 8, 0.25, 0.5, 2.0))

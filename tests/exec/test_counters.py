@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from libra.exec.counters import EngineCounters
-from libra.exec.fleet import Instance
-from libra.exec.handles import EngineHandle
-from libra.exec.replanning import EngineWork
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.loop.counters import EngineCounters
+from libra.exec.loop.replanning import EngineWork
+from libra.exec.rollout.fleet import Instance
 
 
 def engine(pid: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> Instance:

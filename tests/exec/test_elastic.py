@@ -18,16 +18,16 @@ import torch
 from msgspec.structs import replace
 from replicas import BATCH, PATIENCE, at_once, free_port, make_trainer, order, regroup, train
 
-import libra.exec.elastic
-from libra.exec.elastic import GradientExchange, PeerLostError
-from libra.exec.messages import Prepare
+import libra.exec.train.elastic
+from libra.exec.train.elastic import GradientExchange, PeerLostError
+from libra.exec.wire.messages import Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEER = """
 import sys
-from libra.exec.elastic import GradientExchange
-from libra.exec.messages import Prepare
+from libra.exec.train.elastic import GradientExchange
+from libra.exec.wire.messages import Prepare
 exchange = GradientExchange()
 exchange.prepare(Prepare(1, 1, 2, int(sys.argv[1])))
 exchange.enter(1)
@@ -128,7 +128,7 @@ def test_nobody_else_is_listened_to() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.elastic, "FORMING", timedelta(milliseconds=200))
+    monkeypatch.setattr(libra.exec.train.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
     trainer.exchange.prepare(Prepare(1, rank, 2, free_port()))
     with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
@@ -147,7 +147,7 @@ def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
     prepare([core, hybrid], 2, port)
     began = time.monotonic()
     enter([core, hybrid], 2)
-    assert time.monotonic() - began < libra.exec.elastic.FORMING.total_seconds() / 2
+    assert time.monotonic() - began < libra.exec.train.elastic.FORMING.total_seconds() / 2
     assert sums([core, hybrid], [1.0, 2.0]) == [[3.0, 2.0]] * 2
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.disk import DiskError
-from libra.exec.episode_file import EpisodeFile, EpisodeFileError, Group, History, TakenBatch, read_history
 from libra.exec.line_file import LineFile
-from libra.exec.rollout import Episode
+from libra.exec.rollout.episode_file import EpisodeFile, EpisodeFileError, Group, History, TakenBatch, read_history
+from libra.exec.rollout.rollout import Episode
 from libra.trajectory import Trajectory, Turn
 
 

@@ -15,10 +15,10 @@ from made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_to
 from scripted import AskTool
 
 from libra.environments.protocol import Prompt, ToolCall
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle
-from libra.exec.messages import LoadWeights
-from libra.exec.rollout import Episode, Rollout
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.rollout import Episode, Rollout
+from libra.exec.wire.messages import LoadWeights
 from libra.plan.problem import Allocation, Bucket
 from libra.route import policy
 from libra.route.catalogue import POLICIES, policy_named

@@ -14,12 +14,15 @@ from scripted import FirstInstance
 
 from libra.config import RunConfig
 from libra.disk import DiskError
-from libra.exec import executor as executor_module
-from libra.exec.executor import Executor
-from libra.exec.fleet import Fleet
-from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
-from libra.exec.launch_local import ForkError, LocalLauncher, WorkerLink
-from libra.exec.messages import (
+from libra.exec.launch.local import ForkError, LocalLauncher, WorkerLink
+from libra.exec.pool import executor as executor_module
+from libra.exec.pool.executor import Executor
+from libra.exec.pool.journal import Journal, Lost, Process, Start, Step, read_journal
+from libra.exec.pool.mover import Moved
+from libra.exec.pool.pool import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
+from libra.exec.pool.processes import Processes
+from libra.exec.rollout.fleet import Fleet
+from libra.exec.wire.messages import (
     Failure,
     Identify,
     LoadCheckpoint,
@@ -34,9 +37,6 @@ from libra.exec.messages import (
     StatePlace,
     Stop,
 )
-from libra.exec.mover import Moved
-from libra.exec.pool import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
-from libra.exec.processes import Processes
 from libra.plan.problem import Allocation, Bucket
 
 CONFIG = RunConfig.model_validate(

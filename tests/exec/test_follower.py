@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_states import gradient, make_state, step, vectors
 
-import libra.exec.follower
-import libra.exec.publication
-from libra.exec.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
-from libra.exec.follower import SNAPSHOTS, BehindError, Follower, SilentError
-from libra.exec.gradient_ring import SLOTS, Update
-from libra.exec.publication import OverrunError
-from libra.exec.shared_vectors import Vector
-from libra.exec.train_state import TrainState
+import libra.exec.train.follower
+import libra.exec.train.publication
+from libra.exec.train.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
+from libra.exec.train.follower import SNAPSHOTS, BehindError, Follower, SilentError
+from libra.exec.train.gradient_ring import SLOTS, Update
+from libra.exec.train.publication import OverrunError
+from libra.exec.train.train_state import TrainState
+from libra.exec.wire.shared_vectors import Vector
 
 
 class Core:
@@ -103,8 +103,8 @@ def test_a_torn_state_is_never_taken_for_a_whole_one(
         core.act(next(pauses, 0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libra.exec.publication, "_copy", torn_copy)
-        patch.setattr(libra.exec.publication, "_wait", lambda: core.act(1))
+        patch.setattr(libra.exec.train.publication, "_copy", torn_copy)
+        patch.setattr(libra.exec.train.publication, "_wait", lambda: core.act(1))
         follower, going = Follower(publication, joiner), True
         while going:
             try:
@@ -131,7 +131,7 @@ def with_copies(patch: pytest.MonkeyPatch, before_each: Callable[[], None]) -> N
         before_each()
         target[:] = source
 
-    patch.setattr(libra.exec.publication, "_copy", copy)
+    patch.setattr(libra.exec.train.publication, "_copy", copy)
 
 
 def test_a_joiner_takes_one_copy_and_then_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_gradient_that_is_overwritten_while_it_is_copied_is_refused(
         core.gradient()
         target[half:] = source[half:]
 
-    monkeypatch.setattr(libra.exec.publication, "_copy", copy)
+    monkeypatch.setattr(libra.exec.train.publication, "_copy", copy)
     with pytest.raises(OverrunError, match="overwritten while it was copied"):
         joiner.take_update(publication, core.number - SLOTS + 2)
     assert all(torch.equal(a, b) for a, b in zip(vectors(joiner), before, strict=True))
@@ -203,13 +203,13 @@ def test_a_core_that_is_always_faster_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 def test_a_core_that_does_not_get_done_with_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     core, joiner = make_state(0), make_state(1)
-    monkeypatch.setattr(libra.exec.publication, "_wait", lambda: None)
+    monkeypatch.setattr(libra.exec.train.publication, "_wait", lambda: None)
     follower = Follower(joiner.publication_at(core.place), joiner)
     with core.change():
         for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
             follower.advance()
             assert follower.number is None
-        monkeypatch.setattr(libra.exec.follower, "SILENT_SECONDS", 0.0)
+        monkeypatch.setattr(libra.exec.train.follower, "SILENT_SECONDS", 0.0)
         with pytest.raises(SilentError, match="does not get done"):
             follower.advance()
     follower.advance()

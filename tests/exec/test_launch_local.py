@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from nurseries import BARE, nursery
 
-from libra.exec.launch_local import ForkError, LaunchError, LocalLauncher, WorkerLink
-from libra.exec.messages import Failure, Stop
+from libra.exec.launch.local import ForkError, LaunchError, LocalLauncher, WorkerLink
+from libra.exec.wire.messages import Failure, Stop
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
@@ -120,7 +120,7 @@ def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: P
 
 
 def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.exec.launch_local._EXIT_SECONDS", 0.05)
+    monkeypatch.setattr("libra.exec.launch.local._EXIT_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
@@ -143,7 +143,7 @@ def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatc
 
 
 def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.exec.launch_local._SPAWN_SECONDS", 0.05)
+    monkeypatch.setattr("libra.exec.launch.local._SPAWN_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from libra.exec.messages import (
+from libra.exec.wire.messages import (
     CatchUp,
     Commit,
     Discard,

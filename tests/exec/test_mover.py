@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from world import FIRST, LONGEST, World
 
-from libra.exec.handles import WorkerFailedError, WorkerLostError
-from libra.exec.journal import Applied, Done, Dropped, Failed, Intend, Lost, Plan, Undone, read_journal
-from libra.exec.moves import Move
-from libra.exec.pool import IDLE, LOSS_WINDOW, MOST_LOSSES, TRAIN, Duty, Role
+from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.pool.journal import Applied, Done, Dropped, Failed, Intend, Lost, Plan, Undone, read_journal
+from libra.exec.pool.moves import Move
+from libra.exec.pool.pool import IDLE, LOSS_WINDOW, MOST_LOSSES, TRAIN, Duty, Role
 from libra.plan.problem import Allocation, Bucket
 
 # FIRST: hybrid-0 trains, hybrid-1 is the long engine, both rollouts are short ones.

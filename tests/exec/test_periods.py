@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from libra.exec.periods import Periods
-from libra.exec.recorder import Recorder
+from libra.exec.loop.periods import Periods
+from libra.exec.loop.recorder import Recorder
 from libra.plan.problem import Prediction
 from libra.report.records import DecisionRecord, PeriodRecord
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra.exec.pool import (
+from libra.exec.pool.pool import (
     DEADLINES,
     IDLE,
     LOSS_WINDOW,

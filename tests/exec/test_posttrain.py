@@ -17,12 +17,12 @@ from sittings import PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit
 
 from libra.config import ConfigError
 from libra.environments.protocol import Prompt
-from libra.exec.checkpoint import latest_checkpoint
 from libra.exec.interrupted import read_interrupted
-from libra.exec.journal import read_journal
-from libra.exec.membership import CoreLostError
-from libra.exec.posttrain import PostTraining
-from libra.exec.rollout import Episode, Rollout
+from libra.exec.loop.checkpoint import latest_checkpoint
+from libra.exec.loop.posttrain import PostTraining
+from libra.exec.pool.journal import read_journal
+from libra.exec.rollout.rollout import Episode, Rollout
+from libra.exec.train.membership import CoreLostError
 from libra.report.records import StepRecord, read_records
 from libra.trajectory import read_trajectories
 

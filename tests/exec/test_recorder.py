@@ -12,10 +12,10 @@ import pytest
 from test_episode_file import episode
 
 from libra.disk import DiskError
-from libra.exec.mover import Moved
-from libra.exec.moves import Move
-from libra.exec.pool import IDLE, TRAIN, Duty, Role, Worker
-from libra.exec.recorder import Recorded, Recorder, cut_back, missing_trajectories
+from libra.exec.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
+from libra.exec.pool.mover import Moved
+from libra.exec.pool.moves import Move
+from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role, Worker
 from libra.report.records import PeriodRecord, StepRecord
 
 LONG = Duty(Role.ROLLOUT, "long")

@@ -16,11 +16,11 @@ from nurseries import TRAINING, nursery
 from replicas import free_port
 from safetensors.torch import load_file
 
-from libra.exec.answers import STANDARD, Patience
-from libra.exec.handles import Handle
-from libra.exec.launch_local import LocalLauncher
-from libra.exec.messages import Done, Precision, SaveCheckpoint, StartTrainer
-from libra.exec.trainers import Trainers
+from libra.exec.launch.answers import STANDARD, Patience
+from libra.exec.launch.handles import Handle
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import Done, Precision, SaveCheckpoint, StartTrainer
 
 pytestmark = pytest.mark.integration
 

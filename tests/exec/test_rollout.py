@@ -23,10 +23,10 @@ from scripted import (
 )
 
 from libra.environments.protocol import Prompt, Tool, ToolError
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle, WorkerLostError
-from libra.exec.messages import Done, Generate
-from libra.exec.rollout import Episode, Rollout, TurnReport
+from libra.exec.launch.handles import EngineHandle, WorkerLostError
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.rollout import Episode, Rollout, TurnReport
+from libra.exec.wire.messages import Done, Generate
 from libra.route.policy import Request, ToolReturn
 from libra.trajectory import ToolStatus, Turn
 

@@ -21,13 +21,13 @@ from libra.config import ModelConfig, RunConfig
 from libra.cost.profile_file import save_profile
 from libra.environments.protocol import Prompt
 from libra.exec import run as run_module
-from libra.exec.checkpoint import latest_checkpoint
-from libra.exec.episode_file import read_history
-from libra.exec.membership import CoreLostError
-from libra.exec.messages import Failure, Generate, Message, StartEngine
-from libra.exec.rollout import Rollout
+from libra.exec.loop.checkpoint import latest_checkpoint
+from libra.exec.rollout.episode_file import read_history
+from libra.exec.rollout.rollout import Rollout
 from libra.exec.run import run
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
+from libra.exec.train.membership import CoreLostError
+from libra.exec.wire.messages import Failure, Generate, Message, StartEngine
 from libra.plan.problem import InfeasiblePlanError
 from libra.report.html import render_report
 from libra.report.live import PlainDisplay
@@ -100,7 +100,7 @@ class Runs:
 
         self.launcher = MadeLauncher(speak)
         self._patch.setattr("libra.exec.run.LocalLauncher", self.launcher)
-        self._patch.setattr("libra.exec.processes.Processes.declare_dead", lambda processes: None)
+        self._patch.setattr("libra.exec.pool.processes.Processes.declare_dead", lambda processes: None)
         config.run_directory.mkdir(parents=True, exist_ok=True)
         (config.run_directory / "config.json").write_text(config.model_dump_json())
         display = PlainDisplay(open("/dev/null", "w"))  # noqa: SIM115

@@ -11,10 +11,10 @@ from made_up_engine import STOP, MadeUpEngine, connect_made_up, next_token
 from scripted import FirstInstance
 
 from libra.environments.protocol import Prompt
-from libra.exec.draft import Draft
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle
-from libra.exec.running_turn import RunningTurn
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.rollout.draft import Draft
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.running_turn import RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from small_states import RATE, SHAPES, make_state, parameters, step, vectors
 
-from libra.exec.flat import FlatLayout
-from libra.exec.gradient_ring import SLOTS
-from libra.exec.messages import StatePlace
-from libra.exec.publication import OverrunError, SharedPublication
-from libra.exec.shared_vectors import Layout, LayoutError, attach
-from libra.exec.train_state import TrainState
+from libra.exec.train.flat import FlatLayout
+from libra.exec.train.gradient_ring import SLOTS
+from libra.exec.train.publication import OverrunError, SharedPublication
+from libra.exec.train.train_state import TrainState
+from libra.exec.wire.messages import StatePlace
+from libra.exec.wire.shared_vectors import Layout, LayoutError, attach
 
 # Another process: copies the state and the update to it, prints both.
 READER = """
 import json, sys, torch
-from libra.exec.messages import StatePlace
-from libra.exec.publication import SharedPublication
+from libra.exec.wire.messages import StatePlace
+from libra.exec.train.publication import SharedPublication
 place, length, dtype, signature = json.loads(sys.argv[1])
 publication = SharedPublication(StatePlace(*place), length, dtype, signature)
 board = [torch.zeros(length) for _ in range(3)]

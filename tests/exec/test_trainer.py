@@ -24,13 +24,13 @@ from replicas import (
     train,
 )
 
-from libra.exec.elastic import GradientExchange, PeerLostError
-from libra.exec.grpo import Denominator
-from libra.exec.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
-from libra.exec.micro_batches import micro_batches
 from libra.exec.tiny_model import TokenizerCodec
-from libra.exec.trainer import Trainer
-from libra.exec.weights import WeightBuffer
+from libra.exec.train.elastic import GradientExchange, PeerLostError
+from libra.exec.train.grpo import Denominator
+from libra.exec.train.micro_batches import micro_batches
+from libra.exec.train.trainer import Trainer
+from libra.exec.wire.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
+from libra.exec.wire.weights import WeightBuffer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

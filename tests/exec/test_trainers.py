@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from voters import Fate, Floor, Voter
 
-import libra.exec.membership
-import libra.exec.trainers
-from libra.exec.answers import Patience
-from libra.exec.handles import WorkerFailedError, WorkerLostError
-from libra.exec.joining import BOUNDARIES, JoinError
-from libra.exec.joint_step import split_evenly
-from libra.exec.membership import FAILURES, CoreLostError, ExchangeError, Membership
-from libra.exec.messages import (
+import libra.exec.train.membership
+import libra.exec.train.trainers
+from libra.exec.launch.answers import Patience
+from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.train.joining import BOUNDARIES, JoinError
+from libra.exec.train.joint_step import split_evenly
+from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
+from libra.exec.train.trainers import DivergedError, Trainers
+from libra.exec.wire.messages import (
     CatchUp,
     Commit,
     Discard,
@@ -36,7 +37,6 @@ from libra.exec.messages import (
     Sample,
     Train,
 )
-from libra.exec.trainers import DivergedError, Trainers
 
 PORT = 29511
 SHORT = Patience(factor=2.0, floor=0.4, unknown=0.4, grace=0.2)  # for those who are told to hang
@@ -331,7 +331,7 @@ def test_measuring_that_fails_without_a_loss_is_an_end_after_a_few_times() -> No
 
 
 def test_one_that_cannot_enter_does_not_hurry_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.membership, "FORMING_SECONDS", 2.0)
+    monkeypatch.setattr(libra.exec.train.membership, "FORMING_SECONDS", 2.0)
 
     async def scenario(scene: Scene) -> None:
         core, hybrid = scene.floor.replicas.values()
@@ -520,7 +520,7 @@ def test_what_only_a_core_is_asked_may_fail_without_its_loss() -> None:
 def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(libra.exec.trainers, "ANSWER_DEADLINE", 0.2)
+    monkeypatch.setattr(libra.exec.train.trainers, "ANSWER_DEADLINE", 0.2)
     monkeypatch.setattr(Membership.ask, "__defaults__", (None, 0.2))
 
     async def scenario(scene: Scene) -> None:
@@ -535,7 +535,7 @@ def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_or
 
 @pytest.mark.parametrize("order", [Train, Commit, Discard, Prepare, Enter])
 def test_a_replica_that_hangs_is_found_and_killed(order: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.membership, "FORMING_SECONDS", SHORT.floor)
+    monkeypatch.setattr(libra.exec.train.membership, "FORMING_SECONDS", SHORT.floor)
 
     async def scenario(scene: Scene) -> None:
         _, second, hybrid = scene.floor.replicas.values()

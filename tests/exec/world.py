@@ -16,17 +16,17 @@ from scripted import AskTool, MergingCodec, letters
 
 from libra.admission import Admission
 from libra.environments.protocol import Prompt
-from libra.exec.episode_file import EpisodeFile, History, read_history
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle, WorkerFailedError, WorkerLostError
 from libra.exec.interrupted import allocation_in_force
-from libra.exec.joining import JoinError
-from libra.exec.journal import Journal, Start, Step, read_journal
-from libra.exec.messages import Generate, Piece
-from libra.exec.mover import Applied, Moved, Mover
-from libra.exec.past import Past, past
-from libra.exec.pool import DEADLINES, IDLE, Duty, Role, Worker, make_pool
-from libra.exec.rollout import Episode, Rollout
+from libra.exec.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
+from libra.exec.pool.journal import Journal, Start, Step, read_journal
+from libra.exec.pool.mover import Applied, Moved, Mover
+from libra.exec.pool.past import Past, past
+from libra.exec.pool.pool import DEADLINES, IDLE, Duty, Role, Worker, make_pool
+from libra.exec.rollout.episode_file import EpisodeFile, History, read_history
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.rollout import Episode, Rollout
+from libra.exec.train.joining import JoinError
+from libra.exec.wire.messages import Generate, Piece
 from libra.plan.problem import Allocation, Bucket
 from libra.route.published import PublishedCMLFQ
 

@@ -14,14 +14,17 @@ from pathlib import Path
 
 import pytest
 
-import libra.exec.handles
+import libra.exec.launch.handles
 from libra.config import ModelConfig
 from libra.environments.protocol import Prompt
-from libra.exec.draft import Draft
-from libra.exec.fleet import Fleet, Instance
-from libra.exec.handles import EngineHandle, Handle, WorkerFailedError
-from libra.exec.launch_local import LocalLauncher
-from libra.exec.messages import (
+from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.rollout.draft import Draft
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.running_turn import RunningTurn
+from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import (
     Commit,
     Done,
     Generate,
@@ -40,9 +43,6 @@ from libra.exec.messages import (
     Train,
     Trained,
 )
-from libra.exec.running_turn import RunningTurn
-from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.exec.trainers import Trainers
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
@@ -308,7 +308,7 @@ async def another_engine(both: Pair) -> EngineHandle:
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])
 def test_a_turn_goes_on_when_its_engine_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setattr(libra.exec.handles, "SILENT_LOOKS", 5)
+    monkeypatch.setattr(libra.exec.launch.handles, "SILENT_LOOKS", 5)
 
     async def check() -> None:
         turn = LongTurn()

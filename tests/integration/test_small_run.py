@@ -16,9 +16,9 @@ import pytest
 from small_runs import SMALL_RUN, SmallRuns
 
 from libra.exec.interrupted import allocation_in_force
-from libra.exec.journal import read_journal
-from libra.exec.past import past
-from libra.exec.pool import make_pool
+from libra.exec.pool.journal import read_journal
+from libra.exec.pool.past import past
+from libra.exec.pool.pool import make_pool
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration

@@ -12,8 +12,8 @@ from oracles.small_request import PROFILE
 
 from libra.config import ConfigError, RunConfig, load_config
 from libra.cost.device import DeviceProfile
-from libra.exec.pool import make_pool
-from libra.exec.replanning import Replanner
+from libra.exec.loop.replanning import Replanner
+from libra.exec.pool.pool import make_pool
 from libra.lengths import LengthTracker
 from libra.plan.offline import gather, gather_workload, request_from
 from libra.plan.slots import EngineShape, Fleet, SlotRequest

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from libra.environments.protocol import Prompt
-from libra.exec.messages import Score, Scored
-from libra.exec.rollout import Episode, Rollout
-from libra.exec.trainers import Trainers
+from libra.exec.rollout.rollout import Episode, Rollout
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import Score, Scored
 from libra.report.records import Evaluation
 
 _AT_ONCE = 64  # episodes under way

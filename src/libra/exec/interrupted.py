@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from libra.exec.assignment import bucket_limits, current_allocation
-from libra.exec.checkpoint import RunState, latest_checkpoint
-from libra.exec.episode_file import History, read_history
-from libra.exec.journal import read_journal
-from libra.exec.past import Past, past
-from libra.exec.pool import Worker
-from libra.exec.recorder import Recorded, cut_back
+from libra.exec.loop.checkpoint import RunState, latest_checkpoint
+from libra.exec.loop.recorder import Recorded, cut_back
+from libra.exec.pool.assignment import bucket_limits, current_allocation
+from libra.exec.pool.journal import read_journal
+from libra.exec.pool.past import Past, past
+from libra.exec.pool.pool import Worker
+from libra.exec.rollout.episode_file import History, read_history
 from libra.plan.problem import Allocation
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.cost.fit import fit_linear
-from libra.exec.executor import Executor
-from libra.exec.fleet import Instance
-from libra.exec.messages import Generate, MeasureEngine, MeasureTraining
-from libra.exec.trainers import Trainers
+from libra.exec.pool.executor import Executor
+from libra.exec.rollout.fleet import Instance
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import Generate, MeasureEngine, MeasureTraining
 
 _REPEATS = 3
 _TURNS = 60  # of one closed-loop run: enough for each seat to serve several

@@ -17,7 +17,7 @@ import psutil
 
 from libra.config import ConfigError, RunConfig
 from libra.disk import write_whole, writing
-from libra.exec.checkpoint import latest_checkpoint
+from libra.exec.loop.checkpoint import latest_checkpoint
 from libra.exec.run_lock import LOCK
 from libra.route.catalogue import policy_named, policy_restored
 

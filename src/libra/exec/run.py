@@ -21,15 +21,14 @@ from libra.cost.device import DeviceProfile
 from libra.cost.profile_file import load_profile, save_profile
 from libra.disk import DiskError, writing
 from libra.environments.protocol import Environment
-from libra.exec.assignment import describe
-from libra.exec.counters import EngineCounters
-from libra.exec.episode_file import EpisodeFile, History
 from libra.exec.evaluation import evaluate, logprob_gap
-from libra.exec.executor import Executor
-from libra.exec.fleet import Fleet
 from libra.exec.interrupted import Interrupted, allocation_in_force, read_interrupted
-from libra.exec.journal import End, Journal
-from libra.exec.launch_local import LocalLauncher
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.loop.counters import EngineCounters
+from libra.exec.loop.posttrain import PostTraining
+from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
+from libra.exec.loop.replanning import Replanner
+from libra.exec.loop.steering import Steering
 from libra.exec.measure import (
     hardware_name,
     measure,
@@ -37,14 +36,15 @@ from libra.exec.measure import (
     profile_key,
 )
 from libra.exec.memory import MemoryWatch
-from libra.exec.mending import Mending
 from libra.exec.phases import Phases
-from libra.exec.pool import Pool, make_pool
-from libra.exec.posttrain import PostTraining
-from libra.exec.recorder import Recorded, Recorder, missing_trajectories
-from libra.exec.replanning import Replanner
-from libra.exec.rollout import Rollout, TurnReport
-from libra.exec.steering import Steering
+from libra.exec.pool.assignment import describe
+from libra.exec.pool.executor import Executor
+from libra.exec.pool.journal import End, Journal
+from libra.exec.pool.mending import Mending
+from libra.exec.pool.pool import Pool, make_pool
+from libra.exec.rollout.episode_file import EpisodeFile, History
+from libra.exec.rollout.fleet import Fleet
+from libra.exec.rollout.rollout import Rollout, TurnReport
 from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket

@@ -20,11 +20,11 @@ from pathlib import Path
 from libra.cache import cache_directory
 from libra.config import RunConfig
 from libra.environments.protocol import Environment
-from libra.exec.handles import Handle
-from libra.exec.launch_local import LocalLauncher
-from libra.exec.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
-from libra.exec.rollout import Codec
+from libra.exec.launch.handles import Handle
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.rollout.rollout import Codec
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
+from libra.exec.wire.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 
 _RECIPE = 2  # counts up when the way of training changes, so that no older warm model is taken for this one
 _RAMP_STEPS = 50  # of the learning rate

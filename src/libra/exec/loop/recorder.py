@@ -1,0 +1,240 @@
+"""The run directory: everything a run writes down about itself while it goes.
+
+Invariant: what is written is on its own line and complete; a run that ends anywhere leaves files that can be read. A
+full disk is a `DiskError` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from libra.disk import write_whole, writing
+from libra.exec.line_file import LineFile, drop_partial_line, whole_lines
+from libra.exec.pool.mover import Moved
+from libra.exec.pool.pool import LOSS_WINDOW, MOST_LOSSES, Worker
+from libra.exec.rollout.rollout import Episode, TurnReport
+from libra.report.records import (
+    DecisionRecord,
+    EventRecord,
+    PeriodRecord,
+    Record,
+    RunSummary,
+    StepRecord,
+    read_records,
+)
+from libra.report.timeline import JsonValue, Timeline
+from libra.trajectory import dump_trajectory
+
+_FILES = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
+_EPISODE_LANE = "one episode at a time"
+_COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
+
+
+class Recorder:
+    """Writes metrics, periods, decisions, events, trajectories, routing and the timeline.
+
+    The times of records count the seconds of reinforcement learning, over all sittings of a resumed run; the timeline
+    counts from the start of this one.
+    """
+
+    def __init__(self, directory: Path, seconds_before: float) -> None:
+        self.directory = directory
+        self._started = time.monotonic()
+        self._seconds_before = seconds_before
+        self._began: float | None = None
+        self._files = {name: LineFile(directory / f"{name}.jsonl") for name in _FILES}
+        self._timeline_path = directory / "timeline.json"
+        with writing(self._timeline_path):
+            self._timeline = Timeline(self._timeline_path)
+        self.roles: dict[str, str] = {}
+        self.lost_workers: dict[str, None] = {}  # in the order of their first loss
+        self.messages: deque[str] = deque(maxlen=4)
+        self._counted: dict[str, float] = {}
+        self._followed: str | None = None
+
+    def begin(self) -> None:
+        """Reinforcement learning begins, or goes on."""
+        self._began = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds of reinforcement learning so far."""
+        return self._seconds_before + (time.monotonic() - self._began if self._began is not None else 0.0)
+
+    def step(self, record: StepRecord) -> None:
+        self._write("metrics", record)
+        with self._drawing() as (timeline, now):
+            timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
+
+    def period(self, record: PeriodRecord) -> None:
+        self._write("periods", record)
+
+    def decision(self, record: DecisionRecord) -> None:
+        self._write("decisions", record)
+
+    def event(self, kind: str, worker: str | None, text: str) -> None:
+        self._write("events", EventRecord(self.now(), kind, worker, text))
+        if kind != "weights":
+            self.messages.append(f"{worker}: {text}" if worker else text)
+
+    def episode(self, episode: Episode) -> None:
+        self._files["trajectories"].append(dump_trajectory(episode.trajectory).encode())
+        if episode.trajectory.id == self._followed:
+            self._followed = None
+
+    def turn(self, report: TurnReport) -> None:
+        """A served turn; those that changed engines are written with the reason. The timeline shows all turns of one
+        episode at a time: hundreds run at once, and following one shows its queues, tools and moves."""
+        if self._began is not None and self._followed is None:
+            self._followed = report.trajectory
+        if report.trajectory == self._followed:
+            name = f"{report.trajectory} on {report.worker}"
+            details: dict[str, JsonValue] = {"tokens": report.tokens, "reason": report.placement.reason}
+            with self._drawing() as (timeline, now):
+                timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
+        if report.placement.migrated:
+            entry = {
+                "time": round(self.now(), 4),
+                "trajectory": report.trajectory,
+                "to": report.worker,
+                "bucket": report.placement.bucket,
+                "reason": report.placement.reason,
+            }
+            self._files["routing"].append(json.dumps(entry).encode())
+
+    def running_turns(self, worker: str, running: int) -> None:
+        """How many turns an engine holds, thinned out for the timeline."""
+        with self._drawing() as (timeline, now):
+            if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
+                self._counted[worker] = now
+                timeline.turns(worker, running, now)
+
+    def role(self, worker: Worker) -> None:
+        label = str(worker.duty)
+        self.roles[worker.id] = label
+        with self._drawing() as (timeline, now):
+            timeline.role(worker.id, label, now)
+
+    def moved(self, moved: Moved) -> None:
+        """A move that ended: when it is not done, the event says what became of the worker."""
+        move = moved.move
+        if moved.outcome == "done":
+            self.event("role_change", move.worker, f"{move} in {moved.seconds:.1f} s")
+        else:
+            left = f"it is {move.before} again" if moved.outcome == "undone" else "it does nothing"
+            self.event("move_failed", move.worker, f"{move} failed after {moved.seconds:.1f} s, {left}: {moved.why}")
+        details: dict[str, JsonValue] = {
+            "worker": move.worker,
+            "from": str(move.before),
+            "to": str(move.after),
+            "seconds": round(moved.seconds, 3),
+            "outcome": moved.outcome,
+        }
+        with self._drawing() as (timeline, now):
+            timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        """A worker that did something went away."""
+        self.lost_workers[worker] = None
+        what_next = (
+            f"its slot lost {MOST_LOSSES} within {LOSS_WINDOW:.0f} s and stays empty" if retired else "its slot is idle"
+        )
+        self.event("worker_lost", worker, f"{why}; {what_next}")
+        with self._drawing() as (timeline, now):
+            timeline.lost(worker, now, why)
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        with self._drawing() as (timeline, now):
+            timeline.work(worker, f"load v{version}", now - seconds, now)
+            timeline.weights(worker, version, now)
+
+    def summary(self, summary: RunSummary) -> None:
+        path = self.directory / "summary.json"
+        with writing(path):
+            path.write_text(summary.to_json() + "\n")
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
+            stack.enter_context(writing(self._timeline_path))
+            self._timeline.close()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[tuple[Timeline, float]]:
+        """The timeline and the moment on it."""
+        with writing(self._timeline_path):
+            yield self._timeline, time.monotonic() - self._started
+
+    def _write(self, name: str, record: Record) -> None:
+        self._files[name].append(record.to_json().encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says
+    which files lost how many lines."""
+
+    step: int = 0
+    time: float = 0.0
+    periods: int = 0
+    damaged: tuple[str, ...] = ()
+
+
+def cut_back(directory: Path, step: int) -> Recorded:
+    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped,
+    those that a loss of power left torn (records are not forced to disk), and records of later steps."""
+    torn = {name: _drop_torn(directory / f"{name}.jsonl") for name in _FILES}
+    damaged = tuple(f"{name}.jsonl: {count} torn lines are left out" for name, count in torn.items() if count)
+    metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
+    steps = [record for record in read_records(StepRecord, metrics) if record.step <= step]
+    _keep(metrics, steps)
+    closed = [record for record in read_records(PeriodRecord, periods) if record.last_step <= step]
+    _keep(periods, closed)
+    _keep(decisions, [record for record in read_records(DecisionRecord, decisions) if record.step <= step])
+    number = max((record.period + 1 for record in closed), default=0)
+    return Recorded(steps[-1].step, steps[-1].time, number, damaged) if steps else Recorded(damaged=damaged)
+
+
+def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[Episode]:
+    """Episodes that the run did not come to write into `trajectories.jsonl` any more."""
+    written = {_id.decode(line).id for line in whole_lines(directory / "trajectories.jsonl")}
+    return [episode for episode in episodes if episode.trajectory.id not in written]
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+_id = msgspec.json.Decoder(_Id)
+
+
+def _keep(path: Path, records: Sequence[Record]) -> None:
+    write_whole(path, "".join(record.to_json() + "\n" for record in records))
+
+
+def _drop_torn(path: Path) -> int:
+    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file."""
+    if not path.exists():
+        return 0
+    with writing(path):
+        drop_partial_line(path)
+    lines = whole_lines(path)
+    kept = [line for line in lines if _is_object(line)]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(line + b"\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

@@ -1,0 +1,1 @@
+"""Who does what: workers, their roles, and the moves that change them."""

@@ -1,0 +1,143 @@
+"""The thin executor: carries a plan out, worker by worker, and keeps the truth about who is what.
+
+Invariant: what a worker does is decided by the `Mover` and done by the `Processes`; nobody else starts or ends one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from libra.config import RunConfig
+from libra.disk import writing
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.loop.checkpoint import save_weights
+from libra.exec.pool import mover
+from libra.exec.pool.journal import Journal, Start, Step
+from libra.exec.pool.mover import Applied, Mover
+from libra.exec.pool.moves import Move
+from libra.exec.pool.pool import Pool, Worker
+from libra.exec.pool.processes import Processes
+from libra.exec.rollout.fleet import Fleet
+from libra.exec.train.trainers import Trainers
+from libra.plan.problem import Allocation
+from libra.plan.request import longest_context
+
+_WATCH_SECONDS = 1.0  # between two looks at the workers' processes
+
+
+class Watcher(mover.Watcher, Protocol):
+    """Who is told of changes of the pool, and of engines that take new weights."""
+
+    def weights(self, worker: str, version: int, seconds: float) -> None: ...
+
+
+class Executor:
+    """`version` and `checkpoint` are where training begins; None: at the model's own weights."""
+
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        pool: Pool,
+        fleet: Fleet,
+        config: RunConfig,
+        model_directory: Path,
+        kv_bytes: int,
+        journal: Journal,
+        watcher: Watcher,
+        version: int,
+        checkpoint: Path | None,
+    ) -> None:
+        self._pool, self._journal, self._version = pool, journal, version
+        self._model_directory = model_directory
+        self.longest_context = longest_context(config)
+        self._processes = Processes(
+            launcher,
+            pool,
+            fleet,
+            config,
+            model_directory,
+            kv_bytes,
+            journal,
+            version,
+            checkpoint,
+            self._lost,
+            watcher.weights,
+        )
+        longest = {name for name, shape in config.engines.items() if shape.max_model_len == self.longest_context}
+        self._mover = Mover(pool, self._processes, journal, watcher, longest, self.longest_context)
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._processes.fleet
+
+    @property
+    def trainers(self) -> Trainers:
+        return self._processes.trainers
+
+    def healthy(self) -> tuple[Worker, ...]:
+        """Workers that do something, or could."""
+        return self._pool.healthy()
+
+    def allocation(self) -> Allocation | None:
+        """What the workers do now; None when nothing trains or nothing generates."""
+        return self._mover.allocation()
+
+    async def start(self, allocation: Allocation) -> None:
+        """Bring up the first allocation."""
+        self._journal.commit(Start(self._version))
+        self._watch = asyncio.create_task(self._watch_workers())
+        self._watch.add_done_callback(_raise_in_loop)
+        await self._mover.start(allocation)
+
+    async def apply(self, wanted: Allocation) -> Applied:
+        """Change what differs; see `Mover.apply`."""
+        return await self._mover.apply(wanted)
+
+    def drop_rest(self, why: str) -> None:
+        """Let the move that is under way end, and make no further one of its plan."""
+        self._mover.drop_rest(why)
+
+    async def restart(self, name: str) -> float:
+        """End a worker's process and bring it back into the same role; returns the seconds it was out of service."""
+        duty = self._pool[name].duty
+        return await self._mover.move(Move(name, duty, duty))
+
+    async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
+        """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
+        self._journal.note(Step(version))
+        return await self._processes.publish(version, buffer, checksum)
+
+    async def reload(self) -> list[float]:
+        """Give every engine the current weights once more; returns the seconds of each."""
+        return await self._processes.reload()
+
+    async def save_final(self, directory: Path) -> None:
+        """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
+        await save_weights(self.trainers, directory, optimiser=False)
+        with writing(directory):
+            shutil.copy(self._model_directory / "tokenizer.json", directory / "tokenizer.json")
+
+    async def stop(self) -> None:
+        """End all workers in order; the launcher ends whatever does not go."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._processes.stop()
+
+    def _lost(self, worker: str, why: str) -> None:
+        self._mover.lose(worker, why)
+
+    async def _watch_workers(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self._processes.declare_dead()
+            self._mover.fail_overdue()
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A watch that broke must not be forgotten: what it raised goes to the loop's exception handler."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

@@ -1,0 +1,64 @@
+"""Work on engines while no steps are made, such as an evaluation: who is lost meanwhile is started again.
+
+Invariant: while the work goes on, the workers are what they were, as far as there are workers left; where nobody is
+left, it ends with an error instead of waiting for ever. A move that was begun ends before `during` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from libra.exec.pool.assignment import describe, fitted
+from libra.exec.pool.executor import Executor
+from libra.exec.pool.pool import MOST_LOSSES
+from libra.plan.problem import Allocation, InfeasiblePlanError
+
+T = TypeVar("T")
+
+
+class Mending:
+    """`home` is what workers become that are nothing which can go on; `warn` is told what could not be mended."""
+
+    def __init__(self, executor: Executor, home: Allocation, warn: Callable[[str], None]) -> None:
+        self._executor, self._home, self._warn = executor, home, warn
+        self._lost = asyncio.Event()
+
+    def worker_lost(self) -> None:
+        """The pool is less than it was."""
+        self._lost.set()
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises what it raises; `CoreLostError` or `InfeasiblePlanError` where the workers that
+        are left cannot go on."""
+        wanted = self._executor.allocation() or self._home
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda task: self._executor.drop_rest("what it was for is done"))
+        try:
+            while not task.done():
+                await self._mend(wanted, task)
+                lost = asyncio.create_task(self._lost.wait())
+                await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+                lost.cancel()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _mend(self, wanted: Allocation, work: asyncio.Task[T]) -> None:
+        """Idle slots that cannot be started are retired, so only moves that are undone have to be counted."""
+        undone = 0
+        while not work.done():
+            self._lost.clear()
+            self._executor.trainers.require_core()
+            whole = fitted(wanted, self._executor.healthy())
+            if self._executor.allocation() == whole:
+                return
+            applied = await self._executor.apply(whole)
+            if applied.failure is None or work.done():
+                return
+            self._warn(f"the workers are not {describe(whole)} again: {applied.failure}")
+            undone += any(moved.outcome == "undone" for moved in applied.moves)
+            if undone == MOST_LOSSES:
+                raise InfeasiblePlanError(f"the workers that are left do not become {describe(whole)}")

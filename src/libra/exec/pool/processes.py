@@ -1,0 +1,220 @@
+"""The worker processes: how one is started, freed and ended, and what engines hold.
+
+Invariant: a slot has one process, and the next one only when the last is gone. Work is never lost: a turn whose engine
+is to do something else, or is gone, goes on elsewhere after its last token. An engine in service holds the current
+weights, or is about to take them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from libra.config import RunConfig
+from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
+from libra.exec.launch.local import ForkError, LocalLauncher, WorkerLink
+from libra.exec.pool.journal import Journal, Process
+from libra.exec.pool.pool import Duty, Pool, Role
+from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.train.trainers import Trainers
+from libra.exec.wire.messages import (
+    Done,
+    LoadCheckpoint,
+    LoadWeights,
+    Publish,
+    Published,
+    Ready,
+    StartEngine,
+    StartTrainer,
+)
+from libra.exec.wire.weights import BUFFERS
+from libra.plan.problem import Allocation
+
+# For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
+# again elsewhere, tenths of a second to seconds for all turns of an engine. Who waits about as long as stopping costs,
+# and stops then, never pays much more than twice the better of the two (ski rental; Karlin et al. 1988).
+_GRACE_SECONDS = 1.0
+
+
+class Processes:
+    """The hands of a `Mover`, with real processes. `version` and `checkpoint` are where training begins."""
+
+    def __init__(
+        self,
+        launcher: LocalLauncher,
+        pool: Pool,
+        fleet: Fleet,
+        config: RunConfig,
+        model_directory: Path,
+        kv_bytes: int,
+        journal: Journal,
+        version: int,
+        checkpoint: Path | None,
+        lost: Callable[[str, str], None],
+        loaded: Callable[[str, int, float], None],
+    ) -> None:
+        """`lost` is told the name of a worker that went away, and why; `loaded` the name of an engine, the version that
+        it took, and the seconds that it stood still for it."""
+        self._launcher, self._pool, self._config, self._journal = launcher, pool, config, journal
+        self._model_directory, self._kv_bytes = model_directory, kv_bytes
+        self._version, self._checkpoint = version, checkpoint
+        self._lost, self._loaded = lost, loaded
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._layout: Ready
+        self._current: LoadWeights
+        self.fleet = fleet
+        self._trainers: Trainers | None = None
+        self._handles: dict[str, Handle] = {}  # the latest of every worker
+
+    @property
+    def trainers(self) -> Trainers:
+        """The training side; it begins with the first core replica."""
+        assert self._trainers is not None
+        return self._trainers
+
+    async def free(self, worker: str, duty: Duty) -> None:
+        """See `Hands`."""
+        if duty.role is Role.TRAIN:
+            await (await self.trainers.leave(worker)).stop()
+            return
+        instance = self.fleet.remove(worker)
+        if instance is None:
+            raise WorkerLostError(f"engine {worker} is not in service")
+        await instance.handle.drained(_GRACE_SECONDS)
+        await instance.handle.stop()  # reports what turns have by then, and they go on elsewhere
+
+    async def start(self, worker: str, duty: Duty) -> None:
+        """See `Hands`."""
+        if duty.shape is None:
+            await self._start_trainer(worker)
+        else:
+            await self._start_engine(worker, duty.shape)
+
+    def end(self, worker: str, why: str) -> None:
+        """See `Hands`."""
+        self.fleet.remove(worker)
+        handle = self._handles.get(worker)
+        if handle is not None:
+            handle.declare_lost(why)
+            self._launcher.kill(handle.pid)
+
+    def route(self, allocation: Allocation) -> None:
+        """See `Hands`."""
+        self.fleet.reallocate(allocation)
+
+    async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
+        """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
+        self._current = LoadWeights(version, buffer, checksum)
+        return await self.reload()
+
+    async def reload(self) -> list[float]:
+        """Every engine takes the current weights, if it has them or not; returns the seconds of each."""
+        seconds = await asyncio.gather(*(self._load_or_lose(entry.handle) for entry in self.fleet.instances()))
+        return [each for each in seconds if each is not None]
+
+    def declare_dead(self) -> None:
+        """Notice what a channel does not tell: a process that is gone."""
+        for handle in list(self._handles.values()):
+            if not handle.lost and not Path(f"/proc/{handle.pid}").exists():
+                handle.declare_lost("its process is gone")
+
+    async def stop(self) -> None:
+        """End all in order; the launcher ends whatever does not go."""
+        await asyncio.gather(*(handle.stop() for handle in self._handles.values()))
+
+    async def _spawn(self, name: str) -> WorkerLink:
+        before = self._handles.get(name)
+        if before is not None:
+            await self._launcher.gone(before.pid)
+            del self._handles[name]  # not before that: who starts here next has to wait for it too
+        try:
+            link = await self._launcher.spawn(name)
+        except ForkError as error:
+            raise WorkerFailedError(str(error)) from None
+        self._journal.commit(Process(name, link.pid))
+        return link
+
+    async def _start_trainer(self, name: str) -> None:
+        training = self._config.training
+        handle = self._handles[name] = Handle(await self._spawn(name), self._lost)
+        ready = await handle.start(
+            StartTrainer(
+                model_directory=str(self._model_directory),
+                learning_rate=training.learning_rate,
+                clip=training.clip,
+                denominator=training.denominator,
+                token_constant=training.token_constant,
+                micro_batch_tokens=training.micro_batch_tokens,
+                precision=training.precision,
+                seed=self._config.seed,
+                share=self._config.cluster.share,
+                cores=self._core(name),
+            )
+        )
+        self._layout = ready
+        if self._trainers is not None:
+            await self._trainers.join(handle, core=self._pool[name].allowed == {Role.TRAIN})
+        else:
+            await self._open_training(handle)
+
+    async def _open_training(self, core: Handle) -> None:
+        """The first core replica: it has the state to begin with, and knows the layout of the weights."""
+        if self._checkpoint is not None:
+            await core.ask(LoadCheckpoint(str(self._checkpoint)), Done)
+        buffer = self._version % BUFFERS
+        first = await core.ask(Publish(self._version, buffer), Published)
+        self._current = LoadWeights(self._version, buffer, first.checksum)
+        self._trainers = Trainers(core, self._find_port, lambda replica: self._launcher.kill(replica.pid))
+
+    async def _start_engine(self, name: str, shape: str) -> None:
+        size = self._config.engines[shape]
+        handle = EngineHandle(await self._spawn(name), self._lost)
+        self._handles[name] = handle
+        await handle.start(
+            StartEngine(
+                model_directory=str(self._model_directory),
+                max_model_len=size.max_model_len,
+                max_num_seqs=size.max_num_seqs,
+                kv_cache_bytes=size.kv_tokens * self._kv_bytes,
+                layout=self._layout.layout,
+                buffer_bytes=self._layout.buffer_bytes,
+                seed=self._config.seed * 1000 + self._pool[name].slot,
+                share=self._config.cluster.share,
+                cores=self._core(name),
+                refresh_kv=self._config.training.kv_on_update == "refresh",
+            )
+        )
+        async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
+            while handle.version != self._current.version:  # another may be published meanwhile
+                await self._load(handle)
+            self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
+
+    async def _load(self, handle: EngineHandle) -> float:
+        order = self._current
+        seconds = await handle.load(order)
+        self._loaded(handle.name, order.version, seconds)
+        return seconds
+
+    async def _load_or_lose(self, handle: EngineHandle) -> float | None:
+        """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""
+        try:
+            return await self._load(handle)
+        except WorkerLostError:
+            return None  # reported by its channel; nobody waits for it
+        except (WorkerFailedError, TimeoutError) as error:
+            self._lost(handle.name, f"it could not take weights v{self._current.version}: {error}")
+            return None
+
+    def _core(self, name: str) -> tuple[int, ...]:
+        return (self._cores[self._pool[name].slot % len(self._cores)],)
+
+    def _find_port(self) -> int:
+        """The configured port, or any free one. (A taken port is refused before anything starts.)"""
+        if self._config.cluster.port:
+            return self._config.cluster.port
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Generation: the engines, and the agents whose turns they make."""

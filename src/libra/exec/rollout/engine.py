@@ -1,0 +1,203 @@
+"""One rollout engine: vLLM in this process, stepped by our own loop.
+
+Invariant: between two iterations the engine belongs to us, so a weight update is a plain call there: running turns are
+neither drained nor lost, and a token is of the version that the engine held in the iteration that made it. (vLLM says
+which tokens are of which version only with the end of a turn that it ended itself.)
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import fmean
+
+from vllm import EngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.exec.launch.pace import Pacer
+from libra.exec.rollout.report import Report, Sampled
+from libra.exec.rollout.weight_transfer import BACKEND
+from libra.exec.wire.channel import WorkerChannel
+from libra.exec.wire.messages import (
+    Done,
+    EngineMeasured,
+    Failure,
+    Generate,
+    Interrupt,
+    Loaded,
+    LoadWeights,
+    MeasureEngine,
+    Ready,
+    StartEngine,
+    Stop,
+)
+from libra.exec.wire.weights import WeightBuffer, WeightUpdateError
+
+
+class VllmEngine:
+    """vLLM behind a handful of verbs: add, interrupt, step, load."""
+
+    def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
+        self._refresh_kv = start.refresh_kv
+        self._buffer = buffer
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=start.model_directory,
+                skip_tokenizer_init=True,
+                max_model_len=start.max_model_len,
+                max_num_seqs=start.max_num_seqs,
+                kv_cache_memory_bytes=start.kv_cache_bytes,
+                block_size=BLOCK_TOKENS,
+                enable_prefix_caching=True,
+                scheduling_policy="priority",
+                dtype="bfloat16",
+                enforce_eager=True,
+                disable_log_stats=True,
+                async_scheduling=False,
+                seed=start.seed,
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            )
+        )
+        self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},))
+        self.version = 0
+        self._turns: set[str] = set()  # that it has to make
+        self._untouched: set[str] = set()  # those of them without a token yet
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def add(self, request: Generate) -> None:
+        salt = request.salt
+        if salt is None and self._refresh_kv:
+            salt = f"v{self.version}"
+        prompt: dict[str, object] = {"prompt_token_ids": request.tokens}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        self._engine.add_request(
+            request.id,
+            prompt,
+            SamplingParams(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                stop_token_ids=[request.stop_token] if request.stop_token >= 0 else [],
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            ),
+            priority=request.priority,
+        )
+        self._turns.add(request.id)
+        self._untouched.add(request.id)
+
+    def interrupt(self, turn: str) -> bool:
+        """Stop a turn between two iterations; all that it generated was in the steps so far. False: it had ended."""
+        if turn not in self._turns:
+            return False
+        self._turns.remove(turn)
+        self._untouched.discard(turn)
+        self._engine.abort_request([turn])
+        return True
+
+    def step(self) -> list[Sampled]:
+        """One iteration; what it made of each turn that it served."""
+        sampled = []
+        for output in self._engine.step():
+            turn, completion = output.request_id, output.outputs[0]
+            prefilled = 0
+            if turn in self._untouched:
+                self._untouched.remove(turn)
+                prefilled = len(output.prompt_token_ids or ()) - (output.num_cached_tokens or 0)
+            if output.finished:
+                self._turns.remove(turn)
+            tokens = list(completion.token_ids)
+            assert completion.logprobs is not None
+            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
+            sampled.append(Sampled(turn, tokens, logprobs, prefilled, output.finished))
+        return sampled
+
+    def load(self, order: LoadWeights) -> None:
+        """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before
+        vLLM's reload, which empties the layers as its first act."""
+        self._buffer.verify(order.buffer, order.checksum)
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", args=({"buffer": order.buffer, "checksum": order.checksum},))
+        self._engine.collective_rpc("finish_weight_update")
+        self.version = order.version
+
+
+def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
+    """The life of an engine worker: until `Stop`, or until the controller goes away."""
+    engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
+    pacer = Pacer(start.share, start.cores)
+    channel.send(Ready(seconds=time.monotonic() - began))
+    busy_seconds, report = 0.0, Report(time.monotonic())
+    while True:
+        if not engine.busy:
+            channel.poll(None)
+        began = time.monotonic()
+        while channel.poll():
+            match message := channel.receive():
+                case Generate():
+                    engine.add(message)
+                case Interrupt():
+                    if engine.interrupt(message.id):
+                        report.interrupted(message.id)
+                case LoadWeights():
+                    try:
+                        engine.load(message)
+                    except WeightUpdateError as error:
+                        channel.send(Failure(f"weight update to version {message.version}: {error}"))
+                        continue
+                    pacer.pace()
+                    channel.send(Loaded(message.version, time.monotonic() - began))
+                case MeasureEngine():
+                    channel.send(measure(engine, message, pacer))
+                case Stop():
+                    # Turns that run go on elsewhere, from where this report leaves them.
+                    channel.send(report.take(time.monotonic(), busy_seconds))
+                    channel.send(Done())
+                    return
+                case _:
+                    raise TypeError(f"{type(message).__name__} is not a message for an engine")
+        if engine.busy:
+            report.iteration(engine.step(), engine.version)
+        elif not report.due(began):
+            continue
+        if report.due(now := time.monotonic()):
+            channel.send(report.take(now, busy_seconds))
+        pacer.pace()
+        busy_seconds += time.monotonic() - began
+
+
+def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMeasured:
+    """Time this engine at its device's pace. Prompts are arbitrary tokens; every request is private to the cache."""
+    tokens = 12  # decoded per request
+
+    def run(sequences: int, context: int, tag: str) -> list[float]:
+        for index in range(sequences):
+            prompt = [4 + (index + 7 * position) % 16 for position in range(context)]
+            engine.add(Generate(f"{tag}-{index}", prompt, tokens, 1.0, -1, 0, salt=f"{tag}-{index}"))
+        seconds = []
+        while engine.busy:
+            began = time.monotonic()
+            engine.step()
+            pacer.pace()
+            seconds.append(time.monotonic() - began)
+        return seconds
+
+    rows: dict[tuple[int, int], list[list[float]]] = {point: [] for point in order.points}
+    for repeat in range(order.repeats + 1):
+        for point in order.points:
+            seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
+            if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                rows[point].append(seconds)
+    iterations: list[tuple[float, float, float, float]] = []
+    for (sequences, context), runs in rows.items():
+        iterations.append((sequences, 0, sequences * context, fmean(run[0] for run in runs)))
+        decoding = sequences * (context + tokens / 2)
+        iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
+    return EngineMeasured(iterations)

@@ -1,0 +1,1 @@
+"""Training replicas: one replica's step, what it publishes, and a membership that changes between steps."""

@@ -1,0 +1,123 @@
+"""The gradient exchange between training replicas, whose membership changes between steps.
+
+Invariant: what is added up is the unnormalised gradient and the loss denominator; the division happens once, after the
+exchange. A membership is one numbered generation. It is formed on a thread of its own while training goes on in the one
+before, and entered between two steps. A replica that goes away fails the collective of everyone else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from threading import Thread
+
+import torch
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from libra.exec.wire.messages import FORMING_SECONDS, Prepare
+
+_HOST = "127.0.0.1"
+FORMING = timedelta(seconds=FORMING_SECONDS)
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed because another replica is gone, or too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forming:
+    """A membership on its way. Its group is None for a replica that is alone."""
+
+    order: Prepare
+    group: Future[ProcessGroupGloo | None] = field(default_factory=Future)
+
+
+class GradientExchange:
+    """One replica's membership. Alone (size 1) every verb is free."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None  # of the replica that is rank 0; the others find it by its port
+        self._forming: _Forming | None = None
+        self._group: ProcessGroupGloo | None = None
+        self.size = 1
+
+    def prepare(self, order: Prepare) -> None:
+        """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
+        self._forming = forming = _Forming(order)
+        if order.size <= 1:
+            forming.group.set_result(None)
+            return
+        try:
+            if order.rank == 0 and (self._store is None or self._store.port != order.port):
+                self._store = _serve_store(order.port)
+        except OSError as error:
+            forming.group.set_exception(error)
+        else:
+            Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
+
+    def formed(self, generation: int, seconds: float) -> bool:
+        """Whether that membership can be entered without waiting, after at most `seconds`."""
+        forming = self._prepared(generation)
+        with contextlib.suppress(Exception):  # how it failed is told by `enter`
+            forming.group.result(seconds)
+        return forming.group.done() and forming.group.exception() is None
+
+    def enter(self, generation: int) -> None:
+        """Exchange with the replicas of that membership from now on.
+
+        Raises `PeerLostError` when not everyone came; this replica then exchanges nothing until the next membership."""
+        forming = self._prepared(generation)
+        self._forming, self._group, self.size = None, None, forming.order.size
+        try:
+            self._group = forming.group.result(FORMING.total_seconds())
+        except (RuntimeError, OSError) as error:
+            what = f"membership {generation} of {self.size} replicas"
+            raise PeerLostError(f"{what} did not come about: {str(error) or 'not all of them came'}") from error
+
+    def add_up(self, tensor: torch.Tensor, seconds: float) -> float:
+        """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns
+        the seconds that it took. Raises `PeerLostError`; the tensor is then of no use, and this membership is over."""
+        if self.size <= 1:
+            return 0.0
+        if self._group is None:
+            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: the membership is over")
+        began = time.monotonic()
+        options = AllreduceOptions()
+        options.timeout = timedelta(seconds=seconds)
+        try:
+            self._group.allreduce([tensor], options).wait()
+        except RuntimeError as error:
+            self._group = None  # closes the connections, so that the others need not wait for their deadline
+            raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
+        return time.monotonic() - began
+
+    def _prepared(self, generation: int) -> _Forming:
+        if self._forming is None or self._forming.order.generation != generation:
+            raise ValueError(f"membership {generation} was not prepared")
+        return self._forming
+
+
+def _form(forming: _Forming) -> None:
+    order = forming.order
+    try:
+        # A connection of its own: one that waits for a replica that never comes must not block the next forming.
+        found = TCPStore(_HOST, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
+        options = ProcessGroupGloo._Options()
+        options._timeout = FORMING
+        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
+        store = PrefixStore(f"generation-{order.generation}", found)
+        forming.group.set_result(ProcessGroupGloo(store, order.rank, order.size, options))
+    except Exception as error:  # noqa: BLE001 - the end of a thread: `enter` raises it
+        forming.group.set_exception(error)
+
+
+def _serve_store(port: int) -> TCPStore:
+    """The meeting place, for this machine only."""
+    listener = socket.create_server((_HOST, port))
+    return TCPStore(
+        _HOST, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

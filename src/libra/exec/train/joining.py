@@ -1,0 +1,113 @@
+"""How a replica comes to take part: beside the steps of the others, then between two of them.
+
+Invariant: it is let in only when it is shown to hold the state that the core holds, and the boundary between two steps
+is held for messages alone. The one exception is a joiner whose every copy was overtaken: then the core makes no step
+until it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from libra.exec.launch.handles import Handle, WorkerFailedError, WorkerLostError
+from libra.exec.train.membership import Membership
+from libra.exec.wire.messages import CatchUp, Follow, Identify, Message, Standing, StatePlace
+
+BOUNDARIES = 20  # at which a joiner is given the chance to enter
+HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
+
+
+class JoinError(WorkerFailedError):
+    """A replica does not come level with the core."""
+
+
+class Joiner:
+    """A started replica on its way in."""
+
+    def __init__(self, replica: Handle, core: bool, membership: Membership, boundary: asyncio.Lock) -> None:
+        self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
+        self._follows: Handle | None = None
+        self._generation = 0  # for which it was prepared
+        self._wanted: Standing | None = None  # the core's, at the last boundary
+        self._behind = ""  # why it ceased to follow
+
+    async def join(self) -> float:
+        """Returns the seconds that the boundary was held for the entry. Raises `JoinError`, `WorkerLostError`."""
+        for _ in range(BOUNDARIES):
+            if self._is_stale():
+                await self._introduce()
+            held = await self._try_to_enter()
+            if held is not None:
+                return held
+            if self._wanted is not None:
+                await self._come_level(self._wanted)
+        raise JoinError(f"worker {self._replica.name} cannot join: it was not level at {BOUNDARIES} step boundaries")
+
+    def _is_stale(self) -> bool:
+        """At first, and when somebody was lost: what was prepared will not do."""
+        return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
+
+    async def _introduce(self) -> None:
+        """Everyone prepares the generation with it, and it follows the core."""
+        members, follows = self._membership, self._follows
+        async with self._boundary:
+            await members.tidy()
+            rank = len(members.cores if self._core else members.replicas)
+            present = members.replicas
+            self._generation = await members.prepare([*present[:rank], self._replica, *present[rank:]])
+            here = await self._core_standing()
+            self._follows = members.cores[0] if here is not None else None
+        if here is not None and self._follows is not follows:
+            await self._follow(here.place)
+
+    async def _try_to_enter(self) -> float | None:
+        """Take it in if it holds the core's state; returns the seconds that this held the boundary."""
+        members, self._wanted = self._membership, None
+        async with self._boundary:
+            began = time.monotonic()
+            await members.tidy()
+            here = await self._core_standing()
+            if here is None or self._is_stale():
+                return None
+            if self._behind:
+                await self._follow(here.place)
+                if self._behind:
+                    raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
+            self._wanted = here
+            catch_up = CatchUp(here.number, self._generation, HOLD)
+            there = await self._ask(catch_up, HOLD + members.patience.floor)
+            if not (there.ready and (there.number, there.parameter_hash) == (here.number, here.parameter_hash)):
+                return None
+            (members.cores if self._core else members.hybrids).append(self._replica)
+            await members.enter(self._generation)
+            if self._replica.lost:
+                raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
+            return time.monotonic() - began
+
+    async def _come_level(self, wanted: Standing) -> None:
+        """Give it time to reach the state that the core had at the last boundary, while steps are made."""
+        patience = self._membership.patience
+        catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
+        there = await self._ask(catch_up, patience.unknown + patience.floor)
+        self._behind = there.behind
+        if there.number == wanted.number and there.parameter_hash != wanted.parameter_hash:
+            self._follows = None  # what it holds is not what the core held: from the beginning
+        elif there.number == wanted.number and not there.ready:
+            self._generation = 0  # it did not form: another one is prepared
+            self._membership.meet_elsewhere()
+
+    async def _follow(self, place: StatePlace) -> None:
+        self._behind = (await self._ask(Follow(place), self._membership.patience.unknown)).behind
+
+    async def _ask(self, order: Message, deadline: float) -> Standing:
+        [standing] = await self._membership.ask([(self._replica, order)], Standing, deadline=deadline)
+        if standing is None:
+            raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
+        return standing
+
+    async def _core_standing(self) -> Standing | None:
+        """None when the core is lost."""
+        orders = [(self._membership.cores[0], Identify())]
+        [standing] = await self._membership.ask(orders, Standing, deadline=self._membership.patience.floor)
+        return standing

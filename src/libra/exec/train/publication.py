@@ -1,0 +1,113 @@
+"""What a core replica publishes, as a joiner reads it: its state, and the update that leads from each to the next.
+
+Invariant: what is read is whole or refused. Reading is one-way: the core does not know who reads, and never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from libra.exec.train import board, gradient_ring
+from libra.exec.train.gradient_ring import NUMBER, SLOTS, Update
+from libra.exec.wire.messages import StatePlace
+from libra.exec.wire.shared_vectors import LayoutError, Vector, attach
+
+_PAUSE = 0.001  # seconds between two looks at a state that is being changed
+_LOOKS = 30  # in a row: who looks must get back to its own orders
+
+
+class OverrunError(RuntimeError):
+    """The update that was asked for is not there any more: only a new copy of the state leads on."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A copied state, beside its vectors."""
+
+    number: int
+    checksum: int
+    steps: int  # of the optimiser
+    learning_rate: float
+
+
+class Publication(Protocol):
+    """Everything that a joiner needs of a core."""
+
+    def at_rest(self) -> bool:
+        """Whether the state is in no change now; waits some hundredths of a second for one to end."""
+
+    def copy_state(self, into: Sequence[torch.Tensor]) -> State | None:
+        """Fill the board's three vectors; None when the state changed meanwhile and they hold no whole one."""
+
+    def has_update(self, number: int) -> bool:
+        """Whether the update to state `number` is there yet. Raises `OverrunError` when it is there no more."""
+
+    def copy_update(self, number: int, into: torch.Tensor) -> Update:
+        """Fill a flat gradient. Raises `OverrunError` when it was overwritten meanwhile."""
+
+
+class SharedPublication:
+    """The publication of a process on the same machine, through its shared memory."""
+
+    def __init__(self, place: StatePlace, length: int, dtype: str, signature: int) -> None:
+        """Raises `LayoutError`, and `OSError` when the process is gone."""
+        self._board = attach(place.pid, place.board, board.board_layout(length, dtype))
+        if self._board.header[board.SIGNATURE] != signature:
+            raise LayoutError(f"process {place.pid} trains another model: all replicas must start from the same one")
+        self._ring = attach(place.pid, place.ring, gradient_ring.ring_layout(length, dtype))
+        self._numbers = self._ring.header.reshape(SLOTS, gradient_ring.CELLS)
+        self._doubles = self._numbers.view(np.float64)
+
+    def at_rest(self) -> bool:
+        for _ in range(_LOOKS):
+            if self._board.header[board.SEQUENCE] % 2 == 0:
+                return True
+            _wait()
+        return False
+
+    def copy_state(self, into: Sequence[torch.Tensor]) -> State | None:
+        header = self._board.header
+        sequence = int(header[board.SEQUENCE])
+        if sequence % 2:
+            return None
+        rate = float(header.view(np.float64)[board.LEARNING_RATE])
+        state = State(sequence // 2, int(header[board.CHECKSUM]), int(header[board.STEPS]), rate)
+        for source, target in zip(self._board.vectors, into, strict=True):
+            _copy(source, target.numpy())
+        return state if header[board.SEQUENCE] == sequence else None
+
+    def has_update(self, number: int) -> bool:
+        # In this order: an update is published before the state it leads to is reached.
+        reached = self._board.header[board.SEQUENCE] // 2 >= number
+        if self._numbers[number % SLOTS, NUMBER] == number:
+            return True
+        if reached:
+            raise OverrunError(f"the update to state {number} is gone; {SLOTS - 1} are kept")
+        return False
+
+    def copy_update(self, number: int, into: torch.Tensor) -> Update:
+        index = number % SLOTS
+        doubles = self._doubles[index].copy()
+        _copy(self._ring.vectors[index][: into.numel()], into.numpy())
+        if self._numbers[index, NUMBER] != number:
+            raise OverrunError(f"the update to state {number} was overwritten while it was copied")
+        return Update(
+            number,
+            float(doubles[gradient_ring.LEARNING_RATE]),
+            float(doubles[gradient_ring.DENOMINATOR]),
+            float(doubles[gradient_ring.NORM]),
+        )
+
+
+def _copy(source: Vector, target: Vector) -> None:
+    np.copyto(target, source)
+
+
+def _wait() -> None:
+    time.sleep(_PAUSE)

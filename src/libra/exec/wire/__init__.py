@@ -1,0 +1,1 @@
+"""What processes exchange: messages, and vectors in shared memory."""
