@@ -97,7 +97,7 @@ async def measure(size: Size, directory: Path, cores: Sequence[int]) -> Measured
         core = await _start(launcher, "core-0", directory / "model", cores[0])
         hybrid = await _start(launcher, "hybrid-0", directory / "model", cores[-1])
         stepper = _Stepper(
-            Trainers(core, _free_port, lambda replica: launcher.kill(replica.pid)), core.pid, size.samples
+            Trainers(core, _free_port, lambda replica: launcher.kill(replica.link)), core.link.pid, size.samples
         )
         for _ in range(_BEFORE):
             await stepper.step()  # the first ones pay for what is set up once
@@ -170,7 +170,7 @@ def _sample(number: int) -> Sample:
 
 
 async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> Handle:
-    worker = Handle(await launcher.spawn(name), _raise_lost)
+    worker = Handle(await launcher.spawn(name, 0), _raise_lost)
     await worker.start(
         StartTrainer(
             model_directory=str(model),

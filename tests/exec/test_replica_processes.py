@@ -37,17 +37,17 @@ class Stage:
     alone: dict[Precision, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
     async def hire(self, name: str, precision: Precision, seed: int = 0, share: float = 1.0) -> Handle:
-        handle = Handle(await self.launcher.spawn(name), lambda name, why: None)
+        handle = Handle(await self.launcher.spawn(name, 0), lambda name, why: None)
         cores = tuple(sorted(os.sched_getaffinity(0)))[:1]
         model = str(self.directory / "model")
         await handle.start(StartTrainer(model, RATE, (0.8, 1.28), "tokens", 12.0, 64, precision, seed, share, cores))
         return handle
 
     def kill(self, replica: Handle) -> None:
-        self.launcher.kill(replica.pid)
+        self.launcher.kill(replica.link)
 
     async def parameters(self, replica: Handle) -> Tensors:
-        directory = self.directory / f"saved-{replica.pid}"
+        directory = self.directory / f"saved-{replica.link.pid}"
         await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Done)
         return load_file(directory / "model.safetensors")
 
@@ -130,7 +130,7 @@ def test_a_replica_is_killed_in_the_middle_of_step_17(stage: Stage, precision: P
         stepping = asyncio.create_task(step(trainers, 17))
         while _cpu_nanoseconds(hybrid) < idle + 2_000_000:  # it has begun
             await asyncio.sleep(0.001)
-        os.kill(hybrid.pid, signal.SIGKILL)
+        os.kill(hybrid.link.pid, signal.SIGKILL)
         assert await stepping == 2  # its share was made by the others, in this step
         assert trainers.names() == ("core-0", "core-1")
         assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
@@ -148,7 +148,7 @@ def test_a_replica_that_is_stopped_is_found_and_its_share_made_by_the_others(
         hybrid = await stage.hire("hybrid-0", precision, seed=2)
         await trainers.join(hybrid)
         assert [await step(trainers, version) for version in range(1, 17)] == [3] * 16
-        os.kill(hybrid.pid, signal.SIGSTOP)
+        os.kill(hybrid.link.pid, signal.SIGSTOP)
         assert await step(trainers, 17) == 2
         assert hybrid.lost and _is_gone(hybrid)
         assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
@@ -162,7 +162,7 @@ def test_when_the_first_core_is_killed_the_second_goes_on(stage: Stage) -> None:
         trainers = await stage.two_cores("fp32")
         await trainers.join(await stage.hire("hybrid-0", "fp32", seed=2))
         assert [await step(trainers, version) for version in range(1, 11)] == [3] * 10
-        os.kill(trainers.core.pid, signal.SIGKILL)
+        os.kill(trainers.core.link.pid, signal.SIGKILL)
         assert [await step(trainers, version) for version in range(11, 14)] == [2] * 3
         assert trainers.names() == ("core-1", "hybrid-0")
         await trainers.join(await stage.hire("hybrid-1", "fp32", seed=3))
@@ -174,12 +174,12 @@ def test_when_the_first_core_is_killed_the_second_goes_on(stage: Stage) -> None:
 
 def _cpu_nanoseconds(worker: Handle) -> int:
     """Of its main thread: the first number of the file."""
-    return int(Path(f"/proc/{worker.pid}/schedstat").read_text().split()[0])
+    return int(Path(f"/proc/{worker.link.pid}/schedstat").read_text().split()[0])
 
 
 def _is_gone(worker: Handle) -> bool:
     try:
-        psutil.Process(worker.pid).wait(timeout=5)
+        psutil.Process(worker.link.pid).wait(timeout=5)
     except psutil.TimeoutExpired:
         return False
     except psutil.NoSuchProcess:
