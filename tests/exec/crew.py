@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from replicas import free_port, make_trainer
+from replicas import make_trainer
 
 from libra.exec.launch.handles import Handle
 from libra.exec.launch.launcher import WorkerLink
@@ -55,7 +55,7 @@ class Crew:
 
     async def assemble(self, *others: str) -> Trainers:
         """`core-0` and those others, joined."""
-        trainers = Trainers((await self.hire("core-0")).handle, free_port, _never)
+        trainers = Trainers((await self.hire("core-0")).handle, _never)
         for name in others:
             await trainers.join((await self.hire(name)).handle, core=name.startswith("core"))
         return trainers

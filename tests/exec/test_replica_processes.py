@@ -13,7 +13,6 @@ import psutil
 import pytest
 from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, write_model
 from nurseries import TRAINING, nursery
-from replicas import free_port
 from safetensors.torch import load_file
 
 from libra.exec.launch.answers import STANDARD, Patience
@@ -55,7 +54,7 @@ class Stage:
         """Parameters before and after all steps by one process."""
         if precision not in self.alone:
             replica = await self.hire("alone", precision)
-            trainers = Trainers(replica, free_port, self.kill)
+            trainers = Trainers(replica, self.kill)
             start = await self.parameters(replica)
             for version in range(1, STEPS + 1):
                 await step(trainers, version)
@@ -64,7 +63,7 @@ class Stage:
         return self.alone[precision]
 
     async def two_cores(self, precision: Precision, patience: Patience = STANDARD) -> Trainers:
-        trainers = Trainers(await self.hire("core-0", precision), free_port, self.kill, patience)
+        trainers = Trainers(await self.hire("core-0", precision), self.kill, patience)
         await trainers.join(await self.hire("core-1", precision, seed=1), core=True)
         return trainers
 

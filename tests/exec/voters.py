@@ -29,6 +29,7 @@ from libra.exec.wire.messages import (
     MeasureTraining,
     Message,
     Prepare,
+    Prepared,
     Publish,
     Published,
     Reduced,
@@ -39,6 +40,8 @@ from libra.exec.wire.messages import (
     Trained,
     TrainingMeasured,
 )
+
+PORT = 29500  # where the replicas meet
 
 Fate = Literal["ok", "die", "hang", "fail", "break", "late", "unsure"]
 """Of one order: done; the process is killed; it stops; the exchange fails though nobody is lost; the worker reports a
@@ -158,7 +161,7 @@ class Voter:
                 return Done()
             case Prepare():
                 self._prepared[order.generation] = order.size
-                return Done()
+                return Prepared(order.port or PORT)
             case Enter():
                 assert self._pending is None, "the membership changes in the middle of a step"
                 self.generation, self._size = order.generation, self._prepared[order.generation]
@@ -220,7 +223,7 @@ class Voter:
 
     def _standing(self, ready: bool, behind: str = "") -> Standing:
         number = -1 if behind else len(self.steps)
-        return Standing(number, self._hash(), StatePlace(self._index, 0, 0), ready, behind)
+        return Standing(number, self._hash(), 64, StatePlace(self._index, 0, 0), ready, behind)
 
     def _hash(self) -> int:
         return zlib.crc32(repr(self.steps).encode())

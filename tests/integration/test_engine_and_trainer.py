@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -209,7 +208,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port, both.kill)
+            trainers = Trainers(both.trainer, both.kill)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             alone = await trainers.step(1, batch, len(batch), tokens)
@@ -239,7 +238,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port, both.kill)
+            trainers = Trainers(both.trainer, both.kill)
             hybrid = Handle(await both.launcher.spawn("hybrid", 0), lambda name, why: None)
             await hybrid.start(start_trainer(both.model, 1))
             await trainers.join(hybrid)
@@ -367,9 +366,3 @@ def test_a_turn_is_moved_while_it_runs(tmp_path: Path) -> None:
             assert len((await made(both.engine, Generate("next", PROMPT, 8, 1.0, -1, 0))).tokens) == 8
 
     asyncio.run(check())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

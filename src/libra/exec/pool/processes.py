@@ -8,7 +8,6 @@ weights, or is about to take them.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,7 +164,9 @@ class Processes:
         buffer = self._version % BUFFERS
         first = await core.ask(Publish(self._version, buffer), Published)
         self._current = LoadWeights(self._version, buffer, first.checksum)
-        self._trainers = Trainers(core, self._find_port, lambda replica: self._launcher.kill(replica.link))
+        self._trainers = Trainers(
+            core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port
+        )
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
@@ -205,11 +206,3 @@ class Processes:
         except (WorkerFailedError, TimeoutError) as error:
             self._lost(handle.name, f"it could not take weights v{self._current.version}: {error}")
             return None
-
-    def _find_port(self) -> int:
-        """The configured port, or any free one. (A taken port is refused before anything starts.)"""
-        if self._config.cluster.port:
-            return self._config.cluster.port
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
