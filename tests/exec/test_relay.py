@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -317,7 +317,8 @@ class Impostor:
         stream.greeting(PATIENCE)
         stream.answer(Verdict.YES)
         stream.asked(PATIENCE)
-        self._answer(connection)
+        with suppress(OSError):  # it was heard to the end of the other's patience
+            self._answer(connection)
         self._done.wait(PATIENCE)
         stream.close()
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -35,8 +35,14 @@ class Stage:
     directory: Path
     alone: dict[Precision, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
-    async def hire(self, name: str, precision: Precision, seed: int = 0, share: float = 1.0) -> Handle:
-        handle = Handle(await self.launcher.spawn(name, 0), lambda name, why: None)
+    async def hire(
+        self, name: str, precision: Precision, seed: int = 0, share: float = 1.0, elsewhere: bool = False
+    ) -> Handle:
+        """A started replica; `elsewhere` it lives as if on another node, reached at an address of its own."""
+        link = await self.launcher.spawn(name, 0)
+        if elsewhere:
+            link = replace(link, node="elsewhere", host="127.0.0.2")
+        handle = Handle(link, lambda name, why: None)
         cores = tuple(sorted(os.sched_getaffinity(0)))[:1]
         model = str(self.directory / "model")
         await handle.start(StartTrainer(model, RATE, (0.8, 1.28), "tokens", 12.0, 64, precision, seed, share, cores))
@@ -101,17 +107,37 @@ async def steps_beside(trainers: Trainers, versions: range, change: asyncio.Task
     await change
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_a_replica_joins_at_step_7_and_leaves_at_step_13(stage: Stage, precision: Precision) -> None:
+def test_a_replica_joins_at_step_7_and_leaves_at_step_13(stage: Stage, precision: Precision, elsewhere: bool) -> None:
     async def check() -> None:
         trainers = await stage.two_cores(precision)
-        hybrid = await stage.hire("hybrid-0", precision, seed=2)
+        hybrid = await stage.hire("hybrid-0", precision, seed=2, elsewhere=elsewhere)
         assert [await step(trainers, version) for version in range(1, 5)] == [2] * 4
         await steps_beside(trainers, range(5, 7), asyncio.create_task(trainers.join(hybrid)))
+        assert bool(_connections(hybrid, "127.0.0.2")) == elsewhere
         assert [await step(trainers, version) for version in range(7, 13)] == [3] * 6
         await (await trainers.leave("hybrid-0")).stop()
         assert [await step(trainers, version) for version in range(13, STEPS + 1)] == [2] * 8
         await stage.end(trainers, precision)
+
+    stage.runner.run(check())
+
+
+def test_a_joiner_of_another_node_whose_relay_is_killed_gets_another_one(stage: Stage) -> None:
+    async def check() -> None:
+        trainers = await stage.two_cores("fp32")
+        hybrid = await stage.hire("hybrid-0", "fp32", seed=2, elsewhere=True)
+        core = psutil.Process(trainers.core.link.pid)
+        joining = asyncio.create_task(trainers.join(hybrid))
+        while not core.children():
+            await asyncio.sleep(0.001)
+        [relay] = core.children()
+        relay.kill()
+        await steps_beside(trainers, range(1, 11), joining)
+        assert relay not in core.children()
+        assert [await step(trainers, version) for version in range(11, STEPS + 1)] == [3] * 10
+        await stage.end(trainers, "fp32")
 
     stage.runner.run(check())
 
@@ -169,6 +195,11 @@ def test_when_the_first_core_is_killed_the_second_goes_on(stage: Stage) -> None:
         await stage.end(trainers, "fp32")
 
     stage.runner.run(check())
+
+
+def _connections(worker: Handle, host: str) -> list[int]:
+    """Ports of that address at which the worker is connected."""
+    return [c.laddr.port for c in psutil.Process(worker.link.pid).net_connections() if c.laddr.ip == host]
 
 
 def _cpu_nanoseconds(worker: Handle) -> int:

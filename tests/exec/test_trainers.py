@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from far_end import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from voters import PORT, Fate, Floor, Voter
+from voters import PORT, RELAYS, Fate, Floor, Voter
 
 import libra.exec.train.membership
 import libra.exec.train.trainers
@@ -21,6 +22,7 @@ from libra.exec.train.joint_step import split_evenly
 from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
 from libra.exec.train.trainers import DivergedError, Trainers
 from libra.exec.wire.messages import (
+    TOKEN_BYTES,
     CatchUp,
     Commit,
     Discard,
@@ -33,7 +35,10 @@ from libra.exec.wire.messages import (
     Prepare,
     Publish,
     Published,
+    RelayPlace,
     Sample,
+    Serve,
+    StatePlace,
     Train,
 )
 
@@ -174,6 +179,64 @@ def test_joining_and_leaving() -> None:
     play(scenario)
 
 
+def test_a_joiner_of_another_node_reads_the_core_through_a_relay() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        core.handle.host = "10.0.0.1"
+        await scene.step(1)
+        neighbour = await scene.join("hybrid-0")
+        assert core.told(Serve) == [] and isinstance(neighbour.told(Follow)[0].place, StatePlace)
+        far = await scene.floor.hire("hybrid-1", "elsewhere", "10.0.0.2")
+        await scene.trainers.join(far.handle)
+        [serve], [follow] = core.told(Serve), far.told(Follow)
+        assert serve.host == "10.0.0.1" and len(serve.token) == TOKEN_BYTES
+        assert follow.place == RelayPlace("10.0.0.1", RELAYS, serve.token)
+        assert core.told(Prepare)[-1] == Prepare(2, 0, 3, "10.0.0.1", "10.0.0.1", 0)
+        assert neighbour.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, "10.0.0.1", PORT)
+        assert far.told(Prepare) == [Prepare(2, 2, 3, "10.0.0.2", "10.0.0.1", PORT)]
+        assert await scene.step(2) == 3
+        assert_each_sample_is_trained_once(scene, 2)
+
+    play(scenario)
+
+
+def test_the_relay_keeps_off_the_core_that_the_core_replica_computes_on() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        for number, (cores, wanted) in enumerate({(0, 1, 2): (0, 2), (1,): (1,)}.items()):
+            core.handle.link = replace(core.handle.link, cores=cores, core=1)
+            far = await scene.floor.hire(f"hybrid-{number}", "elsewhere")
+            await scene.trainers.join(far.handle)
+            assert core.told(Serve)[-1].cores == wanted
+
+    play(scenario)
+
+
+def test_a_joiner_that_lost_its_way_to_the_core_gets_a_new_one_with_a_token_of_its_own() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        far = await scene.floor.hire("hybrid-0", "elsewhere")
+        far.behind.append("the core cannot be reached any more")
+        await scene.trainers.join(far.handle)
+        first, second = core.told(Serve)
+        assert first.token != second.token
+        assert [order.place.token for order in far.told(Follow)] == [first.token, second.token]
+        assert await scene.step(1) == 2
+
+    play(scenario)
+
+
+def test_a_core_that_no_other_node_can_read_costs_the_joiner_only() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Serve, ["fail"])
+        far = await scene.floor.hire("hybrid-0", "elsewhere")
+        with pytest.raises(JoinError, match="cannot be read from node elsewhere: no such address"):
+            await scene.trainers.join(far.handle)
+        assert far.killed and await scene.step(1) == 1
+
+    play(scenario)
+
+
 def test_core_replicas_come_before_hybrid_ones() -> None:
     async def scenario(scene: Scene) -> None:
         second = await scene.join("core-1")
@@ -256,7 +319,13 @@ def test_a_joiner_that_dies_on_its_way_leaves_the_others_as_they_were(order: typ
 
 @pytest.mark.parametrize(
     ("order", "fates", "follows"),
-    [(Prepare, ["die"], 1), (Identify, ["die"], 1), (Identify, ["ok", "die"], 2), (Enter, ["die"], 1)],
+    [
+        (Prepare, ["die"], 1),
+        (Identify, ["die"], 1),
+        (Identify, ["ok", "die"], 2),
+        (Serve, ["die"], 1),
+        (Enter, ["die"], 1),
+    ],
 )
 def test_when_a_core_dies_during_a_join_the_joiner_follows_another(
     order: type, fates: list[Fate], follows: int
@@ -264,7 +333,8 @@ def test_when_a_core_dies_during_a_join_the_joiner_follows_another(
     async def scenario(scene: Scene) -> None:
         await scene.step(1)
         scene.floor.replicas["core-0"].will(order, fates)
-        joiner = await scene.join("hybrid-0")
+        joiner = await scene.floor.hire("hybrid-0", "elsewhere" if order is Serve else "local")
+        await scene.trainers.join(joiner.handle)
         assert scene.trainers.names() == ("core-1", "hybrid-0")
         assert len(joiner.told(Follow)) == follows
         assert await scene.step(2) == 2

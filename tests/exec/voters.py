@@ -33,6 +33,9 @@ from libra.exec.wire.messages import (
     Publish,
     Published,
     Reduced,
+    RelayPlace,
+    Serve,
+    Serving,
     Standing,
     StatePlace,
     Stop,
@@ -42,6 +45,7 @@ from libra.exec.wire.messages import (
 )
 
 PORT = 29500  # where the replicas meet
+RELAYS = 40000  # the port of the first replica's relay
 
 Fate = Literal["ok", "die", "hang", "fail", "break", "late", "unsure"]
 """Of one order: done; the process is killed; it stops; the exchange fails though nobody is lost; the worker reports a
@@ -76,8 +80,9 @@ class Floor:
         self.rounds: dict[tuple[int, int], Round] = {}
         self.committed: dict[int, set[int]] = {}
 
-    async def hire(self, name: str) -> Voter:
+    async def hire(self, name: str, node: str = "local", host: str = "127.0.0.1") -> Voter:
         handle, far = await connect(Handle, lambda name, why: None, name)
+        handle.node, handle.host = node, host
         voter = self.replicas[name] = Voter(self, len(self.replicas), handle, far)
         return voter
 
@@ -168,8 +173,11 @@ class Voter:
                 return Entered(order.generation, "not everyone came" if fate == "fail" else "")
             case Identify():
                 return self._standing(True)
+            case Serve():
+                return Serving(0, "no such address") if fate == "fail" else Serving(RELAYS + self._index, "")
             case Follow():
                 behind = self.behind.popleft() if self.behind else ""
+                assert isinstance(order.place, RelayPlace) == self._is_elsewhere(order.place)
                 self._copy(order.place)
                 return self._standing(False, behind)
             case CatchUp():
@@ -216,9 +224,17 @@ class Voter:
         hash = self._hash() + (fate == "fail")
         return Trained(order.version, 99 if order.publish_to >= 0 else 0, hash, 0.125, 3.0)
 
-    def _copy(self, place: StatePlace) -> None:
-        self._follows = place.pid
-        [source] = [voter for voter in self._floor.replicas.values() if voter._index == place.pid]
+    def _source(self, place: StatePlace | RelayPlace) -> Voter:
+        index = place.port - RELAYS if isinstance(place, RelayPlace) else place.pid
+        [source] = [voter for voter in self._floor.replicas.values() if voter._index == index]
+        return source
+
+    def _is_elsewhere(self, place: StatePlace | RelayPlace) -> bool:
+        return self._source(place).handle.node != self.handle.node
+
+    def _copy(self, place: StatePlace | RelayPlace) -> None:
+        source = self._source(place)
+        self._follows = source._index
         self.steps = list(source.steps)
 
     def _standing(self, ready: bool, behind: str = "") -> Standing:
