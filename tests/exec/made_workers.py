@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -153,7 +152,7 @@ class MadeWorker:
 class MadeLauncher:
     """Starts workers without processes; `prepared` says what the next ones do."""
 
-    nursery_pid = os.getpid()
+    hardware = "made"
 
     def __init__(self, speak: Speak = lambda tokens: []) -> None:
         self._speak = speak
@@ -170,6 +169,12 @@ class MadeLauncher:
             for worker in self.workers.values():
                 worker.die()
             await asyncio.gather(*(worker.gone.wait() for worker in self.workers.values()))
+
+    def processes(self) -> tuple[int, ...]:
+        return ()
+
+    def offers(self, slot: int) -> bool:
+        return True
 
     async def ready(self) -> float:
         return 0.0
@@ -188,6 +193,9 @@ class MadeLauncher:
 
     async def gone(self, link: WorkerLink) -> None:
         await self._by_link[link].gone.wait()
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        pass
 
     def exists(self, link: WorkerLink) -> bool:
         return True

@@ -31,7 +31,6 @@ from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
 from libra.exec.measure import (
-    hardware_name,
     measure,
     measure_switch,
     profile_key,
@@ -70,7 +69,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
-    async with LocalLauncher.open(directory / "logs") as launcher, MemoryWatch(launcher.nursery_pid) as memory:
+    async with LocalLauncher.open(directory / "logs") as launcher, MemoryWatch(launcher.processes) as memory:
         phase = Phases(config, display, began)
         phase.show("starting: importing torch and vLLM")
         imported = await launcher.ready()
@@ -264,7 +263,7 @@ class _Session:
         if config.planner.calibration is not None:
             return load_profile(config.planner.calibration)
         model_config = json.loads((self._model / "config.json").read_text())
-        hardware = hardware_name()
+        hardware = self._launcher.hardware
         key = profile_key(config, hardware, model_config)
         cached = cache_directory() / "profiles" / f"{key}.json"
         if cached.is_file():
