@@ -70,6 +70,9 @@ class Told:
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self.losses.append((worker, why))
 
+    def back(self, worker: str) -> None:
+        pass
+
     def weights(self, worker: str, version: int, seconds: float) -> None:
         self.loads.append((worker, version, seconds))
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ _TRAINED_COPIES = 8
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     """Raises `ConfigError`."""
+    _check_launcher(config)
     _check_model_directory(config)
-    _check_memory(config)
-    _check_cores(config)
+    if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
+        _check_memory(config)
+        _check_cores(config)
+        _check_port(config)
     _check_engines(config)
     _check_policy(config)
-    _check_port(config)
     _check_run_directory(config, resume, overwrite)
 
 
@@ -61,6 +64,19 @@ def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> P
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     write_whole(directory / "config.json", config.model_dump_json(indent=1) + "\n")
     return directory
+
+
+def _check_launcher(config: RunConfig) -> None:
+    cluster = config.cluster
+    if cluster.launcher == "ray" and find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.launcher: Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local"
+        )
+    if cluster.ray_address is not None and cluster.ray_address.startswith("ray://"):
+        raise ConfigError(
+            f"cluster.ray_address: {cluster.ray_address} is the address of a Ray client server; run libra on a node of"
+            " the cluster, and give auto or the address that `ray start` printed"
+        )
 
 
 def _check_model_directory(config: RunConfig) -> None:

@@ -29,9 +29,13 @@ _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
 
 
 class Watcher(mover.Watcher, Protocol):
-    """Who is told of changes of the pool, and of engines that take new weights."""
+    """Who is told of changes of the pool, of engines that take new weights, and of slots that come back."""
 
     def weights(self, worker: str, version: int, seconds: float) -> None: ...
+
+    def back(self, worker: str) -> None:
+        """Its slot, which was lost with its node, can be used again."""
+        ...
 
 
 class Executor:
@@ -51,6 +55,7 @@ class Executor:
         checkpoint: Path | None,
     ) -> None:
         self._pool, self._journal, self._version = pool, journal, version
+        self._launcher, self._watcher = launcher, watcher
         self._model_directory = model_directory
         self.longest_context = longest_context(config)
         self._processes = Processes(
@@ -128,12 +133,22 @@ class Executor:
         await self._processes.stop()
 
     def _lost(self, worker: str, why: str) -> None:
+        self._look_for_slots()  # first: who is gone with its node cannot be started again there
         self._mover.lose(worker, why)
+
+    def _look_for_slots(self) -> None:
+        for worker in self._pool.all():
+            away = not self._launcher.offers(worker.slot)
+            if worker.away != away:
+                changed = self._pool.set_away(worker.id, away)
+                if not away and not changed.retired:
+                    self._watcher.back(worker.id)
 
     async def _watch_workers(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._processes.declare_dead()
+            self._look_for_slots()
             self._mover.fail_overdue()
 
 
