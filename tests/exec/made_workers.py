@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
-from libra.exec.launch.launcher import WorkerLink
+from libra.exec.launch.launcher import SourceLostError, WorkerLink
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import (
     CatchUp,
@@ -158,6 +158,8 @@ class MadeLauncher:
         self._speak = speak
         self.workers: dict[str, MadeWorker] = {}
         self.prepared: dict[str, dict[type[Message], Any]] = {}
+        self.missing: set[int] = set()  # slots
+        self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 
     @contextlib.asynccontextmanager
@@ -174,7 +176,7 @@ class MadeLauncher:
         return ()
 
     def offers(self, slot: int) -> bool:
-        return True
+        return slot not in self.missing
 
     async def ready(self) -> float:
         return 0.0
@@ -195,7 +197,9 @@ class MadeLauncher:
         await self._by_link[link].gone.wait()
 
     async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
-        pass
+        if self.without_weights:
+            self.without_weights -= 1
+            raise SourceLostError(f"weights v{weights.version} are lost")
 
     def exists(self, link: WorkerLink) -> bool:
         return True

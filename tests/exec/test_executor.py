@@ -60,6 +60,7 @@ class Told:
         self.moves: list[Moved] = []
         self.losses: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, float]] = []
+        self.back_again: list[str] = []
 
     def role(self, worker: Worker) -> None:
         pass
@@ -71,7 +72,7 @@ class Told:
         self.losses.append((worker, why))
 
     def back(self, worker: str) -> None:
-        pass
+        self.back_again.append(worker)
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
         self.loads.append((worker, version, seconds))
@@ -301,6 +302,47 @@ def test_a_worker_that_goes_away_is_lost_and_its_slot_is_used_again(tmp_path: Pa
         applied = await made.executor.apply(FIRST)
         assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:short"]
         assert made.fleet.allocation == FIRST
+
+    started(tmp_path, scenario)
+
+
+def test_weights_that_are_lost_with_their_node_are_published_again(tmp_path: Path) -> None:
+    """By a core replica, which holds the same; unless it is ahead already."""
+
+    async def scenario(made: Made) -> None:
+        core = made.launcher.workers["core-0"]
+        made.launcher.without_weights = 1
+        assert len(await made.executor.publish(5, 1, 7)) == 2
+        assert core.orders[-1] == Publish(5, 1)
+        assert made.launcher.workers["rollout-0"].loaded == [4, 5]
+        made.launcher.without_weights = 2  # for either engine
+        core.instead[Publish] = Published(6, 8)
+        assert await made.executor.publish(6, 0, 9) == []
+        assert {worker for worker, _ in made.told.losses} == {"rollout-0", "rollout-1"}
+        assert all("could not take weights v6" in why and "core-0 is ahead" in why for _, why in made.told.losses)
+
+    started(tmp_path, scenario)
+
+
+def test_slots_without_a_node_are_left_out_until_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 0.01)
+
+    async def scenario(made: Made) -> None:
+        made.launcher.missing = {2, 3}  # of the engines
+        for name in ("rollout-0", "rollout-1"):
+            made.launcher.workers[name].die()
+        while len(made.told.losses) < 2:
+            await asyncio.sleep(0)
+        assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0"}
+        applied = await made.executor.apply(Allocation(1, (Bucket("long", 1, 0, 100),)))
+        assert [(moved.move.worker, moved.outcome) for moved in applied.moves] == [("hybrid-0", "done")]
+        assert made.told.back_again == []
+        made.launcher.missing = {3}
+        while not made.told.back_again:
+            await asyncio.sleep(0.01)
+        assert made.told.back_again == ["rollout-0"]
+        assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0", "rollout-0"}
+        assert all(len(made.pool[name].losses) == 1 for name in ("rollout-0", "rollout-1"))  # nothing was tried in vain
 
     started(tmp_path, scenario)
 

@@ -47,7 +47,7 @@ class Node:
                     f"node {self._host} does not see {Path(path).parent} as the controller does: keep it on a file"
                     " system that all nodes share, under the same path"
                 )
-        self._nursery = self._make_nursery(self._logs, self._name)
+        self._nursery = NurseryProcess(self._logs, self._name)
         seconds = await self._nursery.ready()
         cores = tuple(sorted(os.sched_getaffinity(0)))
         return NodeFacts(self._host, cores, hardware_name(), self._nursery.pid, seconds)
@@ -90,9 +90,6 @@ class Node:
     def _started(self) -> NurseryProcess:
         assert self._nursery is not None
         return self._nursery
-
-    def _make_nursery(self, logs: Path, name: str) -> NurseryProcess:
-        return NurseryProcess(logs, name)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -44,11 +44,7 @@ def seats(slots: int, rooms: Sequence[int]) -> list[Seat]:
     `NoRoomError`."""
     if sum(rooms) < slots:
         raise NoRoomError(f"{slots} slots are wanted, and {len(rooms)} node(s) have room for {sum(rooms)}")
-    taken = [0] * len(rooms)
-    chosen: list[tuple[int, int]] = []
-    for _ in range(slots):
-        node = min((index for index, each in enumerate(rooms) if taken[index] < each), key=lambda index: taken[index])
-        chosen.append((node, taken[node]))
-        taken[node] += 1
+    rounds = [(node, number) for number in range(slots) for node, each in enumerate(rooms) if number < each]
+    chosen = rounds[:slots]
     used = sorted({node for node, _ in chosen})
     return [Seat(used.index(node), number) for node, number in chosen]

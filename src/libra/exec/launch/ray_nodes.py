@@ -130,7 +130,7 @@ async def connected(
     `places` for `share` and `most`. Raises `LaunchError`."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    with _ray(address):
+    with _ray(address, logs):
         offers, here = _offers()
         rooms = room(offers, share, most)
         try:
@@ -157,9 +157,12 @@ def _amount(count: int, each: float) -> float:
 
 
 @contextlib.contextmanager
-def _ray(address: str | None) -> Iterator[None]:
-    """Connected to a cluster. One that is started here has this machine's cores, and listens on 127.0.0.1."""
+def _ray(address: str | None, logs: Path) -> Iterator[None]:
+    """Connected to a cluster. One that is started here has this machine's cores, and listens on 127.0.0.1. What Ray has
+    to say goes to `<logs>/ray.log`: it would print that among the results."""
     with contextlib.ExitStack() as stack:
+        logs.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
         options: dict[str, Any] = {"address": address}
         if address is None:
             # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1.
