@@ -162,7 +162,8 @@ class MadeLauncher:
         self._speak = speak
         self.workers: dict[str, MadeWorker] = {}
         self.prepared: dict[str, dict[type[Message], Any]] = {}
-        self.missing: set[int] = set()  # slots
+        self.slots_changed: Callable[[], None] = lambda: None
+        self._missing: set[int] = set()
         self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 
@@ -179,8 +180,13 @@ class MadeLauncher:
     def processes(self) -> tuple[int, ...]:
         return ()
 
+    def miss(self, *slots: int) -> None:
+        """There are no nodes for these slots from now on, and for all others."""
+        self._missing = set(slots)
+        self.slots_changed()
+
     def offers(self, slot: int) -> bool:
-        return slot not in self.missing
+        return slot not in self._missing
 
     async def ready(self) -> float:
         return 0.0

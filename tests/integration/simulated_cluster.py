@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 # Ray takes the loopback interface then, in this process and in those that it starts.
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -15,6 +17,11 @@ class SimulatedCluster:
     def __init__(self, cluster: Any, nodes: list[Any]) -> None:
         self._cluster, self._nodes = cluster, nodes
         self.address: str = cluster.address
+
+    def holds(self, number: int, process: psutil.Process) -> bool:
+        """Whether the process runs on that node."""
+        raylet = self._nodes[number].all_processes["raylet"][0].process.pid
+        return raylet in {parent.pid for parent in process.parents()}
 
     def lose_node(self, number: int) -> None:
         """Kill its processes, without a word to anybody."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from libra.exec.launch.copies import Copies
 from libra.exec.launch.launcher import ForkError, LaunchError, WorkerLink
@@ -50,6 +50,7 @@ class ClusterLauncher:
         self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
         self._keepers: list[asyncio.Task[None]] = []
         self._copies = Copies()
+        self.slots_changed: Callable[[], None] = lambda: None
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -157,6 +158,7 @@ class ClusterLauncher:
                 place.node, place.generation, failures = node, place.generation + 1, 0
                 if not place.began.done():
                     place.began.set_result(None)
+                self.slots_changed()
                 why = await node.ended()
             except (NodeLostError, LaunchError) as error:
                 why = str(error)
@@ -171,6 +173,7 @@ class ClusterLauncher:
 
     def _lose(self, place: _Place, why: str) -> None:
         place.node, place.why = None, why
+        self.slots_changed()  # before anybody hears of the workers: they cannot be started again here
         links, place.links = place.links, set()
         for link in links:
             link.channel.sever(f"its node is lost: {why}")

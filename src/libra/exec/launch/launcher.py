@@ -6,7 +6,7 @@ launcher started is gone when it is closed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,8 @@ class SourceLostError(CopyError):
 
 class Launcher(Protocol):
     """Starts and ends worker processes. Slots are numbered from 0; each is a place for one process at a time."""
+
+    slots_changed: Callable[[], None]  # told when `offers` may say something else
 
     @property
     def hardware(self) -> str:

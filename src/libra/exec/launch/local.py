@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from libra.exec.launch.hardware import hardware_name
@@ -25,6 +25,7 @@ class LocalLauncher:
         self._nursery = nursery
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name()
+        self.slots_changed: Callable[[], None] = lambda: None  # they never do
 
     @classmethod
     @contextlib.asynccontextmanager

@@ -56,6 +56,7 @@ class Executor:
     ) -> None:
         self._pool, self._journal, self._version = pool, journal, version
         self._launcher, self._watcher = launcher, watcher
+        launcher.slots_changed = self._look_for_slots
         self._model_directory = model_directory
         self.longest_context = longest_context(config)
         self._processes = Processes(
@@ -133,7 +134,6 @@ class Executor:
         await self._processes.stop()
 
     def _lost(self, worker: str, why: str) -> None:
-        self._look_for_slots()  # first: who is gone with its node cannot be started again there
         self._mover.lose(worker, why)
 
     def _look_for_slots(self) -> None:
@@ -148,7 +148,6 @@ class Executor:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._processes.declare_dead()
-            self._look_for_slots()
             self._mover.fail_overdue()
 
 
