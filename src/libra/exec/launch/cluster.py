@@ -88,7 +88,7 @@ class ClusterLauncher:
         place, seat = self._place(slot), self._seats[slot]
         node, generation = place.node, place.generation
         if node is None:
-            raise ForkError(f"worker {name} cannot start: there is no node for slot {slot}: {place.why}")
+            raise ForkError(f"worker {name} cannot start: {place.why}, and no other has slot {slot}")
         with self._reception.expect() as (token, arrival):
             try:
                 pid = await node.fork(name, seat.number, self._reception.address, token)
@@ -101,7 +101,7 @@ class ClusterLauncher:
                 raise ForkError(f"worker {name} does not reach the controller from {place.facts.host}") from None
         if place.generation != generation or place.node is None:
             channel.close()
-            raise ForkError(f"worker {name} cannot start: its node is lost: {place.why}")
+            raise ForkError(f"worker {name} cannot start: {place.why}")
         link = self._link(name, pid, channel, slot)
         place.links.add(link)
         return link
@@ -172,11 +172,11 @@ class ClusterLauncher:
             self._lose(place, why)
 
     def _lose(self, place: _Place, why: str) -> None:
-        place.node, place.why = None, why
+        place.node, place.why = None, f"node {place.facts.host} is lost ({why})"
         self.slots_changed()  # before anybody hears of the workers: they cannot be started again here
         links, place.links = place.links, set()
         for link in links:
-            link.channel.sever(f"its node is lost: {why}")
+            link.channel.sever(place.why)
 
     async def _close(self) -> None:
         for keeper in self._keepers:
