@@ -17,6 +17,7 @@ import libra.exec.train.membership
 import libra.exec.train.trainers
 from libra.exec.launch.answers import Patience
 from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.train import joining
 from libra.exec.train.joining import BOUNDARIES, JoinError
 from libra.exec.train.joint_step import split_evenly
 from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
@@ -237,6 +238,37 @@ def test_for_a_joiner_that_is_always_overtaken_the_core_stands_still() -> None:
         with pytest.raises(JoinError, match="hybrid-1 cannot join: and another one"):
             await scene.trainers.join(other.handle)
         assert await scene.step(2) == 2
+
+    play(scenario)
+
+
+def test_steps_do_not_wait_for_a_joiner_in_the_middle_of_an_update() -> None:
+    async def scenario(scene: Scene) -> None:
+        voter = await scene.floor.hire("hybrid-0")
+        voter.free.clear()
+        entering = asyncio.create_task(scene.trainers.join(voter.handle))
+        while not voter.told(CatchUp):
+            await asyncio.sleep(0.001)
+        assert [await scene.step(version) for version in (1, 2, 3)] == [1, 1, 1]
+        assert not entering.done()
+        voter.free.set()
+        await entering
+        assert await scene.step(4) == 2
+
+    play(scenario)
+
+
+def test_for_a_joiner_that_is_always_in_the_middle_of_an_update_a_boundary_waits_at_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "COURTEOUS", 3)
+
+    async def scenario(scene: Scene) -> None:
+        voter = await scene.floor.hire("hybrid-0")
+        voter.busy_seconds = 3 * joining.HOLD
+        held = await scene.trainers.join(voter.handle)
+        assert held > 2 * joining.HOLD
+        assert await scene.step(1) == 2
 
     play(scenario)
 

@@ -56,6 +56,7 @@ class Trainers:
         self._members = Membership(core, find_port, patience, kill)
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
         self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
+        self._step_seconds = 0.0  # of the last step
         self.boundary = asyncio.Lock()
 
     @property
@@ -88,7 +89,7 @@ class Trainers:
         Raises `JoinError` (its process is ended then), and `WorkerLostError` when it goes away."""
         async with self._changing:
             try:
-                return await Joiner(replica, core, self._members, self.boundary).join()
+                return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()
             except JoinError as error:
                 replica.declare_lost(str(error))
                 self._kill(replica)
@@ -206,4 +207,5 @@ class Trainers:
         largest = max(vote.forward_tokens for vote in votes)
         if largest:
             self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
-        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began, publish_seconds)
+        self._step_seconds = time.monotonic() - began
+        return summarise(votes, done[0], checksum, buffer, self._step_seconds, publish_seconds)
