@@ -200,7 +200,7 @@ class _Session:
             replanner.restore_tracker(before.state.tracker)
             started = before.state.started
         self._phase.line(_words(started))
-        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start"))]
+        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start", temperature))]
         recorder.begin()
         steering = Steering(config, executor, replanner, recorder, self._display, allocation, recorded.periods)
         watcher.planners.append(steering.worker_lost)
@@ -225,7 +225,7 @@ class _Session:
         self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
         ended, _ = await mending.during(evaluate(rollout, heldout, "end", training.step, temperature))
         self._phase.line(_words(ended))
-        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end")))
+        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end", temperature)))
         await executor.save_final(directory / "model")
         await memory.look()
         summary = self._summary((started, ended), training, max(gaps), memory)

@@ -147,6 +147,7 @@ class Processes:
                 clip=training.clip,
                 denominator=training.denominator,
                 token_constant=training.token_constant,
+                temperature=training.temperature,
                 micro_batch_tokens=training.micro_batch_tokens,
                 precision=training.precision,
                 seed=self._config.seed,
