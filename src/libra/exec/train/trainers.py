@@ -78,8 +78,8 @@ class Trainers:
         return tuple(replica.name for replica in self._members.replicas)
 
     def hybrids(self) -> tuple[str, ...]:
-        """Names of the replicas that may leave."""
-        return tuple(replica.name for replica in self._members.hybrids)
+        """Names of the replicas that are there and may leave."""
+        return tuple(replica.name for replica in self._members.hybrids if not replica.lost)
 
     async def join(self, replica: Handle, core: bool = False) -> float:
         """Take in a started replica while the others go on: it follows a core until it holds the same state, and
