@@ -138,7 +138,7 @@ class Executor:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._processes.declare_dead()
-            self._mover.fail_overdue()
+            self._mover.fail_overdue(self._processes.step_seconds)
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:

@@ -56,6 +56,7 @@ class Trainers:
         self._members = Membership(core, find_port, patience, kill)
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
         self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
+        self._longest_step = 0.0  # seconds, of those that were made
         self.boundary = asyncio.Lock()
 
     @property
@@ -80,6 +81,11 @@ class Trainers:
     def hybrids(self) -> tuple[str, ...]:
         """Names of the replicas that are there and may leave."""
         return tuple(replica.name for replica in self._members.hybrids if not replica.lost)
+
+    @property
+    def step_allowance(self) -> float:
+        """Seconds in which a step is made, or somebody found who is lost in it, as far as one can tell."""
+        return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
         """Take in a started replica while the others go on: it follows a core until it holds the same state, and
@@ -206,4 +212,6 @@ class Trainers:
         largest = max(vote.forward_tokens for vote in votes)
         if largest:
             self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
-        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began, publish_seconds)
+        seconds = time.monotonic() - began
+        self._longest_step = max(self._longest_step, seconds)
+        return summarise(votes, done[0], checksum, buffer, seconds, publish_seconds)
