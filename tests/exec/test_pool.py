@@ -131,14 +131,14 @@ def test_the_shape_belongs_to_the_role() -> None:
 @pytest.mark.parametrize(
     ("role", "waited", "overdue"),
     [
-        *[(role, limit, False) for role, limit in DEADLINES.items()],
-        *[(role, limit + 0.5, True) for role, limit in DEADLINES.items()],
+        *[(role, limit.seconds + 90.0 * limit.steps, False) for role, limit in DEADLINES.items()],
+        *[(role, limit.seconds + 90.0 * limit.steps + 0.5, True) for role, limit in DEADLINES.items()],
         *[(role, 1e9, False) for role in Role if role not in DEADLINES],
     ],
 )
 def test_overdue(role: Role, waited: float, overdue: bool) -> None:
     worker = Worker("w", 0, ANY, role=role, since=10.0)
-    assert Pool([worker]).overdue(10.0 + waited) == ((worker,) if overdue else ())
+    assert Pool([worker]).overdue(10.0 + waited, step_seconds=90.0) == ((worker,) if overdue else ())
 
 
 def test_both_passing_roles_have_a_deadline() -> None:

@@ -130,6 +130,18 @@ def test_a_step_of_few_tokens_does_not_make_the_next_ones_patient() -> None:
     play(scenario, "hybrid-0")
 
 
+def test_a_step_may_take_what_the_longest_one_says() -> None:
+    async def scenario(scene: Scene) -> None:
+        assert scene.trainers.step_allowance == Patience().unknown
+        seconds = []
+        for version in (1, 2, 3):
+            result = await scene.trainers.step(version, SAMPLES, sequences=8, tokens=50)
+            seconds.append(result.wall_seconds)
+            assert scene.trainers.step_allowance == Patience().beside(max(seconds))
+
+    play(scenario, "hybrid-0")
+
+
 def test_a_step_without_a_sample() -> None:
     async def scenario(scene: Scene) -> None:
         result = await scene.trainers.step(1, [], sequences=8, tokens=50)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from libra.exec.train.joining import BOUNDARIES
+
 
 class Role(StrEnum):
     IDLE = "idle"
@@ -20,14 +22,26 @@ class Role(StrEnum):
     FAILED = "failed"  # its process is gone
 
 
-# Seconds a worker may stay in a passing role; it is failed when it overstays. A start has 120 s and draining 30 s, and
-# either 300 s to wait for the ends of training steps: a replica leaves at the second one, and joins after a few, so
-# steps of minutes are too long for it.
-DEADLINES = {Role.JOINING: 120.0 + 300.0, Role.DRAINING: 30.0 + 300.0}
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Of a passing role: so many seconds, and as long as so many training steps may take."""
+
+    seconds: float
+    steps: int
+
+    def after(self, step_seconds: float) -> float:
+        """Seconds, where a step may take `step_seconds`."""
+        return self.seconds + self.steps * step_seconds
+
+
+# A worker that overstays a passing role is failed. A start has 120 s and draining 30 s, and either 300 s on top: what
+# happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one step and
+# let in at one of the `BOUNDARIES` after it; it leaves at the end of the second.
+DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
 # A process may die of something that passes, so its slot is used again. Three within an hour have a cause that starting
-# another does not remove: then it stays empty for the rest of the sitting. Three starts that hang until their deadline
-# fit into the hour.
+# another does not remove: then it stays empty for the rest of the sitting. Three starts that hang for the 120 s that
+# they have fit into the hour.
 MOST_LOSSES = 3
 LOSS_WINDOW = 3600.0  # seconds
 
@@ -128,12 +142,12 @@ class Pool:
         self._workers[worker] = self._workers[worker].lose(now)
         return self._workers[worker]
 
-    def overdue(self, now: float) -> tuple[Worker, ...]:
-        """Workers that overstay a passing role."""
+    def overdue(self, now: float, step_seconds: float) -> tuple[Worker, ...]:
+        """Workers that overstay a passing role, where a training step may take `step_seconds`."""
         return tuple(
             worker
             for worker in self._workers.values()
-            if worker.role in DEADLINES and now - worker.since > DEADLINES[worker.role]
+            if worker.role in DEADLINES and now - worker.since > DEADLINES[worker.role].after(step_seconds)
         )
 
 
