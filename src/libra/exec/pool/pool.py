@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from libra.config import ClusterConfig
+
 
 class Role(StrEnum):
     IDLE = "idle"
@@ -25,10 +27,10 @@ class Role(StrEnum):
 # steps of minutes are too long for it.
 DEADLINES = {Role.JOINING: 120.0 + 300.0, Role.DRAINING: 30.0 + 300.0}
 
-# A process may die of something that passes, so its slot is used again. Three within an hour have a cause that starting
+# A process may die of something that passes, so its slot is used again. Several within an hour have a cause that starting
 # another does not remove: then it stays empty for the rest of the sitting. Three starts that hang until their deadline
 # fit into the hour.
-MOST_LOSSES = 3
+MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
 LOSS_WINDOW = 3600.0  # seconds
 
 _LEGAL = {
@@ -65,7 +67,7 @@ IDLE, TRAIN = Duty(Role.IDLE), Duty(Role.TRAIN)
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One device slot. `allowed` are the working roles it may take."""
+    """One device slot. `allowed` are the working roles it may take; with its `most_losses`th loss it is retired."""
 
     id: str
     slot: int
@@ -74,6 +76,7 @@ class Worker:
     shape: str | None = None  # of its engine, in ROLLOUT (and JOINING or DRAINING one)
     since: float = 0.0  # seconds on the caller's clock
     losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
+    most_losses: int = MOST_LOSSES
 
     @property
     def duty(self) -> Duty:
@@ -83,7 +86,7 @@ class Worker:
     @property
     def retired(self) -> bool:
         """Its slot has lost too many processes."""
-        return len(self.losses) >= MOST_LOSSES
+        return len(self.losses) >= self.most_losses
 
     def become(self, role: Role, now: float, shape: str | None = None) -> Worker:
         if role is not Role.FAILED and role not in _LEGAL[self.role]:
@@ -137,7 +140,7 @@ class Pool:
         )
 
 
-def make_pool(core: int, hybrid: int, rollout: int) -> Pool:
+def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> Pool:
     """Core trainers first, then hybrids, then engines; slot numbers in that order."""
     kinds = (
         [("core", frozenset({Role.TRAIN}))] * core
@@ -148,5 +151,5 @@ def make_pool(core: int, hybrid: int, rollout: int) -> Pool:
     workers = []
     for slot, (kind, allowed) in enumerate(kinds):
         counts[kind] = counts.get(kind, -1) + 1
-        workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed))
+        workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed, most_losses=most_losses))
     return Pool(workers)
