@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -31,9 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--minutes", type=float, default=20.0, help="of faults; the run then ends in peace (default: 20)"
-    )
+    parser.add_argument("--minutes", type=float, default=20.0, help="of faults; then the run ends (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
@@ -94,7 +91,7 @@ def result(soaked: Soaked, options: argparse.Namespace) -> dict[str, object]:
         f" --pause {options.pause:g}",
         "date": str(date.today()),
         "commit": _commit(),
-        "hardware": f"{len(os.sched_getaffinity(0))} CPU cores ({hardware_name()})",
+        "hardware": hardware_name(),
         "held": soaked.held,
         "steps": soaked.steps,
         "sittings": soaked.sittings,

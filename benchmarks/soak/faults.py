@@ -56,7 +56,7 @@ _SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`pause` seconds after the fault before. `draw`, in [0, 1), says whom it strikes, and `seconds` how long it lasts."""
+    """`pause` seconds after the fault before. `draw`, in [0, 1), says whom it strikes; `seconds`: how long it lasts."""
 
     kind: Kind
     pause: float

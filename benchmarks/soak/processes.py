@@ -1,12 +1,11 @@
 """All processes that ever descended from the controllers of a soak, what they held, and what is left of them.
 
-Invariant: a process is known by its id and the moment it started, so that another one that is given the same id later is
-not taken for it.
+Invariant: a process is known by its id and the moment it started, so that another one that is given the same id later
+is not taken for it.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ def _listeners() -> dict[str, str]:
 
 def _sockets(pid: int) -> set[str]:
     try:
-        targets = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return set()
     return {target[8:-1] for target in targets if target.startswith("socket:[")}

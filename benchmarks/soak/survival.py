@@ -157,12 +157,14 @@ def _summed(name: str, seconds: Iterable[float | None]) -> Iterator[Recovery]:
 
 
 def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:
-    """Seconds until the first entry of this kind in the same sitting; of the same worker, where it is one of workers."""
-    for entry in seen:
-        if entry.sitting == fault.sitting and entry.time >= fault.time and entry.row["kind"] == sign:
-            if entry.row.get("worker", fault.worker) == fault.worker:
-                return entry.time - fault.time
-    return None
+    """Seconds until the first entry of this kind in its sitting; of the same worker, where such entries have one."""
+    found = (
+        entry.time - fault.time
+        for entry in seen
+        if entry.sitting == fault.sitting and entry.time >= fault.time and entry.row["kind"] == sign
+        if entry.row.get("worker", fault.worker) == fault.worker
+    )
+    return next(found, None)
 
 
 def _until_new_step(fault: Struck, seen: Sequence[Seen]) -> float | None:
