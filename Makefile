@@ -7,7 +7,7 @@ STAMP := $(VENV)/.libra-installed
 UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test fuzz lint bench bench-quick bench-evaluation fidelity
+.PHONY: help setup run test fuzz soak lint bench bench-quick bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ test: setup  ## run all tests
 
 fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py
+
+soak: setup  ## a run under random faults for 20 minutes: processes killed and stopped, and whether everything held
+	$(VENV)/bin/python -m benchmarks.soak
 
 lint: setup  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .

@@ -71,15 +71,16 @@ def test_an_illegal_transition_leaves_the_pool_as_it_was() -> None:
     assert pool["core-0"] == Worker("core-0", 0, frozenset({Role.TRAIN}))
 
 
-def test_a_slot_that_lost_its_process_is_used_again_until_it_has_lost_too_many() -> None:
-    pool = make_pool(0, 1, 0)
-    for number in range(MOST_LOSSES):
+@pytest.mark.parametrize("most", [1, MOST_LOSSES, 50])
+def test_a_slot_that_lost_its_process_is_used_again_until_it_has_lost_too_many(most: int) -> None:
+    pool = make_pool(0, 1, 0, most)
+    for number in range(most):
         assert not pool["hybrid-0"].retired
         assert pool.healthy() == pool.all()
         pool.become("hybrid-0", Role.JOINING, number + 0.1)
         lost = pool.lose("hybrid-0", number + 0.2)
         assert (lost.role, len(lost.losses)) == (Role.FAILED, number + 1)
-        if number < MOST_LOSSES - 1:
+        if number < most - 1:
             pool.become("hybrid-0", Role.IDLE, number + 0.2)
     assert lost.retired
     for role in set(Role) - {Role.FAILED}:

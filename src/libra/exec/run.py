@@ -147,7 +147,8 @@ class _Session:
         policy = (
             policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
         )
-        pool = make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout)
+        cluster = config.cluster
+        pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
         allocation = self._first_allocation(pool)
         fleet = Fleet(policy, allocation)
         watcher = _Watcher(recorder, self._phase)

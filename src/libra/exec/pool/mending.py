@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.pool.assignment import describe, fitted
 from libra.exec.pool.executor import Executor
-from libra.exec.pool.pool import MOST_LOSSES
 from libra.plan.problem import Allocation, InfeasiblePlanError
 
 T = TypeVar("T")
 _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 _ATTEMPTS = 3  # at work that is begun again: if all of them lose somebody, that has a cause which another leaves
+
+_MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is given up
 
 
 class Mending:
@@ -76,5 +77,5 @@ class Mending:
                 return
             self._warn(f"the workers are not {describe(whole)} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
-            if undone == MOST_LOSSES:
+            if undone == _MOST_UNDONE:
                 raise InfeasiblePlanError(f"the workers that are left do not become {describe(whole)}")
