@@ -18,6 +18,7 @@ from libra.exec.wire.messages import (
     CatchUp,
     Commit,
     Done,
+    EngineMeasured,
     Enter,
     Entered,
     Follow,
@@ -28,6 +29,10 @@ from libra.exec.wire.messages import (
     LoadCheckpoint,
     Loaded,
     LoadWeights,
+    MeasureEngine,
+    MeasureTraining,
+    Meet,
+    Meeting,
     Message,
     Piece,
     Publish,
@@ -44,6 +49,7 @@ from libra.exec.wire.messages import (
     Stop,
     Train,
     Trained,
+    TrainingMeasured,
 )
 
 LOGPROB = -1.0  # of every token
@@ -100,6 +106,8 @@ class MadeWorker:
                 return Ready(0.1, (), 0)
             case Publish():
                 return Published(order.version, 7)
+            case Meet():
+                return Meeting(4711)
             case Enter():
                 return Entered(order.generation, "")
             case Identify() | Follow():
@@ -119,6 +127,11 @@ class MadeWorker:
                 return self._step(order)
             case Score():
                 return Scored([[LOGPROB] * (len(tokens) - 1) for tokens in order.sequences])
+            case MeasureEngine():
+                return EngineMeasured([(n, n * context, 0.0, 1e-3 * n) for n, context in order.points])
+            case MeasureTraining():
+                batches = [(sum(lengths), 1e-4 * sum(lengths)) for lengths in order.batches]
+                return TrainingMeasured(batches * order.repeats, 1e-3, 1e-3)
             case SaveCheckpoint():
                 Path(order.directory).mkdir(parents=True)
                 (Path(order.directory) / "model.safetensors").write_text(str(self.version))
@@ -137,7 +150,7 @@ class MadeWorker:
         return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
 
     def _standing(self) -> Standing:
-        return Standing(self.version, self.version, StatePlace(0, 0, 0), ready=True)
+        return Standing(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
 
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1
