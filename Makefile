@@ -7,7 +7,7 @@ STAMP := $(VENV)/.libra-installed
 UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test fuzz lint bench bench-quick bench-evaluation fidelity
+.PHONY: help setup run test fuzz soak lint bench bench-quick bench-evaluation fidelity
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,9 @@ test: setup  ## run all tests
 fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py
 
+soak: setup  ## a run under random faults for 20 minutes: processes killed and stopped, and whether everything held
+	$(VENV)/bin/python -m benchmarks.soak
+
 lint: setup  ## ruff (rules and format) and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -45,6 +48,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.tracking --quick
 	$(VENV)/bin/python -m benchmarks.replanning --quick
 	$(VENV)/bin/python -m benchmarks.joins --quick
+	$(VENV)/bin/python -m benchmarks.role_changes --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
@@ -57,6 +61,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.tracking
 	$(VENV)/bin/python -m benchmarks.replanning
 	$(VENV)/bin/python -m benchmarks.joins
+	$(VENV)/bin/python -m benchmarks.role_changes
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed

@@ -185,6 +185,7 @@ async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> 
             clip=(0.8, 1.28),
             denominator="tokens",
             token_constant=1.0,
+            temperature=1.0,
             micro_batch_tokens=128,
             precision="fp32",
             seed=0,

@@ -747,6 +747,10 @@ def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
             {"training": {"prompts_per_step": 3}},
             "training.prompts_per_step: the run was started with 24 and cannot go on",
         ),
+        (
+            {"training": {"precision": "fp32"}},
+            "training.precision: the run was started with bf16 and cannot go on with fp32; give the same, or start",
+        ),
     ],
 )
 def test_a_run_goes_on_with_the_groups_that_it_has(here: Path, change: dict[str, Any], message: str) -> None:

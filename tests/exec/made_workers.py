@@ -17,6 +17,7 @@ from libra.exec.wire.messages import (
     CatchUp,
     Commit,
     Done,
+    EngineMeasured,
     Enter,
     Entered,
     Follow,
@@ -27,6 +28,8 @@ from libra.exec.wire.messages import (
     LoadCheckpoint,
     Loaded,
     LoadWeights,
+    MeasureEngine,
+    MeasureTraining,
     Meet,
     Meeting,
     Message,
@@ -45,6 +48,7 @@ from libra.exec.wire.messages import (
     Stop,
     Train,
     Trained,
+    TrainingMeasured,
 )
 
 LOGPROB = -1.0  # of every token
@@ -122,6 +126,11 @@ class MadeWorker:
                 return self._step(order)
             case Score():
                 return Scored([[LOGPROB] * (len(tokens) - 1) for tokens in order.sequences])
+            case MeasureEngine():
+                return EngineMeasured([(n, n * context, 0.0, 1e-3 * n) for n, context in order.points])
+            case MeasureTraining():
+                batches = [(sum(lengths), 1e-4 * sum(lengths)) for lengths in order.batches]
+                return TrainingMeasured(batches * order.repeats, 1e-3, 1e-3)
             case SaveCheckpoint():
                 Path(order.directory).mkdir(parents=True)
                 (Path(order.directory) / "model.safetensors").write_text(str(self.version))

@@ -32,13 +32,16 @@ def make_trainer(
     seed: int = 0,
     micro_batch: int = 1,
     precision: Precision = "bf16",
+    temperature: float = 1.0,
 ) -> Trainer:
     """A replica. `micro_batch` 1 gives every sample its own, so that a batch may be split anywhere without changing the
     rounding of bfloat16. All replicas of one test have one precision: accelerate keeps it for the whole process."""
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != {"bf16": "bf16"}.get(precision, "no"):
         AcceleratorState._reset_state()
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    start = StartTrainer(str(model), RATE, (0.8, 1.28), kind, 12.0, micro_batch, precision, seed, 1.0, cores)
+    start = StartTrainer(
+        str(model), RATE, (0.8, 1.28), kind, 12.0, temperature, micro_batch, precision, seed, 1.0, cores
+    )
     descriptor = create_buffer()
     try:
         return Trainer(start, descriptor, Pacer(1.0, cores))

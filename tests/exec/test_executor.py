@@ -14,6 +14,7 @@ from scripted import FirstInstance
 
 from libra.config import RunConfig
 from libra.disk import DiskError
+from libra.exec.launch.answers import STANDARD
 from libra.exec.launch.launcher import ForkError, WorkerLink
 from libra.exec.pool import executor as executor_module
 from libra.exec.pool.executor import Executor
@@ -392,17 +393,17 @@ def test_a_replica_that_dies_before_it_could_leave_is_started_again(tmp_path: Pa
 def test_what_overstays_is_failed_by_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 0.01)
     overdue, late = Pool.overdue, list[float]()
-    monkeypatch.setattr(Pool, "overdue", lambda pool, now: overdue(pool, now + late.pop()) if late else ())
+    monkeypatch.setattr(Pool, "overdue", lambda pool, now, step: overdue(pool, now + late.pop(), step) if late else ())
 
     async def never() -> Message:
-        late.append(DEADLINES[Role.JOINING] + 1)
+        late.append(DEADLINES[Role.JOINING].after(STANDARD.unknown) + 1)
         return await asyncio.get_running_loop().create_future()
 
     async def scenario(made: Made) -> None:
         made.launcher.prepared["hybrid-0"] = {StartEngine: never}
         applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
         [moved] = applied.moves
-        assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 420 s")
+        assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 1680 s")
 
     started(tmp_path, scenario)
 

@@ -28,7 +28,7 @@ from libra.exec.wire.messages import (
     Stop,
 )
 
-START = StartTrainer("/models/tiny", 1e-3, (0.8, 1.28), "tokens", 1.0, 64, "bf16", 0, 0.45, (0,))
+START = StartTrainer("/models/tiny", 1e-3, (0.8, 1.28), "tokens", 1.0, 1.0, 64, "bf16", 0, 0.45, (0,))
 
 
 def request(id: str, tokens: int = 3) -> Generate:

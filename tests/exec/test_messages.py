@@ -65,7 +65,7 @@ PLACE = StatePlace(4711, 9, 10)
 
 TO_WORKER = [
     StartEngine("/models/tiny", 160, 16, 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), False),
-    StartTrainer("/models/tiny", 5e-5, (0.8, 1.28), "constant", 12.0, 1024, "fp32", 7, 0.45, (0, 1)),
+    StartTrainer("/models/tiny", 5e-5, (0.8, 1.28), "constant", 12.0, 0.7, 1024, "fp32", 7, 0.45, (0, 1)),
     Generate("g0-1/0#7", [5, 6, 7], 16, 1.0, 21, 3),
     Generate("fresh", [5], 16, 0.0, -1, 3, salt="fresh"),
     Interrupt("g0-1/0#7"),

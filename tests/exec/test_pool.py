@@ -71,15 +71,16 @@ def test_an_illegal_transition_leaves_the_pool_as_it_was() -> None:
     assert pool["core-0"] == Worker("core-0", 0, frozenset({Role.TRAIN}))
 
 
-def test_a_slot_that_lost_its_process_is_used_again_until_it_has_lost_too_many() -> None:
-    pool = make_pool(0, 1, 0)
-    for number in range(MOST_LOSSES):
+@pytest.mark.parametrize("most", [1, MOST_LOSSES, 50])
+def test_a_slot_that_lost_its_process_is_used_again_until_it_has_lost_too_many(most: int) -> None:
+    pool = make_pool(0, 1, 0, most)
+    for number in range(most):
         assert not pool["hybrid-0"].retired
         assert pool.healthy() == pool.all()
         pool.become("hybrid-0", Role.JOINING, number + 0.1)
         lost = pool.lose("hybrid-0", number + 0.2)
         assert (lost.role, len(lost.losses)) == (Role.FAILED, number + 1)
-        if number < MOST_LOSSES - 1:
+        if number < most - 1:
             pool.become("hybrid-0", Role.IDLE, number + 0.2)
     assert lost.retired
     for role in set(Role) - {Role.FAILED}:
@@ -131,14 +132,14 @@ def test_the_shape_belongs_to_the_role() -> None:
 @pytest.mark.parametrize(
     ("role", "waited", "overdue"),
     [
-        *[(role, limit, False) for role, limit in DEADLINES.items()],
-        *[(role, limit + 0.5, True) for role, limit in DEADLINES.items()],
+        *[(role, limit.seconds + 90.0 * limit.steps, False) for role, limit in DEADLINES.items()],
+        *[(role, limit.seconds + 90.0 * limit.steps + 0.5, True) for role, limit in DEADLINES.items()],
         *[(role, 1e9, False) for role in Role if role not in DEADLINES],
     ],
 )
 def test_overdue(role: Role, waited: float, overdue: bool) -> None:
     worker = Worker("w", 0, ANY, role=role, since=10.0)
-    assert Pool([worker]).overdue(10.0 + waited) == ((worker,) if overdue else ())
+    assert Pool([worker]).overdue(10.0 + waited, step_seconds=90.0) == ((worker,) if overdue else ())
 
 
 def test_both_passing_roles_have_a_deadline() -> None:

@@ -45,7 +45,9 @@ class Stage:
         handle = Handle(link, lambda name, why: None)
         cores = tuple(sorted(os.sched_getaffinity(0)))[:1]
         model = str(self.directory / "model")
-        await handle.start(StartTrainer(model, RATE, (0.8, 1.28), "tokens", 12.0, 64, precision, seed, share, cores))
+        await handle.start(
+            StartTrainer(model, RATE, (0.8, 1.28), "tokens", 12.0, 1.0, 64, precision, seed, share, cores)
+        )
         return handle
 
     def kill(self, replica: Handle) -> None:

@@ -18,16 +18,26 @@ from scripted import AskTool
 from test_steering import PROFILE
 
 from libra.config import ModelConfig, RunConfig
-from libra.cost.profile_file import save_profile
+from libra.cost.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec import run as run_module
+from libra.exec.launch.handles import WorkerLostError
 from libra.exec.loop.checkpoint import latest_checkpoint
 from libra.exec.rollout.episode_file import read_history
 from libra.exec.rollout.rollout import Rollout
 from libra.exec.run import run
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 from libra.exec.train.membership import CoreLostError
-from libra.exec.wire.messages import Failure, Generate, Message, StartEngine
+from libra.exec.wire.messages import (
+    Failure,
+    Follow,
+    Generate,
+    LoadWeights,
+    MeasureEngine,
+    MeasureTraining,
+    Message,
+    StartEngine,
+)
 from libra.plan.problem import InfeasiblePlanError
 from libra.report.html import render_report
 from libra.report.live import PlainDisplay
@@ -36,6 +46,9 @@ from libra.report.run_log import prediction_error
 from libra.trajectory import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
+
+Orders = dict[type[Message], Any]  # what a worker does instead at such an order
+NO_ENGINE: Orders = {StartEngine: Failure("out of memory")}
 
 
 async def echo(argument: str) -> str:
@@ -54,6 +67,18 @@ class Asking(AskTool):
         return [Prompt(f"{split}-{number}", f"Q{number % 10};", f"A{number % 2};") for number in range(count)]
 
 
+class Succession(dict[str, Orders]):
+    """What the first process of each slot does instead, and what all later ones there do."""
+
+    def __init__(self, first: Callable[[str], Orders], later: Callable[[str], Orders]) -> None:
+        self._first, self._later, self._started = first, later, set[str]()
+
+    def pop(self, name: str, *default: Any) -> Orders:
+        what = self._later(name) if name in self._started else self._first(name)
+        self._started.add(name)
+        return what
+
+
 class Runs:
     """Runs in a directory of the test, with a tiny model's tokenizer and a made profile."""
 
@@ -62,9 +87,15 @@ class Runs:
         self.model = directory / "model"
         write_tiny_model(self.model, ModelConfig(hidden_size=32, heads=2, kv_heads=1), Asking.alphabet, 100)
         save_profile(directory / "profile.json", PROFILE)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
         self.launcher: MadeLauncher
 
-    def config(self, name: str, mode: str = "adaptive", steps: int = STEPS, cores: int = 1) -> RunConfig:
+    def cached_profiles(self) -> list[Path]:
+        return [*(self._directory / "cache" / "libra" / "profiles").glob("*")]
+
+    def config(
+        self, name: str, mode: str = "adaptive", steps: int = STEPS, cores: int = 1, measured: bool = False
+    ) -> RunConfig:
         return RunConfig.model_validate(
             {
                 "name": name,
@@ -87,7 +118,10 @@ class Runs:
                     ],
                 },
                 "training": {"steps": steps, "prompts_per_step": PER_STEP, "samples_per_prompt": SIZE},
-                "planner": {"period": 4, "calibration": str(self._directory / "profile.json")},
+                "planner": {
+                    "period": 4,
+                    "calibration": None if measured else str(self._directory / "profile.json"),
+                },
             }
         )
 
@@ -226,19 +260,92 @@ def test_engines_that_are_lost_in_an_evaluation_are_started_again(
     assert len(summary.lost_workers) >= 2
 
 
-def test_a_run_ends_when_nobody_is_left_for_its_evaluation(runs: Runs) -> None:
-    config, started = runs.config("nobody"), set[str]()
+@pytest.mark.parametrize(
+    ("broken", "next_broken", "lost"),
+    [
+        ({}, {}, set()),
+        ({"rollout-0": {MeasureEngine: None}}, {}, {"rollout-0"}),
+        ({"rollout-1": {MeasureEngine: Failure("out of memory")}}, {}, {"rollout-1"}),
+        ({"rollout-0": {Generate: None}, "rollout-1": {Generate: None}}, {}, {"rollout-0", "rollout-1"}),
+        ({"rollout-0": {LoadWeights: None}, "rollout-1": {LoadWeights: None}}, {}, {"rollout-0", "rollout-1"}),
+        ({}, {"hybrid-0": {MeasureTraining: None}}, {"hybrid-0"}),
+        ({}, {"hybrid-0": {Follow: None}}, set()),  # its move fails: it was in no service
+        ({}, {"rollout-0": {StartEngine: Failure("out of memory")}}, set()),
+    ],
+)
+def test_workers_that_are_lost_while_they_are_measured_are_started_again(
+    runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: dict[str, Orders],
+    next_broken: dict[str, Orders],
+    lost: set[str],
+) -> None:
+    """Their processes, or those that replace them as restarts are measured, break at such an order."""
+    config, real, attempts = runs.config("measured", measured=True), run_module.measure, itertools.count()
 
-    class Broken(dict[str, dict[type[Message], Any]]):
-        def pop(self, name: str, *default: Any) -> dict[type[Message], Any]:
-            if name in started:
-                return {StartEngine: Failure("out of memory")}
-            started.add(name)
-            return {Generate: None}
+    async def measured(*arguments: Any) -> Any:
+        if next(attempts) == 0:
+            runs.launcher.prepared |= next_broken
+            for name, orders in broken.items():
+                runs.launcher.workers[name].instead |= orders
+        return await real(*arguments)
+
+    monkeypatch.setattr(run_module, "measure", measured)
+
+    async def scenario() -> RunSummary:
+        async with asyncio.timeout(PATIENCE):
+            return await runs.start(config)
+
+    summary = asyncio.run(scenario())
+    require_whole(config.run_directory, summary)
+    assert set(summary.lost_workers) == lost
+    again = [row for row in rows(config.run_directory, "events") if "measuring begins again" in row["text"]]
+    assert len(again) == next(attempts) - 1 == (1 if broken or next_broken else 0)
+    [cached] = runs.cached_profiles()
+    assert load_profile(cached) == load_profile(config.run_directory / "profile.json")
+
+
+def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:
+    config = runs.config("fewer", measured=True)
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        runs.launcher.prepared = Succession(
+            lambda name: {MeasureEngine: None} if name == "rollout-0" else {},
+            lambda name: NO_ENGINE if name == "rollout-0" else {},
+        )
+        async with asyncio.timeout(PATIENCE):
+            return await task
+
+    require_whole(config.run_directory, asyncio.run(scenario()))
+    assert (config.run_directory / "profile.json").is_file() and not runs.cached_profiles()
+
+
+def test_a_run_ends_when_its_workers_cannot_be_measured(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, attempts = runs.config("never-measured", measured=True), itertools.count(1)
+
+    async def lost(*arguments: Any) -> Any:
+        next(attempts)
+        runs.launcher.workers["rollout-0"].die()
+        raise WorkerLostError("engine rollout-0 is gone")
+
+    monkeypatch.setattr(run_module, "measure", lost)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(WorkerLostError, match="engine rollout-0 is gone"):
+                await runs.start(config)
+
+    asyncio.run(scenario())
+    assert next(attempts) == 4
+
+
+def test_a_run_ends_when_nobody_is_left_for_its_evaluation(runs: Runs) -> None:
+    config = runs.config("nobody")
 
     async def scenario() -> None:
         task = runs.start(config)
-        runs.launcher.prepared = Broken()
+        runs.launcher.prepared = Succession(lambda name: {Generate: None}, lambda name: NO_ENGINE)
         async with asyncio.timeout(PATIENCE):
             with pytest.raises(InfeasiblePlanError, match=r"that are left do not become train 1 \| long 1"):
                 await task

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from replicas import (
     BATCH,
     RATE,
@@ -65,6 +66,32 @@ def shared(
 def furthest(one: Trainer, other: Trainer) -> float:
     """The largest difference of a parameter, in steps of the learning rate: AdamW's first step is about one."""
     return float((parameters(one) - parameters(other)).abs().max()) / RATE
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_the_policy_is_that_of_the_temperature(temperature: float, tiny_model: Path) -> None:
+    trainer = make_trainer(tiny_model, precision="fp32", temperature=temperature)
+    with torch.no_grad():
+        for tensor in trainer._named_parameters().values():
+            tensor *= 3  # away from the uniform distribution, which is the same at any temperature
+
+    def scored(heat: float, tokens: list[int]) -> list[float]:
+        ids = torch.tensor([tokens])
+        logits = trainer._model(input_ids=ids, use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits / heat, -1)[torch.arange(len(tokens) - 1), ids[0, 1:]].tolist()
+
+    # Behaviour log-probs of this very policy: nothing lies between it and the one that trains.
+    batch = [replace(it, logprobs=[0.0, *scored(temperature, it.tokens)]) for it in BATCH]
+    assert trainer.score([it.tokens for it in batch]) == [pytest.approx(it.logprobs[1:], abs=1e-5) for it in batch]
+    assert trainer.reduce(order(batch)).prox_gap < 1e-3
+    trainer.discard()
+    hotter = [replace(it, logprobs=[0.0, *scored(2 * temperature, it.tokens)]) for it in BATCH]
+    assert trainer.reduce(order(hotter)).prox_gap > 1.0
+    trainer.discard()
+    # Demonstrations are not sampled: they are imitated as they are.
+    loss = trainer.warm_up(WarmUp([(it.tokens, it.generated) for it in BATCH], 0.0)).loss
+    taught = [-x for it in BATCH for x, own in zip(scored(1.0, it.tokens), it.generated[1:], strict=True) if own]
+    assert loss == pytest.approx(sum(taught) / len(taught), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ import libra.exec.train.membership
 import libra.exec.train.trainers
 from libra.exec.launch.answers import Patience
 from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.train import joining
 from libra.exec.train.joining import BOUNDARIES, JoinError
 from libra.exec.train.joint_step import split_evenly
 from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
@@ -130,6 +131,18 @@ def test_a_step_of_few_tokens_does_not_make_the_next_ones_patient() -> None:
             await scene.trainers.step(version, samples, sequences=8, tokens=50)
         _, _, third = core.told(Train)
         assert third.patience <= Patience().beside(2 * 0.5)
+
+    play(scenario, "hybrid-0")
+
+
+def test_a_step_may_take_what_the_longest_one_says() -> None:
+    async def scenario(scene: Scene) -> None:
+        assert scene.trainers.step_allowance == Patience().unknown
+        seconds = []
+        for version in (1, 2, 3):
+            result = await scene.trainers.step(version, SAMPLES, sequences=8, tokens=50)
+            seconds.append(result.wall_seconds)
+            assert scene.trainers.step_allowance == Patience().beside(max(seconds))
 
     play(scenario, "hybrid-0")
 
@@ -300,6 +313,37 @@ def test_for_a_joiner_that_is_always_overtaken_the_core_stands_still() -> None:
         with pytest.raises(JoinError, match="hybrid-1 cannot join: and another one"):
             await scene.trainers.join(other.handle)
         assert await scene.step(2) == 2
+
+    play(scenario)
+
+
+def test_steps_do_not_wait_for_a_joiner_in_the_middle_of_an_update() -> None:
+    async def scenario(scene: Scene) -> None:
+        voter = await scene.floor.hire("hybrid-0")
+        voter.free.clear()
+        entering = asyncio.create_task(scene.trainers.join(voter.handle))
+        while not voter.told(CatchUp):
+            await asyncio.sleep(0.001)
+        assert [await scene.step(version) for version in (1, 2, 3)] == [1, 1, 1]
+        assert not entering.done()
+        voter.free.set()
+        await entering
+        assert await scene.step(4) == 2
+
+    play(scenario)
+
+
+def test_for_a_joiner_that_is_always_in_the_middle_of_an_update_a_boundary_waits_at_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "COURTEOUS", 3)
+
+    async def scenario(scene: Scene) -> None:
+        voter = await scene.floor.hire("hybrid-0")
+        voter.busy_seconds = 3 * joining.HOLD
+        held = await scene.trainers.join(voter.handle)
+        assert held > 2 * joining.HOLD
+        assert await scene.step(1) == 2
 
     play(scenario)
 

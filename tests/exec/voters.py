@@ -110,6 +110,9 @@ class Voter:
         self.unformed: set[int] = set()  # generations that do not come about
         self.late = 0  # times that it is not level yet when asked
         self.behind: deque[str] = deque()  # answers to Follow
+        self.busy_seconds = 0.0  # until it looks at an order to catch up
+        self.free = asyncio.Event()  # it is in the middle of no update
+        self.free.set()
         self.killed = self.fallen = False
         self._floor, self._index, self._far = floor, index, far
         self._prepared: dict[int, int] = {}  # generation to size
@@ -185,6 +188,8 @@ class Voter:
                 self._copy(place)
                 return self._standing(False, behind)
             case CatchUp():
+                await asyncio.sleep(self.busy_seconds)
+                await self.free.wait()
                 if self.late > 0:
                     self.late -= 1
                 else:

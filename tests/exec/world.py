@@ -347,8 +347,8 @@ class World:
         """Whatever is under way takes longer than it may."""
         if self.slots.points:
             self.faults["hang"] += 1
-        self.clock += max(DEADLINES.values()) + 1
-        self.mover.fail_overdue()
+        self.clock += max(deadline.seconds for deadline in DEADLINES.values()) + 1
+        self.mover.fail_overdue(step_seconds=0.0)
         self.settle()
 
     def kill(self, which: int) -> None:

@@ -63,13 +63,14 @@ class Pair:
         self.launcher.kill(replica.link)
 
 
-def start_trainer(model: Path, replica: int) -> StartTrainer:
+def start_trainer(model: Path, replica: int, temperature: float = 1.0) -> StartTrainer:
     return StartTrainer(
         model_directory=str(model),
         learning_rate=1e-2,
         clip=(0.8, 1.28),
         denominator="constant",
         token_constant=12.0,
+        temperature=temperature,
         micro_batch_tokens=256,
         precision="bf16",
         seed=replica,  # replicas start from different optimiser noise; joining must make them equal
@@ -128,8 +129,8 @@ async def pair(directory: Path, lost: Callable[[str, str], object] = lambda name
         yield Pair(launcher, model, ready, trainer, engine)
 
 
-def turn(name: str, tokens: int, salt: str | None = None) -> Generate:
-    return Generate(name, PROMPT, tokens, 1.0, -1, 0, salt)
+def turn(name: str, tokens: int, salt: str | None = None, temperature: float = 1.0) -> Generate:
+    return Generate(name, PROMPT, tokens, temperature, -1, 0, salt)
 
 
 def samples(count: int, offset: int = 0) -> list[Sample]:
@@ -166,6 +167,30 @@ def test_engine_and_trainer_agree_after_updates_and_not_before(tmp_path: Path) -
                 assert new.versions == [version] * 24
                 assert gap(new.logprobs, scored.logprobs[1]) < ARITHMETIC_GAP
                 assert gap(old.logprobs, scored.logprobs[0]) > ARITHMETIC_GAP  # the check can tell versions apart
+
+    asyncio.run(check())
+
+
+def test_log_probs_are_of_the_distribution_that_was_sampled(tmp_path: Path) -> None:
+    """In one batch at once, as evaluations and training may be: 0 is greedy, of which nothing is trained."""
+
+    async def check() -> None:
+        async with pair(tmp_path) as both:
+            for version in (1, 2, 3):  # away from the uniform distribution, which is the same at any temperature
+                done = await step(both.trainer, version, version % 2)
+            await both.engine.load(LoadWeights(3, 1, done.checksum))
+            await both.trainer.ask(SaveCheckpoint(str(both.model), optimiser=False), Done)
+            heats = (0.0, 0.7, 1.0, 1.3)
+            turns = await asyncio.gather(*(made(both.engine, turn(f"at-{heat}", 48, None, heat)) for heat in heats))
+            alone = await made(both.engine, turn("greedy", 48, None, 0.0))
+            assert alone.tokens == turns[0].tokens and len(turns[0].logprobs) == 48
+            sampled = {heat: made for heat, made in zip(heats, turns, strict=True) if heat}
+            for heat in sampled:
+                trainer = Handle(await both.launcher.spawn(f"trainer-{heat}", 0), lambda name, why: None)
+                await trainer.start(start_trainer(both.model, 0, heat))
+                scored = await trainer.ask(Score([PROMPT + it.tokens for it in sampled.values()]), Scored)
+                for other, logprobs in zip(sampled, scored.logprobs, strict=True):
+                    assert (gap(sampled[other].logprobs, logprobs) < ARITHMETIC_GAP) == (other == heat)
 
     asyncio.run(check())
 

@@ -43,11 +43,14 @@ async def evaluate(
     ), list(sampled)
 
 
-async def logprob_gap(rollout: Rollout, trainers: Trainers, prompts: Sequence[Prompt], label: str) -> float:
-    """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes."""
+async def logprob_gap(
+    rollout: Rollout, trainers: Trainers, prompts: Sequence[Prompt], label: str, temperature: float
+) -> float:
+    """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes sampled at
+    the `temperature` that the trainer has."""
     episodes = await asyncio.gather(
         *(
-            rollout.episode(f"{label}-{index}", prompt, _NOW, 1.0, fresh=True)
+            rollout.episode(f"{label}-{index}", prompt, _NOW, temperature, fresh=True)
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )

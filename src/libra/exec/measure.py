@@ -1,7 +1,7 @@
 """Time this machine's engines and trainers: the profile that the planner prices with.
 
 Invariant: every number is measured on the workers that the run will use, at their device's pace and with all other
-devices busy, because that is how the run will find them.
+devices busy, because that is how the run will find them. Where that fails, nobody is still at it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from importlib.metadata import version
 from statistics import fmean
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.cost.fit import fit_linear
+from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.pool.executor import Executor
 from libra.exec.rollout.fleet import Instance
-from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import Generate, MeasureEngine, MeasureTraining
+from libra.exec.wire.messages import Generate, MeasureEngine, MeasureTraining, TrainingMeasured
 
 _REPEATS = 3
 _TURNS = 60  # of one closed-loop run: enough for each seat to serve several
@@ -32,19 +32,20 @@ _CONTEXTS = (16, 48)  # prompt tokens of a turn, one closed-loop run each
 _SAMPLE_LENGTHS = (14, 22, 31, 40, 52, 68, 90, 120)  # tokens; a batch of agent trajectories is as uneven as this
 
 
-async def measure(
-    instances: Sequence[Instance],
-    trainers: Trainers,
-    config: RunConfig,
-    switch: SwitchCost,
-    hardware: str,
-    model: str,
-) -> DeviceProfile:
-    """Measure all workers at once; a few seconds on the tiny models of the examples."""
-    training = asyncio.create_task(trainers.measure(_training_points(config)))
-    rows = [row for rows in await asyncio.gather(*(_engine_rows(entry, config) for entry in instances)) for row in rows]
+async def measure(executor: Executor, config: RunConfig, hardware: str, model: str) -> DeviceProfile:
+    """Measure all workers at once; seconds on the tiny models of the examples. Raises `WorkerLostError`,
+    `WorkerFailedError` or `TimeoutError` when one of them is lost."""
+    workers = executor.allocation()
+    switch = await _switch_cost(executor, config)
+    replicas: list[TrainingMeasured]
+    replicas, *engines = await _all(
+        executor.trainers.measure(_training_points(config)),
+        *(_engine_rows(entry, config) for entry in _engines(executor)),
+    )
+    if executor.allocation() != workers:
+        raise WorkerLostError("a worker was lost while the others were measured")
+    rows: list[_Row] = [row for rows in engines for row in rows]
     fit = fit_linear([features for features, _ in rows], [seconds for _, seconds in rows])
-    replicas = await training
     batches = [batch for measured in replicas for batch in measured.batches]
     per_step, per_token = fit_linear([(1.0, tokens) for tokens, _ in batches], [s for _, s in batches]).coefficients
     return DeviceProfile(
@@ -61,19 +62,42 @@ async def measure(
     )
 
 
-async def measure_switch(executor: Executor, config: RunConfig) -> SwitchCost:
+async def _switch_cost(executor: Executor, config: RunConfig) -> SwitchCost:
     """Seconds a device is out of service when it becomes an engine or a replica: restarts of running workers, not their
     first start, which on a fresh machine also pays for cold disk caches. The others are kept busy meanwhile."""
-    load = fmean(await executor.reload())
-    engine, *others = executor.fleet.instances()
-    busy = asyncio.gather(*(_engine_rows(entry, config) for entry in (engine, *others)))
-    joins = [await executor.restart(name) for name in executor.trainers.hybrids()]
-    await busy
-    training = asyncio.create_task(executor.trainers.measure(_training_points(config)))
-    generating = asyncio.gather(*(_engine_rows(entry, config) for entry in others))
-    start = await executor.restart(engine.handle.name)
-    await asyncio.gather(training, generating)
-    return SwitchCost(engine_start=start, trainer_join=fmean(joins) if joins else start, weight_load=load)
+    loads = await executor.reload()
+    engine, *others = _engines(executor)
+    joins: list[float]
+    joins, *_ = await _all(
+        _restart(executor, executor.trainers.hybrids()), *(_engine_rows(entry, config) for entry in (engine, *others))
+    )
+    starts: list[float]
+    starts, *_ = await _all(
+        _restart(executor, [engine.handle.name]),
+        executor.trainers.measure(_training_points(config)),
+        *(_engine_rows(entry, config) for entry in others),
+    )
+    return SwitchCost(fmean(starts), trainer_join=fmean(joins or starts), weight_load=fmean(loads))
+
+
+async def _restart(executor: Executor, workers: Sequence[str]) -> list[float]:
+    return [await executor.restart(name) for name in workers]
+
+
+def _engines(executor: Executor) -> tuple[Instance, ...]:
+    """Those in service, one at least. Raises `WorkerLostError`."""
+    engines = executor.fleet.instances()
+    if not engines:
+        raise WorkerLostError("no engine is left to be measured")
+    return engines
+
+
+async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What each gives. Raises what one of them raised, when all have ended: a worker that is still being measured would
+    keep others waiting."""
+    tasks = [asyncio.create_task(each) for each in work]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
 
 
 _Row = tuple[tuple[float, float, float, float, float], float]
@@ -86,7 +110,11 @@ async def _engine_rows(entry: Instance, config: RunConfig) -> list[_Row]:
     contexts = (16, max(24, (size.max_model_len - 16) * 3 // 4))
     batches = sorted({1, max(1, size.max_num_seqs // 2), size.max_num_seqs})
     points = [(b, c) for b in batches for c in contexts if b * (c + 16) <= size.kv_tokens]
-    measured = await entry.handle.measure(MeasureEngine(points, _REPEATS))
+    try:
+        measured = await entry.handle.measure(MeasureEngine(points, _REPEATS))
+    except WorkerFailedError as error:
+        entry.handle.declare_lost(str(error))  # an engine that cannot do this will not do its work
+        raise
     rows: list[_Row] = [((1.0, b, s, p, 0.0), seconds) for b, s, p, seconds in measured.iterations]
     for repeat in range(_REPEATS + 1):
         for context in _CONTEXTS:

@@ -33,6 +33,7 @@ _RESUMED_AS_STARTED = (
     ("environment", "train_prompts"),
     ("training", "prompts_per_step"),
     ("training", "samples_per_prompt"),
+    ("training", "precision"),
 )
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
@@ -222,7 +223,8 @@ def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> No
 
 
 def _check_resumed(config: RunConfig, started_with: Path) -> None:
-    """Groups that are under way must mean the same prompts and be of the same size."""
+    """Groups that are under way must mean the same prompts and be of the same size, and steps that are made again must
+    be those that were made."""
     before = json.loads(started_with.read_text())
     now = config.model_dump(mode="json")
     for section, key in _RESUMED_AS_STARTED:

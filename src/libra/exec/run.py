@@ -30,11 +30,7 @@ from libra.exec.loop.posttrain import PostTraining
 from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
-from libra.exec.measure import (
-    measure,
-    measure_switch,
-    profile_key,
-)
+from libra.exec.measure import measure, profile_key
 from libra.exec.memory import MemoryWatch
 from libra.exec.phases import Phases
 from libra.exec.pool.assignment import describe
@@ -170,7 +166,8 @@ class _Session:
         policy = (
             policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
         )
-        pool = make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout)
+        cluster = config.cluster
+        pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
         allocation = self._first_allocation(pool)
         fleet = Fleet(policy, allocation)
         watcher = _Watcher(recorder, self._phase)
@@ -189,7 +186,9 @@ class _Session:
         self._phase.show("starting engines and trainers")
         await executor.start(allocation)
         self._phase.line(f"{config.cluster.slots} workers are ready: {describe(allocation)}")
-        profile = await self._profile(executor)
+        mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
+        watcher.planners.append(mending.worker_lost)
+        profile = await self._profile(executor, mending)
         with writing(directory / "profile.json"):
             save_profile(directory / "profile.json", profile)
         replanner = Replanner(config, profile, environment.turn_tokens)
@@ -205,8 +204,6 @@ class _Session:
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
         temperature = config.training.temperature
-        mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
-        watcher.planners.append(mending.worker_lost)
         counters = EngineCounters()
         counters.gained(fleet.instances())
         if before is None:
@@ -218,7 +215,7 @@ class _Session:
             replanner.restore_tracker(before.state.tracker)
             started = before.state.started
         self._phase.line(_words(started))
-        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start"))]
+        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start", temperature))]
         recorder.begin()
         steering = Steering(config, executor, replanner, recorder, self._display, allocation, recorded.periods)
         watcher.planners.append(steering.worker_lost)
@@ -243,7 +240,7 @@ class _Session:
         self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
         ended, _ = await mending.during(evaluate(rollout, heldout, "end", training.step, temperature))
         self._phase.line(_words(ended))
-        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end")))
+        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end", temperature)))
         await executor.save_final(directory / "model")
         await memory.look()
         summary = self._summary((started, ended), training, max(gaps), memory)
@@ -275,7 +272,7 @@ class _Session:
             self._phase.line("the workers or engines are others than before: they begin as start says")
         return in_force or _start_allocation(self._config)
 
-    async def _profile(self, executor: Executor) -> DeviceProfile:
+    async def _profile(self, executor: Executor, mending: Mending) -> DeviceProfile:
         """What this machine's workers cost: from a file, from an earlier run here, or measured now."""
         config = self._config
         if config.planner.calibration is not None:
@@ -289,14 +286,14 @@ class _Session:
             return load_profile(cached)
         self._phase.show("measuring engines and trainers, all at once")
         began = time.monotonic()
-        switch = await measure_switch(executor, config)
-        profile = await measure(executor.fleet.instances(), executor.trainers, config, switch, hardware, key)
-        with writing(cached):
-            save_profile(cached, profile)
+        profile = await mending.attempts("measuring", lambda: measure(executor, config, hardware, key))
+        if len(executor.healthy()) == config.cluster.slots:  # else it is of a smaller machine
+            with writing(cached):
+                save_profile(cached, profile)
         self._phase.line(
             f"measured in {time.monotonic() - began:.1f} s: iteration {profile.engine.step * 1e3:.1f} ms +"
             f" {profile.engine.per_sequence * 1e3:.2f} ms a sequence, training {1 / profile.train.per_token:.0f}"
-            f" tokens/s a replica, engine start {switch.engine_start:.1f} s, held-out error"
+            f" tokens/s a replica, engine start {profile.switch.engine_start:.1f} s, held-out error"
             f" {profile.heldout_error:.0%}"
         )
         return profile

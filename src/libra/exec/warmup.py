@@ -84,6 +84,7 @@ async def _train(
             clip=training.clip,
             denominator=training.denominator,
             token_constant=training.token_constant,
+            temperature=training.temperature,
             micro_batch_tokens=training.micro_batch_tokens,
             precision=training.precision,
             seed=config.seed,

@@ -19,7 +19,7 @@ import msgspec
 from libra.disk import write_whole, writing
 from libra.exec.line_file import LineFile, drop_partial_line, whole_lines
 from libra.exec.pool.mover import Moved
-from libra.exec.pool.pool import LOSS_WINDOW, MOST_LOSSES, Worker
+from libra.exec.pool.pool import Worker
 from libra.exec.rollout.rollout import Episode, TurnReport
 from libra.report.records import (
     DecisionRecord,
@@ -143,9 +143,7 @@ class Recorder:
     def lost(self, worker: str, why: str, retired: bool) -> None:
         """A worker that did something went away."""
         self.lost_workers[worker] = None
-        what_next = (
-            f"its slot lost {MOST_LOSSES} within {LOSS_WINDOW:.0f} s and stays empty" if retired else "its slot is idle"
-        )
+        what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"
         self.event("worker_lost", worker, f"{why}; {what_next}")
         with self._drawing() as (timeline, now):
             timeline.lost(worker, now, why)

@@ -12,13 +12,14 @@ from typing import Protocol
 
 from libra.config import RunConfig
 from libra.disk import writing
+from libra.exec.launch.handles import WorkerLostError
 from libra.exec.launch.launcher import Launcher
 from libra.exec.loop.checkpoint import save_weights
 from libra.exec.pool import mover
 from libra.exec.pool.journal import Journal, Start, Step
 from libra.exec.pool.mover import Applied, Mover
 from libra.exec.pool.moves import Move
-from libra.exec.pool.pool import Pool, Worker
+from libra.exec.pool.pool import IDLE, Pool, Worker
 from libra.exec.pool.processes import Processes
 from libra.exec.rollout.fleet import Fleet
 from libra.exec.train.trainers import Trainers
@@ -108,8 +109,11 @@ class Executor:
         self._mover.drop_rest(why)
 
     async def restart(self, name: str) -> float:
-        """End a worker's process and bring it back into the same role; returns the seconds it was out of service."""
+        """End a worker's process and bring it back into the same role; returns the seconds it was out of service.
+        Raises `WorkerLostError` for one that does nothing, and what made it fail."""
         duty = self._pool[name].duty
+        if duty == IDLE:
+            raise WorkerLostError(f"worker {name} does nothing that it could be restarted for")
         return await self._mover.move(Move(name, duty, duty))
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
@@ -148,7 +152,7 @@ class Executor:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._processes.declare_dead()
-            self._mover.fail_overdue()
+            self._mover.fail_overdue(self._processes.step_seconds)
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:

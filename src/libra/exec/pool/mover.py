@@ -169,10 +169,11 @@ class Mover:
             self._route()
             self._watcher.lost(worker, why, retired)
 
-    def fail_overdue(self) -> None:
-        """Fail the workers that overstay a passing role."""
-        for worker in self.pool.overdue(self._clock()):
-            self.lose(worker.id, f"it was {worker.role} for more than {DEADLINES[worker.role]:.0f} s")
+    def fail_overdue(self, step_seconds: float) -> None:
+        """Fail the workers that overstay a passing role, where a training step may take `step_seconds`."""
+        for worker in self.pool.overdue(self._clock(), step_seconds):
+            limit = DEADLINES[worker.role].after(step_seconds)
+            self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")
 
     async def _carry_out(self, move: Move) -> Moved:
         """One move, undone if it fails."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from libra.config import ClusterConfig
+from libra.exec.train.joining import BOUNDARIES
+
 
 class Role(StrEnum):
     IDLE = "idle"
@@ -20,15 +23,27 @@ class Role(StrEnum):
     FAILED = "failed"  # its process is gone
 
 
-# Seconds a worker may stay in a passing role; it is failed when it overstays. A start has 120 s and draining 30 s, and
-# either 300 s to wait for the ends of training steps: a replica leaves at the second one, and joins after a few, so
-# steps of minutes are too long for it.
-DEADLINES = {Role.JOINING: 120.0 + 300.0, Role.DRAINING: 30.0 + 300.0}
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Of a passing role: so many seconds, and as long as so many training steps may take."""
 
-# A process may die of something that passes, so its slot is used again. Three within an hour have a cause that starting
-# another does not remove: then it stays empty for the rest of the sitting. Three starts that hang until their deadline
-# fit into the hour.
-MOST_LOSSES = 3
+    seconds: float
+    steps: int
+
+    def after(self, step_seconds: float) -> float:
+        """Seconds, where a step may take `step_seconds`."""
+        return self.seconds + self.steps * step_seconds
+
+
+# A worker that overstays a passing role is failed. A start has 120 s and draining 30 s, and either 300 s on top: what
+# happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one step and
+# let in at one of the `BOUNDARIES` after it; it leaves at the end of the second.
+DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
+
+# A process may die of something that passes, so its slot is used again. Several within an hour have a cause that
+# starting another does not remove: then it stays empty for the rest of the sitting. Three starts that hang for the
+# 120 s that they have fit into the hour.
+MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
 LOSS_WINDOW = 3600.0  # seconds
 
 _LEGAL = {
@@ -65,7 +80,7 @@ IDLE, TRAIN = Duty(Role.IDLE), Duty(Role.TRAIN)
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One device slot. `allowed` are the working roles it may take."""
+    """One device slot. `allowed` are the working roles it may take; with its `most_losses`th loss it is retired."""
 
     id: str
     slot: int
@@ -75,6 +90,7 @@ class Worker:
     since: float = 0.0  # seconds on the caller's clock
     losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
     away: bool = False  # there is no device: its node is lost, and may come back
+    most_losses: int = MOST_LOSSES
 
     @property
     def duty(self) -> Duty:
@@ -84,7 +100,7 @@ class Worker:
     @property
     def retired(self) -> bool:
         """Its slot has lost too many processes."""
-        return len(self.losses) >= MOST_LOSSES
+        return len(self.losses) >= self.most_losses
 
     def become(self, role: Role, now: float, shape: str | None = None) -> Worker:
         if role is not Role.FAILED and role not in _LEGAL[self.role]:
@@ -133,16 +149,16 @@ class Pool:
         self._workers[worker] = replace(self._workers[worker], away=away)
         return self._workers[worker]
 
-    def overdue(self, now: float) -> tuple[Worker, ...]:
-        """Workers that overstay a passing role."""
+    def overdue(self, now: float, step_seconds: float) -> tuple[Worker, ...]:
+        """Workers that overstay a passing role, where a training step may take `step_seconds`."""
         return tuple(
             worker
             for worker in self._workers.values()
-            if worker.role in DEADLINES and now - worker.since > DEADLINES[worker.role]
+            if worker.role in DEADLINES and now - worker.since > DEADLINES[worker.role].after(step_seconds)
         )
 
 
-def make_pool(core: int, hybrid: int, rollout: int) -> Pool:
+def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> Pool:
     """Core trainers first, then hybrids, then engines; slot numbers in that order."""
     kinds = (
         [("core", frozenset({Role.TRAIN}))] * core
@@ -153,5 +169,5 @@ def make_pool(core: int, hybrid: int, rollout: int) -> Pool:
     workers = []
     for slot, (kind, allowed) in enumerate(kinds):
         counts[kind] = counts.get(kind, -1) + 1
-        workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed))
+        workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed, most_losses=most_losses))
     return Pool(workers)

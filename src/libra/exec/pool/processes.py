@@ -72,6 +72,11 @@ class Processes:
         assert self._trainers is not None
         return self._trainers
 
+    @property
+    def step_seconds(self) -> float:
+        """That a training step may take."""
+        return 0.0 if self._trainers is None else self._trainers.step_allowance
+
     async def free(self, worker: str, duty: Duty) -> None:
         """See `Hands`."""
         if duty.role is Role.TRAIN:
@@ -144,6 +149,7 @@ class Processes:
                 clip=training.clip,
                 denominator=training.denominator,
                 token_constant=training.token_constant,
+                temperature=training.temperature,
                 micro_batch_tokens=training.micro_batch_tokens,
                 precision=training.precision,
                 seed=self._config.seed,

@@ -52,6 +52,7 @@ class VllmEngine:
                 block_size=BLOCK_TOKENS,
                 enable_prefix_caching=True,
                 scheduling_policy="priority",
+                logprobs_mode="processed_logprobs",  # of what is sampled from: logits divided by the temperature
                 dtype="bfloat16",
                 enforce_eager=True,
                 disable_log_stats=True,

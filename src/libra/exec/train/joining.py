@@ -1,8 +1,8 @@
 """How a replica comes to take part: beside the steps of the others, then between two of them.
 
 Invariant: it is let in only when it is shown to hold the state that the core holds, and the boundary between two steps
-is held for messages alone. The one exception is a joiner whose every copy was overtaken: then the core makes no step
-until it has one.
+is held for messages alone. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy
+with the core's last update at many boundaries; then the core makes no step until it is done.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from libra.exec.wire.messages import (
 )
 
 BOUNDARIES = 20  # at which a joiner is given the chance to enter
+COURTEOUS = 15  # of them: at those it is let in only if it is there at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
-
+HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
+SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
 
 Places = list[StatePlace | RelayPlace]
-
-SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
 
 
 class JoinError(WorkerFailedError):
@@ -42,8 +42,13 @@ class JoinError(WorkerFailedError):
 class Joiner:
     """A started replica on its way in."""
 
-    def __init__(self, replica: Handle, core: bool, membership: Membership, boundary: asyncio.Lock) -> None:
+    def __init__(
+        self, replica: Handle, core: bool, membership: Membership, boundary: asyncio.Lock, step_seconds: float
+    ) -> None:
+        """`step_seconds`: what a step takes, 0 where that is not known."""
         self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
+        self._hold = max(HOLD, HOLD_SHARE * step_seconds)
+        self._late: asyncio.Task[Standing] | None = None  # an answer that a boundary did not wait for
         self._follows: Handle | None = None
         self._generation = 0  # for which it was prepared
         self._wanted: Standing | None = None  # the core's, at the last boundary
@@ -51,14 +56,18 @@ class Joiner:
 
     async def join(self) -> float:
         """Returns the seconds that the boundary was held for the entry. Raises `JoinError`, `WorkerLostError`."""
-        for _ in range(BOUNDARIES):
-            if self._is_stale():
-                await self._introduce()
-            held = await self._try_to_enter()
-            if held is not None:
-                return held
-            if self._wanted is not None:
-                await self._come_level(self._wanted)
+        try:
+            for boundary in range(BOUNDARIES):
+                if self._is_stale():
+                    await self._introduce()
+                held = await self._try_to_enter(self._hold if boundary < COURTEOUS else None)
+                if held is not None:
+                    return held
+                if self._wanted is not None:
+                    await self._come_level(self._wanted)
+        finally:
+            if self._late is not None:
+                self._late.cancel()
         raise JoinError(f"worker {self._replica.name} cannot join: it was not level at {BOUNDARIES} step boundaries")
 
     def _is_stale(self) -> bool:
@@ -80,8 +89,9 @@ class Joiner:
         if here is not None and places is not None:
             await self._follow(places, here)
 
-    async def _try_to_enter(self) -> float | None:
-        """Take it in if it holds the core's state; returns the seconds that this held the boundary."""
+    async def _try_to_enter(self, hold: float | None) -> float | None:
+        """Take it in if it holds the core's state and says so within `hold` seconds (None: however long it takes).
+        Returns the seconds that this held the boundary."""
         members, self._wanted = self._membership, None
         async with self._boundary:
             began = time.monotonic()
@@ -98,8 +108,10 @@ class Joiner:
                     raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
             self._wanted = here
             catch_up = CatchUp(here.number, self._generation, HOLD)
-            there = await self._ask(catch_up, HOLD + members.patience.floor + here.size / SLOWEST)
-            if not (there.ready and (there.number, there.parameter_hash) == (here.number, here.parameter_hash)):
+            there = await self._answer_within(hold, catch_up, HOLD + members.patience.floor + _copy_seconds(here))
+            if there is None or not there.ready:
+                return None
+            if (there.number, there.parameter_hash) != (here.number, here.parameter_hash):
                 return None
             (members.cores if self._core else members.hybrids).append(self._replica)
             await members.enter(self._generation)
@@ -107,8 +119,20 @@ class Joiner:
                 raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
             return time.monotonic() - began
 
+    async def _answer_within(self, hold: float | None, order: CatchUp, deadline: float) -> Standing | None:
+        """None when it has not answered by then: it is in the middle of an update, and answers after that."""
+        self._late = asyncio.create_task(self._ask(order, deadline))
+        await asyncio.wait([self._late], timeout=hold)
+        if not self._late.done():
+            return None
+        answered, self._late = self._late, None
+        return answered.result()
+
     async def _come_level(self, wanted: Standing) -> None:
         """Give it time to reach the state that the core had at the last boundary, while steps are made."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            await late
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
         there = await self._ask(catch_up, patience.unknown + patience.floor + _copy_seconds(wanted))

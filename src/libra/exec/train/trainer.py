@@ -135,7 +135,7 @@ class Trainer:
         total, forward = 0.0, 0
         for batch in micro_batches(samples, self._settings.micro_batch_tokens):
             ids, mask, _, _ = collate(batch)
-            loss = -(self._logprobs(ids) * mask).sum()
+            loss = -(self._logprobs(ids, temperature=1.0) * mask).sum()
             self._accelerator.backward(loss)
             total, forward = total + loss.item(), forward + ids.numel()
         demonstrated = float(gradient[-1])
@@ -148,11 +148,11 @@ class Trainer:
         return self._buffer.write(buffer, self.layout, self._named_parameters())
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-prob of each token after the first."""
+        """Log-prob of each token after the first, at the temperature of sampling."""
         scores = []
         for tokens in sequences:
             with torch.no_grad():
-                scores.append(self._logprobs(torch.tensor([tokens]))[0].tolist())
+                scores.append(self._logprobs(torch.tensor([tokens]), self._settings.temperature)[0].tolist())
             self._pacer.pace()
         return scores
 
@@ -215,7 +215,7 @@ class Trainer:
         sums = _Sums()
         for batch in micro_batches(samples, self._settings.micro_batch_tokens):
             ids, mask, behaviour, advantages = collate(batch)
-            logprobs = self._logprobs(ids)
+            logprobs = self._logprobs(ids, self._settings.temperature)
             # One step per batch: the proximal policy is the policy that enters the step.
             found = loss_sum(
                 logprobs,
@@ -243,11 +243,12 @@ class Trainer:
         self.state.step(total, norm)
         return norm
 
-    def _logprobs(self, ids: torch.Tensor) -> torch.Tensor:
-        """[samples, tokens - 1]: log-prob of every token after the first."""
+    def _logprobs(self, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+        """[samples, tokens - 1]: log-prob of every token after the first, where the policy is softmax(logits /
+        temperature)."""
         with self._accelerator.autocast():
             logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].to(self._dtype)
-        return torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+        return torch.log_softmax(logits / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._accelerator.unwrap_model(self._model).named_parameters())

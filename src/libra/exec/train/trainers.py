@@ -58,6 +58,8 @@ class Trainers:
         self.publisher = core  # the replica on whose node the newest weights are; it may be lost by now
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
         self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
+        self._step_seconds = 0.0  # of the last step
+        self._longest_step = 0.0  # seconds, of those that were made
         self.boundary = asyncio.Lock()
 
     @property
@@ -80,8 +82,13 @@ class Trainers:
         return tuple(replica.name for replica in self._members.replicas)
 
     def hybrids(self) -> tuple[str, ...]:
-        """Names of the replicas that may leave."""
-        return tuple(replica.name for replica in self._members.hybrids)
+        """Names of the replicas that are there and may leave."""
+        return tuple(replica.name for replica in self._members.hybrids if not replica.lost)
+
+    @property
+    def step_allowance(self) -> float:
+        """Seconds in which a step is made, or somebody found who is lost in it, as far as one can tell."""
+        return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
         """Take in a started replica while the others go on: it follows a core until it holds the same state, and
@@ -90,7 +97,7 @@ class Trainers:
         Raises `JoinError` (its process is ended then), and `WorkerLostError` when it goes away."""
         async with self._changing:
             try:
-                return await Joiner(replica, core, self._members, self.boundary).join()
+                return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()
             except JoinError as error:
                 replica.declare_lost(str(error))
                 self._kill(replica)
@@ -215,4 +222,6 @@ class Trainers:
         largest = max(vote.forward_tokens for vote in votes)
         if largest:
             self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
-        return summarise(votes, done[0], checksum, buffer, time.monotonic() - began, publish_seconds)
+        self._step_seconds = time.monotonic() - began
+        self._longest_step = max(self._longest_step, self._step_seconds)
+        return summarise(votes, done[0], checksum, buffer, self._step_seconds, publish_seconds)

@@ -74,6 +74,8 @@ class TrainingWorker:
                 self._keep_up()
             message = self._channel.receive()
             self._channel.send(self._answer(message))
+            if isinstance(message, Enter):
+                self._follower = None  # not before the answer: to unmap a large state takes as long as many messages
             if isinstance(message, Stop):
                 return
 
@@ -122,7 +124,6 @@ class TrainingWorker:
                 raise TypeError(f"{type(message).__name__} is not a message for a trainer")
 
     def _enter(self, order: Enter) -> Entered:
-        self._follower = None
         try:
             self._trainer.exchange.enter(order.generation)
         except PeerLostError as error:

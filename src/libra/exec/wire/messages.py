@@ -52,6 +52,7 @@ class StartTrainer(Message, frozen=True):
     clip: tuple[float, float]
     denominator: str
     token_constant: float
+    temperature: float  # of sampling: the policy that is trained is softmax(logits / temperature)
     micro_batch_tokens: int
     precision: Precision
     seed: int
@@ -230,7 +231,8 @@ class LoadCheckpoint(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """Log-probs of these sequences under the current weights, for the check against the engines."""
+    """Log-probs of these sequences under the current weights at the temperature of sampling, for the check against the
+    engines."""
 
     sequences: list[list[int]]
 

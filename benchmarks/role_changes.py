@@ -1,0 +1,199 @@
+"""How long a worker takes from one role to the other and back, beside the restart that this replaces.
+
+Invariant: a change is timed from the order until the worker is of use in its new role, while the others go on: training
+steps are made all the time, and every engine has turns under way that move elsewhere.
+
+    python -m benchmarks.role_changes [--quick] [--json FILE]
+
+The workers, engines and model of the example (`examples/calculator.yaml`), barely trained. Over and over its
+hybrid worker becomes an engine and then a training replica again. A launcher that keeps no imported process to fork
+would start Python and import torch and vLLM before each: those seconds are measured beside the same load, and come on
+top in a restart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from benchmarks.rows import Row, report
+from libra.config import RunConfig, load_config
+from libra.environments.registry import load_environment
+from libra.exec.launch.handles import EngineHandle, WorkerLostError
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.pool.executor import Executor
+from libra.exec.pool.journal import Journal
+from libra.exec.pool.mover import Moved
+from libra.exec.pool.pool import Worker, make_pool
+from libra.exec.rollout.fleet import Fleet
+from libra.exec.tiny_model import kv_bytes_per_token
+from libra.exec.warmup import WarmUpProgress, warm_model
+from libra.exec.wire.messages import Generate, Sample
+from libra.plan.problem import Allocation, Bucket
+from libra.route.catalogue import policy_named
+
+GOAL = 5.0  # seconds, each way
+_EXAMPLE = Path(__file__).parents[1] / "examples" / "calculator.yaml"
+_QUIET = 0.05  # share of the machine that others may use while this measures
+_TURNS = 8  # under way on every engine
+
+
+@dataclass(slots=True)
+class Measured:
+    to_engine: list[float] = field(default_factory=list)
+    to_trainer: list[float] = field(default_factory=list)
+    imports: list[float] = field(default_factory=list)  # of a process that was not forked from one that has them
+    steps: int = 0  # made meanwhile
+    turns: int = 0  # made meanwhile
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.role_changes", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="two changes each way: a first look, not a verdict")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    options = parser.parse_args(arguments)
+    taken = psutil.cpu_percent(interval=1.0) / 100
+    with tempfile.TemporaryDirectory() as directory:
+        measured = asyncio.run(measure(2 if options.quick else 12, Path(directory)))
+    report(rows_of(measured), options.json)
+    if taken > _QUIET:
+        print(f"other processes took {taken:.0%} of the machine before the start: measure again when it is quiet")
+    return 0
+
+
+def rows_of(measured: Measured) -> list[Row]:
+    case = f"{len(measured.to_engine)} changes each way, {measured.steps} steps and {measured.turns} turns meanwhile"
+    return [
+        *_times(case, "training to rollout", measured.to_engine, goal=True),
+        *_times(case, "rollout to training", measured.to_trainer, goal=True),
+        *_times(case, "start of Python and imports, saved each time", measured.imports, goal=False),
+    ]
+
+
+def _times(case: str, what: str, seconds: Sequence[float], goal: bool) -> Iterator[Row]:
+    for name, value in (("median", median(seconds)), ("worst", max(seconds))):
+        if goal:
+            yield Row(case, f"{what}, {name}", value, "s", f"less than {GOAL:g}", value < GOAL)
+        else:
+            yield Row(case, f"{what}, {name}", value, "s")
+
+
+async def measure(changes: int, directory: Path) -> Measured:
+    config = load_config(_EXAMPLE, {"warm_up.steps": 1})
+    measured = Measured()
+    async with _executor(config, directory) as (executor, training, generating):
+        load = asyncio.gather(_keep_training(executor, measured), _keep_generating(executor, measured))
+        try:
+            for _ in range(changes):
+                measured.to_engine += [moved.seconds for moved in (await executor.apply(generating)).moves]
+                measured.to_trainer += [moved.seconds for moved in (await executor.apply(training)).moves]
+                measured.imports.append(await _import_seconds(directory))
+        finally:
+            load.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await load
+    return measured
+
+
+@contextlib.asynccontextmanager
+async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[Executor, Allocation, Allocation]]:
+    """The example's workers, brought up; the allocation in which the hybrid trains, and one in which it generates."""
+    first, last = config.start.buckets
+    short, long = Bucket(first.shape, 1, 0, first.up_to), Bucket(last.shape, 1, first.up_to, last.up_to)
+    training = Allocation(2, (short, long))
+    generating = Allocation(1, (short, replace(long, engines=2)))
+    async with LocalLauncher.open(directory / "logs") as launcher:
+        await launcher.ready()
+        model = await warm_model(config, load_environment(config.environment, _EXAMPLE.parent), launcher, _say_nothing)
+        executor = Executor(
+            launcher,
+            make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
+            Fleet(policy_named("least-loaded", seed=0), training),
+            config,
+            model,
+            kv_bytes_per_token(model),
+            Journal(directory / "journal.jsonl"),
+            _Silent(),
+            0,
+            None,
+        )
+        try:
+            await executor.start(training)
+            yield executor, training, generating
+        finally:
+            await executor.stop()
+
+
+async def _keep_training(executor: Executor, measured: Measured) -> None:
+    batch = [_sample(number) for number in range(24)]
+    tokens = sum(sum(sample.generated) for sample in batch)
+    for version in itertools.count(1):
+        made = await executor.trainers.step(version, batch, len(batch), tokens)
+        await executor.publish(made.version, made.buffer, made.checksum)
+        measured.steps += 1
+
+
+def _sample(number: int) -> Sample:
+    tokens = [4 + (7 * number + 3 * place) % 14 for place in range(48)]
+    own = [place >= 16 for place in range(48)]
+    return Sample(str(number), tokens, own, [-2.5] * 48, [0] * 48, 1.0 if number % 2 else -1.0)
+
+
+async def _keep_generating(executor: Executor, measured: Measured) -> None:
+    """So many turns at a time as fit the engines; one whose engine goes away is made again by another."""
+    await asyncio.gather(*(_agent(executor, number, measured) for number in range(2 * _TURNS)))
+
+
+async def _agent(executor: Executor, number: int, measured: Measured) -> None:
+    for turn in itertools.count():
+        engines = [entry.handle for entry in executor.fleet.instances()]
+        if not engines:
+            await asyncio.sleep(0.01)
+            continue
+        engine = min(engines, key=_running)
+        prompt = [4 + (number + 5 * place) % 14 for place in range(16)]
+        with contextlib.suppress(WorkerLostError):
+            await engine.generate(Generate(f"{number}-{turn}", prompt, 16, 1.0, -1, turn), lambda piece: None)
+            measured.turns += 1
+
+
+def _running(engine: EngineHandle) -> int:
+    return engine.running
+
+
+async def _import_seconds(directory: Path) -> float:
+    began = time.monotonic()
+    async with LocalLauncher.open(directory / "other-logs") as launcher:
+        await launcher.ready()
+        return time.monotonic() - began
+
+
+def _say_nothing(progress: WarmUpProgress) -> None: ...
+
+
+class _Silent:
+    """A watcher that has nothing to say of moves, and to whom a loss is an error."""
+
+    def role(self, worker: Worker) -> None: ...
+    def moved(self, moved: Moved) -> None: ...
+    def weights(self, worker: str, version: int, seconds: float) -> None: ...
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        raise RuntimeError(f"worker {worker} is lost: {why}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""A run under random faults for some minutes, and whether everything held.
+
+    python -m benchmarks.soak --minutes 20 --seed 0
+
+Exit status: 0 all held, 1 something did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.soak.faults import schedule
+from benchmarks.soak.soaking import Soak, Soaked, SoakError
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=20.0, help="of faults; then the run ends (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
+    parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
+    parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+    parser.add_argument("--save", action="store_true", help=f"write it to {RESULTS.name}/soak-<date>.json as well")
+    options = parser.parse_args(arguments)
+    console, began = Console(highlight=False), time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]\\[{time.monotonic() - began:7.1f} s][/dim] {escape(text)}")
+
+    try:
+        soaked = Soak(options.directory, say).run(schedule(options.seed, options.pause), 60 * options.minutes)
+    except SoakError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 1
+    console.print(make_table(soaked))
+    for table in (faults_table(soaked), recoveries_table(soaked)):
+        console.print(table)
+    found = json.dumps(result(soaked, options), indent=1) + "\n"
+    for path in filter(None, (options.json, RESULTS / f"soak-{date.today()}.json" if options.save else None)):
+        path.write_text(found, encoding="utf-8")
+    return 0 if soaked.held else 1
+
+
+def make_table(soaked: Soaked) -> Table:
+    table = Table(title=f"{soaked.steps:,} steps in {soaked.sittings} sittings, {soaked.seconds:,.0f} s")
+    for name in ("what must hold", "held", "counted, or what contradicts it"):
+        table.add_column(name)
+    for check in soaked.checks:
+        table.add_row(escape(check.name), "yes" if check.held else "[red]no[/red]", escape(check.detail))
+    return table
+
+
+def faults_table(soaked: Soaked) -> Table:
+    table = Table(title=f"{len(soaked.struck)} faults; {soaked.moves} moves; {soaked.processes} processes")
+    table.add_column("fault")
+    table.add_column("times", justify="right")
+    for kind, count in Counter(entry.kind for entry in soaked.struck).most_common():
+        table.add_row(kind, str(count))
+    return table
+
+
+def recoveries_table(soaked: Soaked) -> Table:
+    table = Table(title="seconds to recover")
+    for name in ("from what to what", "times", "median", "worst"):
+        table.add_column(name, justify="left" if name == "from what to what" else "right")
+    for each in soaked.recoveries:
+        table.add_row(escape(each.name), str(each.count), f"{each.median:.2f}", f"{each.worst:.2f}")
+    return table
+
+
+def result(soaked: Soaked, options: argparse.Namespace) -> dict[str, object]:
+    from libra.exec.measure import hardware_name
+
+    return {
+        "command": f"python -m benchmarks.soak --minutes {options.minutes:g} --seed {options.seed}"
+        f" --pause {options.pause:g}",
+        "date": str(date.today()),
+        "commit": _commit(),
+        "hardware": hardware_name(),
+        "held": soaked.held,
+        "steps": soaked.steps,
+        "sittings": soaked.sittings,
+        "seconds": soaked.seconds,
+        "moves": soaked.moves,
+        "processes": soaked.processes,
+        "faults": dict(Counter(str(entry.kind) for entry in soaked.struck)),
+        "checks": [asdict(check) for check in soaked.checks],
+        "recoveries": [asdict(each) for each in soaked.recoveries],
+    }
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

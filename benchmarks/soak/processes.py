@@ -1,0 +1,125 @@
+"""All processes that ever descended from the controllers of a soak, what they held, and what is left of them.
+
+Invariant: a process is known by its id and the moment it started, so that another one that is given the same id later
+is not taken for it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_GONE_SECONDS = 15.0  # a killed process goes as soon as the system lets it
+_LISTEN = "0A"  # net/tcp_states.h
+_LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The controller at one moment. `memory` is in bytes."""
+
+    sitting: int
+    time: float  # seconds of its sitting
+    descriptors: int
+    threads: int
+    memory: int
+    nursery_descriptors: int
+
+
+class Processes:
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.everywhere: set[str] = set()  # addresses listened on that are not the loopback interface
+        self.most = 0  # of workers at once
+        self._seen: dict[tuple[int, float], psutil.Process] = {}
+        self._listening: set[str] = set()  # inodes
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
+
+    def look(self, controller: int, sitting: int, seconds: float) -> None:
+        """Remember who is there now; no error where somebody ends meanwhile."""
+        try:
+            root = psutil.Process(controller)
+            family = [root, *root.children(recursive=True)]
+            for process in family:
+                self._seen.setdefault((process.pid, process.create_time()), process)
+            self.most = max(self.most, len(family) - 2)
+            nursery = family[1].num_fds() if len(family) > 1 else 0
+            self.samples.append(
+                Sample(sitting, seconds, root.num_fds(), root.num_threads(), root.memory_info().rss, nursery)
+            )
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return
+        self._look_for_ports(family)
+
+    def left(self) -> list[str]:
+        """Who is still there although its controller is gone, after waiting for it."""
+        ends = time.monotonic() + _GONE_SECONDS
+        while (alive := self._alive()) and time.monotonic() < ends:
+            time.sleep(0.1)
+        return [f"{process.pid} {process.name()}" for process in alive]
+
+    def listening(self) -> list[str]:
+        """Addresses that somebody seen here listened on, and that are listened on still."""
+        return [address for inode, address in _listeners().items() if inode in self._listening]
+
+    def _alive(self) -> list[psutil.Process]:
+        found = []
+        for process in self._seen.values():
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
+    def _look_for_ports(self, family: list[psutil.Process]) -> None:
+        listeners = _listeners()
+        for process in family:
+            for inode in _sockets(process.pid) & set(listeners):
+                self._listening.add(inode)
+                if listeners[inode].partition(":")[0] not in _LOOPBACK:
+                    self.everywhere.add(f"{process.pid} on {listeners[inode]}")
+
+
+def _listeners() -> dict[str, str]:
+    """Address by inode of every TCP socket of this machine that listens, as the kernel writes it."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[9]: row[1] for row in rows if row[3] == _LISTEN}
+
+
+def _sockets(pid: int) -> set[str]:
+    try:
+        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return set()
+    return {target[8:-1] for target in targets if target.startswith("socket:[")}
+
+
+def shared_files() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def unused_shared_files(before: set[str]) -> list[str]:
+    """New files in shared memory that no process maps: whoever made them has left them behind."""
+    new = shared_files() - before
+    if not new:
+        return []
+    mapped = ""
+    for entry in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped += entry.read_text()
+        except OSError:
+            pass  # it ended meanwhile
+    return sorted(name for name in new if f"/dev/shm/{name}" not in mapped)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory in use on this machine."""
+    [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
+    return int(line.split()[1]) * 1024

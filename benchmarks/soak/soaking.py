@@ -1,0 +1,190 @@
+"""A run under faults, from its first start to its last sitting, in which it is left alone.
+
+Invariant: it is bounded in time whatever the run does, and nothing that it started is running when it returns.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.soak.accounts import Check, Sizes, accounts, checked
+from benchmarks.soak.faults import Fault, Kind
+from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
+from benchmarks.soak.sitting import Sitting
+from benchmarks.soak.storm import Storm, Struck
+from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
+from benchmarks.soak.weights import weights
+from benchmarks.soak.written import Segments, Tail, read_rows
+from libra.config import load_config
+
+CONFIG = Path(__file__).with_name("soak.yaml")
+
+_SAMPLE_SECONDS = 1.0  # between two looks at the processes
+_START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
+_LAST_STEPS = 10  # that are made in peace
+_LAST_SECONDS = 300.0  # for those
+_MOST_WRONG_ENDS = 3  # after which the rest of the faults would find the same
+
+
+class SoakError(RuntimeError):
+    """The run did not get to where faults can begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    checks: tuple[Check, ...]
+    recoveries: tuple[Recovery, ...]
+    struck: tuple[Struck, ...]
+    moves: int  # changes of role or shape that were made
+    steps: int
+    sittings: int
+    processes: int
+    seconds: float
+
+    @property
+    def held(self) -> bool:
+        return all(check.held for check in self.checks)
+
+
+class Soak:
+    """One run. Its files go to `directory`, which is emptied; `say` is told what happens."""
+
+    def __init__(self, directory: Path, say: Callable[[str], None], config: Path = CONFIG) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._directory, self._say, self._config = directory, say, config
+        self._run_directory = directory / load_config(config).name
+        self._kept = directory / "episodes"
+        self._segments = Segments(self._run_directory, self._kept)
+        self._journal = Tail(self._run_directory / "journal.jsonl")
+        self._processes = Processes()
+        self._ends: list[Ended] = []
+        self._seen: list[Seen] = []
+        self._sitting: Sitting | None = None
+        self._sampled = 0.0
+
+    def run(self, faults: Iterator[Fault], seconds: float) -> Soaked:
+        """Faults for so long, or until there are no more; then the run ends in peace, and is looked at. Raises
+        `SoakError` where it never came to its first checkpoint."""
+        began, files, memory = time.monotonic(), shared_files(), shared_memory()
+        storm = Storm(faults, lambda struck: self._say(_words(struck)))
+        try:
+            self._until_checkpoint(self._start("--overwrite"))
+            self._weather(storm, time.monotonic() + seconds)
+            storm.calm()
+            steps = self._end_in_peace()
+        finally:
+            storm.calm()
+            if self._sitting is not None:
+                self._sitting.kill()
+        self._say(f"shared memory of this machine: {(shared_memory() - memory) / 2**20:+.0f} MiB since the start")
+        return Soaked(
+            tuple(self._checks(storm, steps, files)),
+            tuple(recoveries(storm.struck, self._seen)),
+            tuple(storm.struck),
+            sum(entry.row["kind"] == "done" for entry in self._seen),
+            steps,
+            len(self._ends),
+            self._processes.count,
+            time.monotonic() - began,
+        )
+
+    def _start(self, *options: str) -> Sitting:
+        command = [str(self._config), "--directory", str(self._directory), *options]
+        self._sitting = Sitting(len(self._ends) + 1, command, self._directory, self._journal)
+        self._sampled = 0.0
+        return self._sitting
+
+    def _until_checkpoint(self, sitting: Sitting) -> None:
+        """Before its first checkpoint a run cannot be resumed."""
+        ends = time.monotonic() + _START_SECONDS
+        while not any(self._run_directory.glob("checkpoint-*/state.json")):
+            if sitting.status is not None or time.monotonic() > ends:
+                raise SoakError(f"the run made no checkpoint: {sitting.last_words()} (see {sitting.output})")
+            self._look(sitting)
+
+    def _weather(self, storm: Storm, until: float) -> None:
+        sitting = self._sitting
+        assert sitting is not None
+        wrong = 0
+        while time.monotonic() < until and not storm.over and wrong < _MOST_WRONG_ENDS:
+            self._look(sitting)
+            if sitting.ending is None and sitting.status is None:
+                storm.tick(sitting)
+            if sitting.ending is not None or sitting.status is not None:
+                wrong += not self._ended(sitting).expected
+                storm.sitting_ended()
+                sitting = self._start("--resume")
+
+    def _end_in_peace(self) -> int:
+        """The last sitting, which is told how many steps there are; returns that number."""
+        sitting = self._sitting
+        assert sitting is not None
+        while not sitting.ready and sitting.status is None:
+            self._look(sitting)
+        sitting.ending = Kind.INTERRUPT
+        sitting.signal(signal.SIGINT)
+        self._ended(sitting)
+        steps = len(read_rows(self._run_directory / "metrics.jsonl")) + _LAST_STEPS
+        self._say(f"no more faults: the run is to end with step {steps}")
+        sitting = self._start("--resume", "--steps", str(steps))
+        ends = time.monotonic() + _LAST_SECONDS
+        while sitting.status is None and time.monotonic() < ends:
+            self._look(sitting)
+        self._ended(sitting)
+        self._sitting = None
+        return steps
+
+    def _look(self, sitting: Sitting) -> None:
+        """Read what is new, and sleep until the next look."""
+        time.sleep(LOOK_SECONDS)
+        self._seen += [Seen(found, sitting.number, row) for found, row in sitting.read()]
+        self._segments.look()
+        if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
+            self._sampled = time.monotonic()
+            self._processes.look(sitting.pid, sitting.number, self._sampled - sitting.began)
+
+    def _ended(self, sitting: Sitting) -> Ended:
+        """Wait for its end; its last entries belong to it."""
+        self._processes.look(sitting.pid, sitting.number, time.monotonic() - sitting.began)
+        status = sitting.wait()
+        left = self._processes.left()
+        self._look(sitting)
+        ended = Ended(
+            sitting.number,
+            sitting.ending,
+            status,
+            time.monotonic() - sitting.began,
+            left,
+            sitting.last_words(),
+        )
+        self._ends.append(ended)
+        self._say(f"sitting {ended.sitting} ended with {status} after {ended.seconds:.0f} s")
+        return ended
+
+    def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Check]:
+        config = load_config(self._config).training
+        sizes = Sizes(steps, config.prompts_per_step, config.samples_per_prompt, config.max_staleness)
+        yield from survival(self._ends, storm.struck, self._seen)
+        if self._ends[-1].status != 0:
+            return  # there is nothing whole to look at
+        yield from accounts(self._run_directory, self._kept, sizes)
+        yield weights(self._run_directory / "model")
+        yield from growth(self._processes.samples)
+        yield checked("no port is listened on any more", self._processes.listening(), "looked once")
+        yield checked(
+            "only the loopback interface was listened on",
+            sorted(self._processes.everywhere),
+            f"{self._processes.count} processes",
+        )
+        yield checked("no shared memory is left", unused_shared_files(files), "looked once")
+
+
+def _words(struck: Struck) -> str:
+    for_long = f" for {struck.seconds:.1f} s" if struck.seconds else ""
+    return f"{struck.kind}{for_long}" + (f": {struck.worker} ({struck.pid})" if struck.worker else "")

@@ -1,0 +1,174 @@
+"""What the faults did to the run: who was lost and why, how each sitting ended, and how long it took to recover.
+
+Invariant: nobody is lost without a fault that struck that very process, and a sitting ends only by a fault that ends
+it. Times are of the soak's clock: of what was found in the journal, looked at every `LOOK_SECONDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.soak.accounts import Check, checked
+from benchmarks.soak.faults import ENDING, Kind
+from benchmarks.soak.processes import Sample
+from benchmarks.soak.storm import Struck
+from benchmarks.soak.written import Row
+
+LOOK_SECONDS = 0.05
+
+_STATUS: Mapping[Kind | None, int] = {
+    None: 0,  # the last one makes all its steps
+    Kind.KILL_CONTROLLER: -9,
+    Kind.INTERRUPT: 130,
+    Kind.KILL_CORES: 1,
+    Kind.KILL_NURSERY: 1,
+}
+
+_FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
+_SETTLED = 20.0  # seconds of a sitting after which its controller holds what it needs
+_LONG = 60.0  # seconds of a sitting in which growth shows
+_GROWTH = 16.0  # MiB a minute
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a sitting ended. `status` is None for one that did not end in time; `left` are processes that outlived it."""
+
+    sitting: int
+    ending: Kind | None
+    status: int | None
+    seconds: float
+    left: Sequence[str]
+    said: str
+
+    @property
+    def expected(self) -> bool:
+        return self.status == _STATUS[self.ending]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An entry of the journal, and when it was found."""
+
+    time: float
+    sitting: int
+    row: Row
+
+
+def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Check]:
+    yield checked(
+        "every sitting ended by what ends one, with its exit code",
+        (
+            f"sitting {end.sitting} ended with {end.status} after {end.ending or 'no fault that ends it'}: {end.said}"
+            for end in ends
+            if not end.expected
+        ),
+        f"{len(ends)} sittings",
+    )
+    yield checked(
+        "no process outlived its controller",
+        (f"sitting {end.sitting}: {who}" for end in ends for who in end.left),
+        f"looked {len(ends)} times",
+    )
+    lost, unexplained = _losses(struck, seen)
+    yield checked("nobody was lost without a fault", unexplained, f"{lost} losses")
+
+
+def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[str]]:
+    fatal = {(entry.sitting, entry.worker, entry.pid) for entry in struck if entry.kind is not Kind.SLOW}
+    ended = {entry.sitting: entry.time for entry in struck if entry.kind in (Kind.KILL_NURSERY, Kind.KILL_CORES)}
+    pids: dict[str, int] = {}
+    lost, unexplained = 0, []
+    for entry in seen:
+        row = entry.row
+        if row["kind"] == "worker":
+            pids[row["worker"]] = row["pid"]
+        elif row["kind"] == "lost":
+            lost += 1
+            known = (entry.sitting, row["worker"], pids[row["worker"]]) in fatal
+            if not known and entry.time < ended.get(entry.sitting, float("inf")):
+                unexplained.append(f"{row['worker']} in sitting {entry.sitting}: {row['why']}")
+    return lost, unexplained
+
+
+def growth(samples: Sequence[Sample]) -> Iterator[Check]:
+    """Of controllers, in sittings that were long enough."""
+    sittings: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if sample.time >= _SETTLED:
+            sittings.setdefault(sample.sitting, []).append(sample)
+    long = {number: found for number, found in sittings.items() if found[-1].time - found[0].time >= _LONG}
+    counts: dict[str, Callable[[Sample], int]] = {
+        "descriptors": lambda sample: sample.descriptors,
+        "threads": lambda sample: sample.threads,
+        "descriptors of the nursery": lambda sample: sample.nursery_descriptors,
+    }
+    for name, held in counts.items():
+        # The fewest of a while: in a move there are more.
+        grown = {n: min(map(held, found[-15:])) - min(map(held, found[:15])) for n, found in long.items()}
+        yield checked(
+            f"{name} do not become more",
+            (f"sitting {number}: {by:+d}" for number, by in grown.items() if by > _FEW_DESCRIPTORS),
+            f"at most {max(grown.values(), default=0):+d} in {len(long)} sittings of a minute and more",
+        )
+    rates = {
+        number: (found[-1].memory - found[0].memory) / 2**20 / ((found[-1].time - found[0].time) / 60)
+        for number, found in long.items()
+    }
+    yield checked(
+        "the controller's memory does not run away",
+        (f"sitting {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH),
+        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Seconds from a fault to what makes it good."""
+
+    name: str
+    count: int
+    median: float
+    worst: float
+
+
+def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Recovery]:
+    """Of the faults that were made good in their sitting, or for those that end one, in any later one."""
+    for name, kind, sign in (
+        ("killed engine: its turns are given to others", Kind.KILL_ENGINE, "lost"),
+        ("killed engine: its slot works again", Kind.KILL_ENGINE, "done"),
+        ("killed hybrid trainer: the next step is made", Kind.KILL_HYBRID, "step"),
+        ("killed core trainer: the next step is made", Kind.KILL_CORE, "step"),
+        ("killed core trainer: it trains again", Kind.KILL_CORE, "done"),
+        ("worker that hangs: it is given up", Kind.HANG, "lost"),
+    ):
+        yield from _summed(name, (_until(fault, seen, sign) for fault in struck if fault.kind is kind))
+    for kind in sorted(ENDING):
+        name = f"{kind}, resume: the next new step is made"
+        yield from _summed(name, (_until_new_step(fault, seen) for fault in struck if fault.kind is kind))
+
+
+def _summed(name: str, seconds: Iterable[float | None]) -> Iterator[Recovery]:
+    found = sorted(each for each in seconds if each is not None)
+    if found:
+        yield Recovery(name, len(found), median(found), found[-1])
+
+
+def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:
+    """Seconds until the first entry of this kind in its sitting; of the same worker, where such entries have one."""
+    found = (
+        entry.time - fault.time
+        for entry in seen
+        if entry.sitting == fault.sitting and entry.time >= fault.time and entry.row["kind"] == sign
+        if entry.row.get("worker", fault.worker) == fault.worker
+    )
+    return next(found, None)
+
+
+def _until_new_step(fault: Struck, seen: Sequence[Seen]) -> float | None:
+    """Steps that are made again are none. A sitting that is killed as it starts is a part of the time."""
+    steps = [(entry.time, entry.row["version"]) for entry in seen if entry.row["kind"] == "step"]
+    before = max((version for time, version in steps if time <= fault.time), default=0)
+    return next((time - fault.time for time, version in steps if time > fault.time and version > before), None)
