@@ -35,6 +35,7 @@ _RESUMED_AS_STARTED = (
     ("training", "samples_per_prompt"),
     ("training", "precision"),
 )
+_RAY_SECONDS = 10.0  # in which a cluster that is there takes a connection
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
 
@@ -73,11 +74,20 @@ def _check_launcher(config: RunConfig) -> None:
         raise ConfigError(
             "cluster.launcher: Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local"
         )
-    if cluster.ray_address is not None and cluster.ray_address.startswith("ray://"):
-        raise ConfigError(
-            f"cluster.ray_address: {cluster.ray_address} is the address of a Ray client server; run libra on a node of"
-            " the cluster, and give auto or the address that `ray start` printed"
-        )
+    if cluster.ray_address not in (None, "auto"):
+        _check_ray_address(cluster.ray_address)
+
+
+def _check_ray_address(address: str) -> None:
+    """Ray itself would try a wrong one for minutes."""
+    remedy = "run libra on a node of the cluster, and give auto, or the HOST:PORT that `ray start` printed"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or address.startswith("ray://"):
+        raise ConfigError(f"cluster.ray_address: {address} is not the address of a Ray cluster; {remedy}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_RAY_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
 
 
 def _check_model_directory(config: RunConfig) -> None:
