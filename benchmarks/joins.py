@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -96,9 +95,7 @@ async def measure(size: Size, directory: Path, cores: Sequence[int]) -> Measured
         await launcher.ready()
         core = await _start(launcher, "core-0", directory / "model", cores[0])
         hybrid = await _start(launcher, "hybrid-0", directory / "model", cores[-1])
-        stepper = _Stepper(
-            Trainers(core, _free_port, lambda replica: launcher.kill(replica.pid)), core.pid, size.samples
-        )
+        stepper = _Stepper(Trainers(core, lambda replica: launcher.kill(replica.link)), core.link.pid, size.samples)
         for _ in range(_BEFORE):
             await stepper.step()  # the first ones pay for what is set up once
         for _ in range(size.joins):
@@ -170,7 +167,7 @@ def _sample(number: int) -> Sample:
 
 
 async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> Handle:
-    worker = Handle(await launcher.spawn(name), _raise_lost)
+    worker = Handle(await launcher.spawn(name, 0), _raise_lost)
     await worker.start(
         StartTrainer(
             model_directory=str(model),
@@ -196,12 +193,6 @@ def _raise_lost(name: str, why: str) -> None:
 def _processor_seconds(process: int) -> float:
     """Of all threads of another process: the kernel's clock of it (see clock_getcpuclockid(3))."""
     return time.clock_gettime((~process << 3) | 2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.disk import DiskError, writing
     from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
-    from libra.exec.launch.local import LaunchError
+    from libra.exec.launch.launcher import LaunchError
     from libra.exec.pool.journal import JournalError
     from libra.exec.preflight import prepare_run_directory
     from libra.exec.rollout.episode_file import EpisodeFileError

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from replicas import free_port, make_trainer
+from replicas import make_trainer
 
 from libra.exec.launch.handles import Handle
-from libra.exec.launch.local import WorkerLink
+from libra.exec.launch.launcher import WorkerLink
 from libra.exec.train.trainer import Trainer
 from libra.exec.train.trainers import Trainers
 from libra.exec.train.training_worker import TrainingWorker
@@ -47,13 +47,15 @@ class Crew:
         self._dress(trainer)
         thread = threading.Thread(target=_serve, args=(WorkerChannel(theirs), trainer), daemon=True)
         thread.start()
-        handle = Handle(WorkerLink(name, os.getpid(), await ControllerChannel.open(ours)), lambda name, why: None)
+        handle = Handle(
+            WorkerLink(name, os.getpid(), await ControllerChannel.open(ours), (0,), 0), lambda name, why: None
+        )
         worker = self.workers[name] = Worker(handle, trainer, thread)
         return worker
 
     async def assemble(self, *others: str) -> Trainers:
         """`core-0` and those others, joined."""
-        trainers = Trainers((await self.hire("core-0")).handle, free_port, _never)
+        trainers = Trainers((await self.hire("core-0")).handle, _never)
         for name in others:
             await trainers.join((await self.hire(name)).handle, core=name.startswith("core"))
         return trainers

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from libra.exec.launch.handles import Handle
-from libra.exec.launch.local import WorkerLink
+from libra.exec.launch.launcher import WorkerLink
 from libra.exec.wire.channel import ControllerChannel, WorkerChannel
 from libra.exec.wire.messages import Generated, Message, Piece, ToWorker
 
@@ -47,7 +47,7 @@ class FarEnd:
 async def connect(kind: type[H], on_lost: Callable[[str, str], object], name: str = "w0") -> tuple[H, FarEnd]:
     """A handle and the far end of its socket."""
     ours, theirs = socket.socketpair()
-    return kind(WorkerLink(name, 4711, await ControllerChannel.open(ours)), on_lost), FarEnd(theirs)
+    return kind(WorkerLink(name, 4711, await ControllerChannel.open(ours), (0,), 0), on_lost), FarEnd(theirs)
 
 
 def piece(turn: str, *tokens: int, version: int = 0) -> Piece:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from libra.exec.launch.handles import EngineHandle
-from libra.exec.launch.local import WorkerLink
+from libra.exec.launch.launcher import WorkerLink
 from libra.exec.rollout.report import Report, Sampled
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import (
@@ -128,4 +128,4 @@ def connect_made_up(
     name: str, capacity: int, on_lost: Callable[[str, str], object]
 ) -> tuple[EngineHandle, MadeUpEngine]:
     engine = MadeUpEngine(capacity)
-    return EngineHandle(WorkerLink(name, 4711, cast(ControllerChannel, engine)), on_lost), engine
+    return EngineHandle(WorkerLink(name, 4711, cast(ControllerChannel, engine), (0,), 0), on_lost), engine

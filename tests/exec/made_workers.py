@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +12,7 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
-from libra.exec.launch.local import WorkerLink
+from libra.exec.launch.launcher import WorkerLink
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import (
     CatchUp,
@@ -34,6 +33,8 @@ from libra.exec.wire.messages import (
     MeasureTraining,
     Message,
     Piece,
+    Prepare,
+    Prepared,
     Publish,
     Published,
     Ready,
@@ -133,6 +134,8 @@ class MadeWorker:
                 Path(order.directory).mkdir(parents=True)
                 (Path(order.directory) / "model.safetensors").write_text(str(self.version))
                 return Done()
+            case Prepare():
+                return Prepared(order.port or 29511)
             case LoadCheckpoint():
                 self.version = int((Path(order.directory) / "model.safetensors").read_text())
                 return Done()
@@ -169,8 +172,7 @@ class MadeLauncher:
         self._speak = speak
         self.workers: dict[str, MadeWorker] = {}
         self.prepared: dict[str, dict[type[Message], Any]] = {}
-        self._by_pid: dict[int, MadeWorker] = {}
-        self._pids = itertools.count(1 << 30)  # no process has such a number
+        self._by_link: dict[WorkerLink, MadeWorker] = {}
 
     @contextlib.asynccontextmanager
     async def open(self, logs: Path) -> AsyncIterator[Self]:
@@ -185,17 +187,20 @@ class MadeLauncher:
     async def ready(self) -> float:
         return 0.0
 
-    async def spawn(self, name: str) -> WorkerLink:
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
         assert name not in self.workers or self.workers[name].gone.is_set(), f"two processes in the slot of {name}"
         ours, theirs = socket.socketpair()
         worker = self.workers[name] = MadeWorker(FarEnd(theirs), self._speak)
         worker.instead = self.prepared.pop(name, {})
-        pid = next(self._pids)
-        self._by_pid[pid] = worker
-        return WorkerLink(name, pid, await ControllerChannel.open(ours))
+        link = WorkerLink(name, 4711, await ControllerChannel.open(ours), (0,), 0)
+        self._by_link[link] = worker
+        return link
 
-    def kill(self, pid: int) -> None:
-        self._by_pid[pid].die()
+    def kill(self, link: WorkerLink) -> None:
+        self._by_link[link].die()
 
-    async def gone(self, pid: int) -> None:
-        await self._by_pid[pid].gone.wait()
+    async def gone(self, link: WorkerLink) -> None:
+        await self._by_link[link].gone.wait()
+
+    def exists(self, link: WorkerLink) -> bool:
+        return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from libra.exec.launch.pace import Pacer
+from libra.exec.train.elastic import GradientExchange
 from libra.exec.train.grpo import Denominator
 from libra.exec.train.trainer import Trainer
 from libra.exec.wire.messages import Commit, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
@@ -20,6 +20,7 @@ from libra.exec.wire.weights import create_buffer
 
 R = TypeVar("R")
 
+HOST = "127.0.0.1"
 TOKENS = 14  # ids that samples are made of, after the special ones
 RATE = 1e-3
 PATIENCE = 20.0  # seconds in the exchange
@@ -89,22 +90,23 @@ def parameters(trainer: Trainer) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in trainer._named_parameters().values()])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def at_once(*verbs: Callable[[], R]) -> list[R]:
     """Run collectives of several replicas at the same time."""
     with ThreadPoolExecutor(len(verbs)) as threads:
         return [future.result(timeout=60) for future in [threads.submit(verb) for verb in verbs]]
 
 
-def regroup(replicas: Sequence[Trainer], generation: int, port: int) -> None:
+def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Sequence[str] = ()) -> int:
+    """A membership with ranks in this order, each at its address; returns the port at which they meet."""
+    addresses, port = hosts or [HOST] * len(exchanges), 0
+    for rank, (exchange, address) in enumerate(zip(exchanges, addresses, strict=True)):
+        port = exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port))
+    return port
+
+
+def regroup(replicas: Sequence[Trainer], generation: int) -> None:
     """All of them into a new membership, ranks in this order."""
-    for rank, replica in enumerate(replicas):
-        replica.exchange.prepare(Prepare(generation, rank, len(replicas), port))
+    prepare([replica.exchange for replica in replicas], generation)
     at_once(*(lambda replica=replica: replica.exchange.enter(generation) for replica in replicas))
 
 

@@ -63,7 +63,7 @@ class QuickEngine:
     """Answers after some turns of the event loop: sometimes right, sometimes wrong, so that groups give signal."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.name, self.pid, self.version, self.load_tokens = "rollout-0", 1, 0, 0
+        self.name, self.link, self.version, self.load_tokens = "rollout-0", 1, 0, 0
         self.busy_seconds, self.iterations, self.generated_tokens = 0.0, 0, 0
         self.prefilled_tokens, self.finished_turns, self.running = 0, 0, 0
         self._chance = chance

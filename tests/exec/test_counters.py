@@ -11,9 +11,9 @@ from libra.exec.loop.replanning import EngineWork
 from libra.exec.rollout.fleet import Instance
 
 
-def engine(pid: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> Instance:
+def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> Instance:
     counters = SimpleNamespace(
-        pid=pid,
+        link=link,
         busy_seconds=busy,
         iterations=iterations,
         generated_tokens=generated,

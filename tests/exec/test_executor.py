@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from far_end import PATIENCE
@@ -15,13 +15,12 @@ from scripted import FirstInstance
 from libra.config import RunConfig
 from libra.disk import DiskError
 from libra.exec.launch.answers import STANDARD
-from libra.exec.launch.local import ForkError, LocalLauncher, WorkerLink
+from libra.exec.launch.launcher import ForkError, WorkerLink
 from libra.exec.pool import executor as executor_module
 from libra.exec.pool.executor import Executor
 from libra.exec.pool.journal import Journal, Lost, Process, Start, Step, read_journal
 from libra.exec.pool.mover import Moved
 from libra.exec.pool.pool import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
-from libra.exec.pool.processes import Processes
 from libra.exec.rollout.fleet import Fleet
 from libra.exec.wire.messages import (
     Failure,
@@ -86,7 +85,7 @@ class Made:
         self.fleet = Fleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = Executor(
-            cast(LocalLauncher, self.launcher),
+            self.launcher,
             self.pool,
             self.fleet,
             CONFIG,
@@ -103,12 +102,6 @@ class Made:
 
     def journalled(self, *kinds: type) -> list[Any]:
         return [entry for entry in read_journal(self.directory / "journal.jsonl") if isinstance(entry, kinds)]
-
-
-@pytest.fixture(autouse=True)
-def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks for the processes of workers that have none."""
-    monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 3600.0)
 
 
 BEGUN = {"core-0": TRAIN, "hybrid-0": TRAIN, "rollout-0": LONG, "rollout-1": SHORT}
@@ -261,13 +254,13 @@ def test_a_full_disk_at_the_end_is_told_of_and_leaves_no_part(tmp_path: Path) ->
 
 def test_a_process_that_does_not_end_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(made: Made) -> None:
-        gone, waited = MadeLauncher.gone, list[int]()
+        gone, waited = MadeLauncher.gone, list[WorkerLink]()
 
-        async def slow(launcher: MadeLauncher, pid: int) -> None:
-            waited.append(pid)
+        async def slow(launcher: MadeLauncher, link: WorkerLink) -> None:
+            waited.append(link)
             if len(waited) == 1:
-                raise TimeoutError(f"process {pid} does not end")
-            await gone(launcher, pid)
+                raise TimeoutError(f"process {link.pid} does not end")
+            await gone(launcher, link)
 
         monkeypatch.setattr(MadeLauncher, "gone", slow)
         applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
@@ -280,7 +273,7 @@ def test_a_process_that_does_not_end_is_waited_for_again(tmp_path: Path, monkeyp
 
 def test_a_fork_that_fails_fails_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(made: Made) -> None:
-        async def full(launcher: MadeLauncher, name: str) -> WorkerLink:
+        async def full(launcher: MadeLauncher, name: str, slot: int) -> WorkerLink:
             monkeypatch.undo()
             raise ForkError(f"worker {name} cannot start: no memory")
 
@@ -358,7 +351,6 @@ def test_a_replica_that_dies_before_it_could_leave_is_started_again(tmp_path: Pa
 
 def test_what_overstays_is_failed_by_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(Processes, "declare_dead", lambda processes: None)
     overdue, late = Pool.overdue, list[float]()
     monkeypatch.setattr(Pool, "overdue", lambda pool, now, step: overdue(pool, now + late.pop(), step) if late else ())
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_states import gradient, make_state, step, vectors
+from ways import WAYS, Way, around_copies, before_copies, reading
 
 import libra.exec.train.follower
 import libra.exec.train.publication
+import libra.exec.train.state_stream
 from libra.exec.train.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
 from libra.exec.train.follower import SNAPSHOTS, BehindError, Follower, SilentError
 from libra.exec.train.gradient_ring import SLOTS, Update
 from libra.exec.train.publication import OverrunError
 from libra.exec.train.train_state import TrainState
-from libra.exec.wire.shared_vectors import Vector
+
+ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Core:
@@ -78,6 +80,7 @@ def assert_holds(follower: Follower, joiner: TrainState, core: Core) -> None:
         assert all(torch.equal(a, b) for a, b in zip(vectors(joiner), wanted, strict=True))
 
 
+@ways
 @settings(deadline=None, max_examples=300)
 @given(
     kinds=st.lists(st.sampled_from([True] * 19 + [False]), min_size=6, max_size=20),
@@ -86,24 +89,14 @@ def assert_holds(follower: Follower, joiner: TrainState, core: Core) -> None:
     between=st.lists(st.integers(1, 60), max_size=20),
 )
 def test_a_torn_state_is_never_taken_for_a_whole_one(
-    kinds: list[bool], beside_states: list[int], beside_updates: list[int], between: list[int]
+    way: Way, kinds: list[bool], beside_states: list[int], beside_updates: list[int], between: list[int]
 ) -> None:
     """The core makes so many stores around each half of a copy, and between two looks of the joiner."""
     core, joiner = Core(kinds), make_state(1)
-    publication = joiner.publication_at(core.state.place)
     states, updates, looks = iter(beside_states), iter(beside_updates), iter(between)
-
-    def torn_copy(source: Vector, target: Vector) -> None:
-        is_update = any(np.shares_memory(source, slot) for slot in publication._ring.vectors)
-        half, pauses = len(source) // 2, updates if is_update else states
-        core.act(next(pauses, 0))
-        target[:half] = source[:half]
-        core.act(next(pauses, 0))
-        target[half:] = source[half:]
-        core.act(next(pauses, 0))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libra.exec.train.publication, "_copy", torn_copy)
+    with pytest.MonkeyPatch.context() as patch, reading(way, core.state, joiner) as publication:
+        around_copies(patch, lambda is_gradient: core.act(next(updates if is_gradient else states, 0)))
+        patch.setattr(libra.exec.train.state_stream, "_PIECE_BYTES", 80)
         patch.setattr(libra.exec.train.publication, "_wait", lambda: core.act(1))
         follower, going = Follower(publication, joiner), True
         while going:
@@ -124,68 +117,64 @@ def test_a_torn_state_is_never_taken_for_a_whole_one(
         assert_holds(follower, joiner, core)
 
 
-def with_copies(patch: pytest.MonkeyPatch, before_each: Callable[[], None]) -> None:
-    """Let the core do something whenever a vector is copied."""
-
-    def copy(source: Vector, target: Vector) -> None:
-        before_each()
-        target[:] = source
-
-    patch.setattr(libra.exec.train.publication, "_copy", copy)
-
-
-def test_a_joiner_takes_one_copy_and_then_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@ways
+def test_a_joiner_takes_one_copy_and_then_the_steps(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     core, joiner = make_state(0), make_state(1)
     copies = []
-    with_copies(monkeypatch, lambda: copies.append(core.number))
-    follower = Follower(joiner.publication_at(core.place), joiner)
-    follower.advance()
-    assert len(copies) == 3  # parameters and two moments
-    for _ in range(SLOTS - 1):
-        step(core)
-    follower.advance()
+    before_copies(monkeypatch, lambda: copies.append(core.number))
+    with reading(way, core, joiner) as publication:
+        follower = Follower(publication, joiner)
+        follower.advance()
+        assert len(copies) == 3  # parameters and two moments
+        for _ in range(SLOTS - 1):
+            step(core)
+        follower.advance()
     assert (follower.number, joiner.checksum) == (core.number, core.checksum)
     assert len(copies) == 3 + SLOTS - 1  # a gradient each
 
 
+@ways
 @pytest.mark.parametrize("during", ["before", "half"])
 def test_a_gradient_that_is_overwritten_while_it_is_copied_is_refused(
-    during: str, monkeypatch: pytest.MonkeyPatch
+    way: Way, during: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core, joiner = make_state(0), make_state(1)
-    publication = joiner.publication_at(core.place)
-    joiner.take_state(publication)
-    for _ in range(SLOTS - 1):
-        step(core)
-    before = vectors(joiner)
+    moments = iter([during == "before", during == "half", False])
 
-    def copy(source: Vector, target: Vector) -> None:
-        half = len(source) // 2 if during == "half" else 0
-        target[:half] = source[:half]
-        step(core)  # its slot is the one that is read
-        core.gradient()
-        target[half:] = source[half:]
+    def overwrite(is_gradient: bool) -> None:
+        assert is_gradient
+        if next(moments):
+            step(core)  # its slot is the one that is read
+            core.gradient()
 
-    monkeypatch.setattr(libra.exec.train.publication, "_copy", copy)
-    with pytest.raises(OverrunError, match="overwritten while it was copied"):
-        joiner.take_update(publication, core.number - SLOTS + 2)
+    with reading(way, core, joiner) as publication:
+        joiner.take_state(publication)
+        for _ in range(SLOTS - 1):
+            step(core)
+        before = vectors(joiner)
+        around_copies(monkeypatch, overwrite)
+        with pytest.raises(OverrunError, match="overwritten while it was copied"):
+            joiner.take_update(publication, core.number - SLOTS + 2)
     assert all(torch.equal(a, b) for a, b in zip(vectors(joiner), before, strict=True))
 
 
-def test_a_joiner_that_missed_a_step_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@ways
+def test_a_joiner_that_missed_a_step_starts_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     core, joiner = make_state(0), make_state(1)
-    follower = Follower(joiner.publication_at(core.place), joiner)
-    follower.advance()
-    for _ in range(SLOTS + 1):
-        step(core)
     copies = []
-    with_copies(monkeypatch, lambda: copies.append(core.number))
-    follower.advance()
+    with reading(way, core, joiner) as publication:
+        follower = Follower(publication, joiner)
+        follower.advance()
+        for _ in range(SLOTS + 1):
+            step(core)
+        before_copies(monkeypatch, lambda: copies.append(core.number))
+        follower.advance()
     assert (follower.number, joiner.checksum) == (core.number, core.checksum)
     assert len(copies) == 3
 
 
-def test_a_core_that_is_always_faster_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("way", "copied"), [("shared", 3), ("relayed", 1)])
+def test_a_core_that_is_always_faster_is_given_up(way: Way, copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
     core, joiner = make_state(0), make_state(1)
     copies = []
 
@@ -193,24 +182,27 @@ def test_a_core_that_is_always_faster_is_given_up(monkeypatch: pytest.MonkeyPatc
         copies.append(core.number)
         step(core)
 
-    with_copies(monkeypatch, overtake)
-    follower = Follower(joiner.publication_at(core.place), joiner)
-    with pytest.raises(BehindError, match=f"{SNAPSHOTS} copies of the core's state in a row were overtaken"):
-        follower.advance()
-    assert len(copies) == 3 * SNAPSHOTS
+    before_copies(monkeypatch, overtake)
+    with reading(way, core, joiner) as publication:
+        follower = Follower(publication, joiner)
+        with pytest.raises(BehindError, match=f"{SNAPSHOTS} copies of the core's state in a row were overtaken"):
+            follower.advance()
+    assert len(copies) == copied * SNAPSHOTS  # what is torn already is not sent to its end
     assert follower.number is None
 
 
-def test_a_core_that_does_not_get_done_with_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+@ways
+def test_a_core_that_does_not_get_done_with_a_change(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     core, joiner = make_state(0), make_state(1)
     monkeypatch.setattr(libra.exec.train.publication, "_wait", lambda: None)
-    follower = Follower(joiner.publication_at(core.place), joiner)
-    with core.change():
-        for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
-            follower.advance()
-            assert follower.number is None
-        monkeypatch.setattr(libra.exec.train.follower, "SILENT_SECONDS", 0.0)
-        with pytest.raises(SilentError, match="does not get done"):
-            follower.advance()
-    follower.advance()
+    with reading(way, core, joiner) as publication:
+        follower = Follower(publication, joiner)
+        with core.change():
+            for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
+                follower.advance()
+                assert follower.number is None
+            monkeypatch.setattr(libra.exec.train.follower, "SILENT_SECONDS", 0.0)
+            with pytest.raises(SilentError, match="does not get done"):
+                follower.advance()
+        follower.advance()
     assert follower.number == core.number

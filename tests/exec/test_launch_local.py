@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from nurseries import BARE, nursery
 
-from libra.exec.launch.local import ForkError, LaunchError, LocalLauncher, WorkerLink
+from libra.exec.launch.launcher import ForkError, LaunchError, WorkerLink
+from libra.exec.launch.local import LocalLauncher
 from libra.exec.wire.messages import Failure, Stop
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
@@ -49,14 +50,14 @@ def test_workers_are_forked_and_end_when_they_are_left_alone(tmp_path: Path) -> 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         assert await launcher.ready() >= 0
         assert launcher.nursery_pid == process.pid
-        links = [await launcher.spawn(name) for name in ("core-0", "rollout-0")]
+        links = [await launcher.spawn(name, 0) for name in ("core-0", "rollout-0")]
         assert [link.name for link in links] == ["core-0", "rollout-0"]
         assert len({process.pid, *(link.pid for link in links)}) == 3
         for link in links:
             worker = os.pidfd_open(link.pid)
             link.channel.close()
             assert await ended(worker)
-        await launcher.spawn("core-0")  # the nursery goes on
+        await launcher.spawn("core-0", 0)  # the nursery goes on
         assert process.poll() is None
 
     with_launcher(tmp_path, scenario)
@@ -66,7 +67,7 @@ def test_workers_are_forked_and_end_when_they_are_left_alone(tmp_path: Path) -> 
 def test_a_worker_that_is_told_nonsense_says_so_and_ends(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
-        link = await launcher.spawn("rollout-0")
+        link = await launcher.spawn("rollout-0", 0)
         link.channel.send(Stop())
         assert await link.channel.receive() == Failure(
             "TypeError: a worker starts with StartEngine or StartTrainer, not Stop"
@@ -80,7 +81,7 @@ def test_a_worker_that_is_told_nonsense_says_so_and_ends(tmp_path: Path) -> None
 def test_closing_the_launcher_ends_everything(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
-        links = [await launcher.spawn(f"rollout-{number}") for number in range(2)]
+        links = [await launcher.spawn(f"rollout-{number}", number) for number in range(2)]
         workers = [os.pidfd_open(link.pid) for link in links]
         launcher.close()
         assert process.returncode == -signal.SIGKILL
@@ -96,12 +97,12 @@ def test_closing_the_launcher_ends_everything(tmp_path: Path) -> None:
 def test_workers_die_with_their_nursery(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
-        link = await launcher.spawn("rollout-0")
+        link = await launcher.spawn("rollout-0", 0)
         process.kill()
         process.wait()
         await gone(link)
         with pytest.raises((LaunchError, ConnectionError)):
-            await launcher.spawn("rollout-1")
+            await launcher.spawn("rollout-1", 0)
 
     with_launcher(tmp_path, scenario)
 
@@ -109,7 +110,7 @@ def test_workers_die_with_their_nursery(tmp_path: Path) -> None:
 def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
-        victim, other = [await launcher.spawn(f"rollout-{number}") for number in range(2)]
+        victim, other = [await launcher.spawn(f"rollout-{number}", number) for number in range(2)]
         os.kill(victim.pid, signal.SIGKILL)
         await gone(victim)
         other.channel.send(Stop())
@@ -124,20 +125,20 @@ def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatc
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
-        leaving, hanging, killed = [await launcher.spawn(f"rollout-{number}") for number in range(3)]
+        leaving, hanging, killed = [await launcher.spawn(f"rollout-{number}", number) for number in range(3)]
         processes = [os.pidfd_open(link.pid) for link in (leaving, hanging, killed)]
         leaving.channel.close()
-        await launcher.gone(leaving.pid)
+        await launcher.gone(leaving)
         os.kill(hanging.pid, signal.SIGSTOP)  # it does not even notice that its channel is closed
         hanging.channel.close()
-        await launcher.gone(hanging.pid)
-        launcher.kill(killed.pid)
-        await launcher.gone(killed.pid)
+        await launcher.gone(hanging)
+        launcher.kill(killed)
+        await launcher.gone(killed)
         for ended_process in processes:
             assert select.select([ended_process], [], [], 0)[0]  # it has ended already
             os.close(ended_process)
-        launcher.kill(killed.pid)  # no error where there is nothing left
-        await launcher.gone(killed.pid)
+        launcher.kill(killed)  # no error where there is nothing left
+        await launcher.gone(killed)
 
     with_launcher(tmp_path, scenario)
 
@@ -149,7 +150,7 @@ def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: 
         await launcher.ready()
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(LaunchError, match="worker rollout-0 cannot start: the nursery process does not answer"):
-            await launcher.spawn("rollout-0")
+            await launcher.spawn("rollout-0", 0)
 
     with_launcher(tmp_path, scenario)
 
@@ -172,8 +173,8 @@ def test_a_fork_that_fails_fails_alone(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         with pytest.raises(ForkError, match=r"worker rollout-0 cannot start: .*Resource temporarily unavailable"):
-            await launcher.spawn("rollout-0")
-        assert (await launcher.spawn("rollout-0")).name == "rollout-0"
+            await launcher.spawn("rollout-0", 0)
+        assert (await launcher.spawn("rollout-0", 0)).name == "rollout-0"
         assert process.poll() is None
 
     with_launcher(tmp_path, scenario, NO_ROOM_ONCE)
@@ -182,7 +183,7 @@ def test_a_fork_that_fails_fails_alone(tmp_path: Path) -> None:
 def test_a_nursery_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
-        link = await launcher.spawn("rollout-0")
+        link = await launcher.spawn("rollout-0", 0)
         launcher._control.close()
         assert await asyncio.to_thread(process.wait, PATIENCE) == 0
         await gone(link)
@@ -205,7 +206,7 @@ from pathlib import Path
 from test_launch_local import with_launcher
 async def scenario(launcher, process):
     await launcher.ready()
-    link = await launcher.spawn("rollout-0")
+    link = await launcher.spawn("rollout-0", 0)
     print(process.pid, link.pid, flush=True)
     await asyncio.get_running_loop().create_future()
 with_launcher(Path(sys.argv[1]), scenario)

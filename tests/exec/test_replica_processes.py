@@ -6,14 +6,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 import pytest
 from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, write_model
 from nurseries import TRAINING, nursery
-from replicas import free_port
 from safetensors.torch import load_file
 
 from libra.exec.launch.answers import STANDARD, Patience
@@ -36,8 +35,14 @@ class Stage:
     directory: Path
     alone: dict[Precision, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
-    async def hire(self, name: str, precision: Precision, seed: int = 0, share: float = 1.0) -> Handle:
-        handle = Handle(await self.launcher.spawn(name), lambda name, why: None)
+    async def hire(
+        self, name: str, precision: Precision, seed: int = 0, share: float = 1.0, elsewhere: bool = False
+    ) -> Handle:
+        """A started replica; `elsewhere` it lives as if on another node, reached at an address of its own."""
+        link = await self.launcher.spawn(name, 0)
+        if elsewhere:
+            link = replace(link, node="elsewhere", host="127.0.0.2")
+        handle = Handle(link, lambda name, why: None)
         cores = tuple(sorted(os.sched_getaffinity(0)))[:1]
         model = str(self.directory / "model")
         await handle.start(
@@ -46,10 +51,10 @@ class Stage:
         return handle
 
     def kill(self, replica: Handle) -> None:
-        self.launcher.kill(replica.pid)
+        self.launcher.kill(replica.link)
 
     async def parameters(self, replica: Handle) -> Tensors:
-        directory = self.directory / f"saved-{replica.pid}"
+        directory = self.directory / f"saved-{replica.link.pid}"
         await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Done)
         return load_file(directory / "model.safetensors")
 
@@ -57,7 +62,7 @@ class Stage:
         """Parameters before and after all steps by one process."""
         if precision not in self.alone:
             replica = await self.hire("alone", precision)
-            trainers = Trainers(replica, free_port, self.kill)
+            trainers = Trainers(replica, self.kill)
             start = await self.parameters(replica)
             for version in range(1, STEPS + 1):
                 await step(trainers, version)
@@ -66,7 +71,7 @@ class Stage:
         return self.alone[precision]
 
     async def two_cores(self, precision: Precision, patience: Patience = STANDARD) -> Trainers:
-        trainers = Trainers(await self.hire("core-0", precision), free_port, self.kill, patience)
+        trainers = Trainers(await self.hire("core-0", precision), self.kill, patience)
         await trainers.join(await self.hire("core-1", precision, seed=1), core=True)
         return trainers
 
@@ -104,17 +109,37 @@ async def steps_beside(trainers: Trainers, versions: range, change: asyncio.Task
     await change
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["one node", "two nodes"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_a_replica_joins_at_step_7_and_leaves_at_step_13(stage: Stage, precision: Precision) -> None:
+def test_a_replica_joins_at_step_7_and_leaves_at_step_13(stage: Stage, precision: Precision, elsewhere: bool) -> None:
     async def check() -> None:
         trainers = await stage.two_cores(precision)
-        hybrid = await stage.hire("hybrid-0", precision, seed=2)
+        hybrid = await stage.hire("hybrid-0", precision, seed=2, elsewhere=elsewhere)
         assert [await step(trainers, version) for version in range(1, 5)] == [2] * 4
         await steps_beside(trainers, range(5, 7), asyncio.create_task(trainers.join(hybrid)))
+        assert bool(_connections(hybrid, "127.0.0.2")) == elsewhere
         assert [await step(trainers, version) for version in range(7, 13)] == [3] * 6
         await (await trainers.leave("hybrid-0")).stop()
         assert [await step(trainers, version) for version in range(13, STEPS + 1)] == [2] * 8
         await stage.end(trainers, precision)
+
+    stage.runner.run(check())
+
+
+def test_a_joiner_of_another_node_whose_relay_is_killed_gets_another_one(stage: Stage) -> None:
+    async def check() -> None:
+        trainers = await stage.two_cores("fp32")
+        hybrid = await stage.hire("hybrid-0", "fp32", seed=2, elsewhere=True)
+        core = psutil.Process(trainers.core.link.pid)
+        joining = asyncio.create_task(trainers.join(hybrid))
+        while not core.children():
+            await asyncio.sleep(0.001)
+        [relay] = core.children()
+        relay.kill()
+        await steps_beside(trainers, range(1, 11), joining)
+        assert relay not in core.children()
+        assert [await step(trainers, version) for version in range(11, STEPS + 1)] == [3] * 10
+        await stage.end(trainers, "fp32")
 
     stage.runner.run(check())
 
@@ -132,7 +157,7 @@ def test_a_replica_is_killed_in_the_middle_of_step_17(stage: Stage, precision: P
         stepping = asyncio.create_task(step(trainers, 17))
         while _cpu_nanoseconds(hybrid) < idle + 2_000_000:  # it has begun
             await asyncio.sleep(0.001)
-        os.kill(hybrid.pid, signal.SIGKILL)
+        os.kill(hybrid.link.pid, signal.SIGKILL)
         assert await stepping == 2  # its share was made by the others, in this step
         assert trainers.names() == ("core-0", "core-1")
         assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
@@ -150,7 +175,7 @@ def test_a_replica_that_is_stopped_is_found_and_its_share_made_by_the_others(
         hybrid = await stage.hire("hybrid-0", precision, seed=2)
         await trainers.join(hybrid)
         assert [await step(trainers, version) for version in range(1, 17)] == [3] * 16
-        os.kill(hybrid.pid, signal.SIGSTOP)
+        os.kill(hybrid.link.pid, signal.SIGSTOP)
         assert await step(trainers, 17) == 2
         assert hybrid.lost and _is_gone(hybrid)
         assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
@@ -164,7 +189,7 @@ def test_when_the_first_core_is_killed_the_second_goes_on(stage: Stage) -> None:
         trainers = await stage.two_cores("fp32")
         await trainers.join(await stage.hire("hybrid-0", "fp32", seed=2))
         assert [await step(trainers, version) for version in range(1, 11)] == [3] * 10
-        os.kill(trainers.core.pid, signal.SIGKILL)
+        os.kill(trainers.core.link.pid, signal.SIGKILL)
         assert [await step(trainers, version) for version in range(11, 14)] == [2] * 3
         assert trainers.names() == ("core-1", "hybrid-0")
         await trainers.join(await stage.hire("hybrid-1", "fp32", seed=3))
@@ -174,14 +199,19 @@ def test_when_the_first_core_is_killed_the_second_goes_on(stage: Stage) -> None:
     stage.runner.run(check())
 
 
+def _connections(worker: Handle, host: str) -> list[int]:
+    """Ports of that address at which the worker is connected."""
+    return [c.laddr.port for c in psutil.Process(worker.link.pid).net_connections() if c.laddr.ip == host]
+
+
 def _cpu_nanoseconds(worker: Handle) -> int:
     """Of its main thread: the first number of the file."""
-    return int(Path(f"/proc/{worker.pid}/schedstat").read_text().split()[0])
+    return int(Path(f"/proc/{worker.link.pid}/schedstat").read_text().split()[0])
 
 
 def _is_gone(worker: Handle) -> bool:
     try:
-        psutil.Process(worker.pid).wait(timeout=5)
+        psutil.Process(worker.link.pid).wait(timeout=5)
     except psutil.TimeoutExpired:
         return False
     except psutil.NoSuchProcess:

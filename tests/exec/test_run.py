@@ -134,7 +134,6 @@ class Runs:
 
         self.launcher = MadeLauncher(speak)
         self._patch.setattr("libra.exec.run.LocalLauncher", self.launcher)
-        self._patch.setattr("libra.exec.pool.processes.Processes.declare_dead", lambda processes: None)
         config.run_directory.mkdir(parents=True, exist_ok=True)
         (config.run_directory / "config.json").write_text(config.model_dump_json())
         display = PlainDisplay(open("/dev/null", "w"))  # noqa: SIM115

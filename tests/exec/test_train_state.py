@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from small_states import RATE, SHAPES, make_state, parameters, step, vectors
 
 from libra.exec.train.flat import FlatLayout
 from libra.exec.train.gradient_ring import SLOTS
-from libra.exec.train.publication import OverrunError, SharedPublication
+from libra.exec.train.publication import OverrunError, Shape, SharedPublication
 from libra.exec.train.train_state import TrainState
 from libra.exec.wire.messages import StatePlace
 from libra.exec.wire.shared_vectors import Layout, LayoutError, attach
@@ -21,13 +22,13 @@ from libra.exec.wire.shared_vectors import Layout, LayoutError, attach
 READER = """
 import json, sys, torch
 from libra.exec.wire.messages import StatePlace
-from libra.exec.train.publication import SharedPublication
-place, length, dtype, signature = json.loads(sys.argv[1])
-publication = SharedPublication(StatePlace(*place), length, dtype, signature)
-board = [torch.zeros(length) for _ in range(3)]
-state = publication.copy_state(board)
-gradient = torch.zeros(length)
-update = publication.copy_update(state.number, gradient)
+from libra.exec.train.publication import Shape, SharedPublication
+place, shape = json.loads(sys.argv[1])
+publication = SharedPublication(StatePlace(*place), Shape(*shape))
+board = [torch.zeros(shape[0]) for _ in range(3)]
+state = publication.copy_state([vector.numpy() for vector in board])
+gradient = torch.zeros(shape[0])
+update = publication.copy_update(state.number, gradient.numpy())
 print(json.dumps([state.number, state.steps, state.checksum, update.learning_rate, update.denominator,
     [vector.tolist() for vector in board], gradient.tolist()]))
 """
@@ -83,7 +84,7 @@ def test_another_process_reads_the_state_and_the_update_to_it() -> None:
     step(state)
     step(state, rate=0.5)
     place = state.place
-    ends = [[place.pid, place.board, place.ring], state._flat.length, state._dtype, state._flat.signature()]
+    ends = [[place.pid, place.board, place.ring], astuple(state.shape)]
     answer = subprocess.run([sys.executable, "-c", READER, json.dumps(ends)], capture_output=True, check=True)
     number, steps, checksum, rate, denominator, board, gradient = json.loads(answer.stdout)
     assert (number, steps, checksum) == (state.number, 2, state.checksum)
@@ -104,9 +105,9 @@ def test_a_reader_of_another_model_is_refused() -> None:
     turned = FlatLayout.of({f"p{i}": tuple(reversed(shape)) for i, shape in enumerate(SHAPES)}, 4)
     assert turned.length == state._flat.length
     with pytest.raises(LayoutError, match="trains another model"):
-        SharedPublication(state.place, turned.length, "float32", turned.signature())
+        SharedPublication(state.place, Shape(turned.length, "float32", turned.signature()))
     with pytest.raises(LayoutError, match="the same model in the same precision"):
-        SharedPublication(state.place, 100_000, "float32", 0)
+        SharedPublication(state.place, Shape(100_000, "float32", 0))
 
 
 def test_a_process_that_is_gone_cannot_be_read() -> None:

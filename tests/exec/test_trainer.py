@@ -15,7 +15,6 @@ from replicas import (
     RATE,
     at_once,
     commit,
-    free_port,
     make_trainer,
     order,
     parameters,
@@ -60,7 +59,7 @@ def shared(
     replicas = [make_trainer(model, kind) for _ in shares]
     for replica in replicas:
         replica.exchange = exchange()
-    regroup(replicas, 1, free_port())
+    regroup(replicas, 1)
     return replicas, step_together(replicas, shares)
 
 
@@ -119,7 +118,7 @@ def test_the_denominator_may_be_reported_by_one_replica(tiny_model: Path) -> Non
     """As the controller does it, and with a replica that has no sample at all."""
     reference, wanted = alone(tiny_model, "tokens", BATCH)
     replicas = [make_trainer(tiny_model) for _ in range(2)]
-    regroup(replicas, 1, free_port())
+    regroup(replicas, 1)
     whole = order(BATCH)
     votes = at_once(lambda: replicas[0].reduce(whole), lambda: replicas[1].reduce(Train(1, [], 0, 0, whole.patience)))
     done = [commit(replica, vote) for replica, vote in zip(replicas, votes, strict=True)]

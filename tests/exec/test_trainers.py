@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from far_end import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from voters import Fate, Floor, Voter
+from voters import PORT, RELAYS, Fate, Floor, Voter
 
 import libra.exec.train.membership
 import libra.exec.train.trainers
@@ -23,6 +23,7 @@ from libra.exec.train.joint_step import split_evenly
 from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
 from libra.exec.train.trainers import DivergedError, Trainers
 from libra.exec.wire.messages import (
+    TOKEN_BYTES,
     CatchUp,
     Commit,
     Discard,
@@ -35,11 +36,14 @@ from libra.exec.wire.messages import (
     Prepare,
     Publish,
     Published,
+    RelayPlace,
     Sample,
+    Serve,
+    StatePlace,
     Train,
 )
 
-PORT = 29511
+HOST = "127.0.0.1"
 SHORT = Patience(factor=2.0, floor=0.4, unknown=0.4, grace=0.2)  # for those who are told to hang
 
 
@@ -73,7 +77,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], *others: str, patience: P
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))  # each replica waits on a thread
         floor = Floor()
         core = await floor.hire("core-0")
-        trainers = Trainers(core.handle, itertools.count(PORT).__next__, floor.kill, patience or Patience())
+        trainers = Trainers(core.handle, floor.kill, patience or Patience())
         scene = Scene(floor, trainers)
         try:
             for name in others:
@@ -169,13 +173,13 @@ def test_joining_and_leaving() -> None:
         core, trainers = scene.floor.replicas["core-0"], scene.trainers
         await scene.step(1)
         hybrid = await scene.join("hybrid-0")
-        assert core.told(Prepare) == [Prepare(1, 0, 2, PORT)]
+        assert core.told(Prepare) == [Prepare(1, 0, 2, HOST, HOST, 0)]
         assert [type(order) for order in hybrid.orders] == [Prepare, Follow, CatchUp, Enter]
-        assert hybrid.told(Prepare) == [Prepare(1, 1, 2, PORT)]
+        assert hybrid.told(Prepare) == [Prepare(1, 1, 2, HOST, HOST, PORT)]
         assert (trainers.names(), trainers.size, trainers.hybrids()) == (("core-0", "hybrid-0"), 2, ("hybrid-0",))
         assert await scene.step(2) == 2
         assert await trainers.leave("hybrid-0") is hybrid.handle
-        assert core.told(Prepare)[1:] == [Prepare(2, 0, 1, PORT)]
+        assert core.told(Prepare)[1:] == [Prepare(2, 0, 1, HOST, HOST, 0)]
         assert len(hybrid.told(Prepare)) == 1
         with pytest.raises(ValueError, match="core-0 is a core trainer, which never leaves"):
             await trainers.leave("core-0")
@@ -188,13 +192,71 @@ def test_joining_and_leaving() -> None:
     play(scenario)
 
 
+def test_a_joiner_of_another_node_reads_the_core_through_a_relay() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        core.handle.host = "10.0.0.1"
+        await scene.step(1)
+        neighbour = await scene.join("hybrid-0")
+        assert core.told(Serve) == [] and isinstance(neighbour.told(Follow)[0].place, StatePlace)
+        far = await scene.floor.hire("hybrid-1", "elsewhere", "10.0.0.2")
+        await scene.trainers.join(far.handle)
+        [serve], [follow] = core.told(Serve), far.told(Follow)
+        assert serve.host == "10.0.0.1" and len(serve.token) == TOKEN_BYTES
+        assert follow.place == RelayPlace("10.0.0.1", RELAYS, serve.token)
+        assert core.told(Prepare)[-1] == Prepare(2, 0, 3, "10.0.0.1", "10.0.0.1", 0)
+        assert neighbour.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, "10.0.0.1", PORT)
+        assert far.told(Prepare) == [Prepare(2, 2, 3, "10.0.0.2", "10.0.0.1", PORT)]
+        assert await scene.step(2) == 3
+        assert_each_sample_is_trained_once(scene, 2)
+
+    play(scenario)
+
+
+def test_the_relay_keeps_off_the_core_that_the_core_replica_computes_on() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        for number, (cores, wanted) in enumerate({(0, 1, 2): (0, 2), (1,): (1,)}.items()):
+            core.handle.link = replace(core.handle.link, cores=cores, core=1)
+            far = await scene.floor.hire(f"hybrid-{number}", "elsewhere")
+            await scene.trainers.join(far.handle)
+            assert core.told(Serve)[-1].cores == wanted
+
+    play(scenario)
+
+
+def test_a_joiner_that_lost_its_way_to_the_core_gets_a_new_one_with_a_token_of_its_own() -> None:
+    async def scenario(scene: Scene) -> None:
+        core = scene.floor.replicas["core-0"]
+        far = await scene.floor.hire("hybrid-0", "elsewhere")
+        far.behind.append("the core cannot be reached any more")
+        await scene.trainers.join(far.handle)
+        first, second = core.told(Serve)
+        assert first.token != second.token
+        assert [order.place.token for order in far.told(Follow)] == [first.token, second.token]
+        assert await scene.step(1) == 2
+
+    play(scenario)
+
+
+def test_a_core_that_no_other_node_can_read_costs_the_joiner_only() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].will(Serve, ["fail"])
+        far = await scene.floor.hire("hybrid-0", "elsewhere")
+        with pytest.raises(JoinError, match="cannot be read from node elsewhere: no such address"):
+            await scene.trainers.join(far.handle)
+        assert far.killed and await scene.step(1) == 1
+
+    play(scenario)
+
+
 def test_core_replicas_come_before_hybrid_ones() -> None:
     async def scenario(scene: Scene) -> None:
         second = await scene.join("core-1")
         assert scene.trainers.names() == ("core-0", "core-1", "hybrid-0")
         hybrid = scene.floor.replicas["hybrid-0"]
-        assert second.told(Prepare)[-1] == Prepare(2, 1, 3, PORT)
-        assert hybrid.told(Prepare)[-1] == Prepare(2, 2, 3, PORT)
+        assert second.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, HOST, PORT)
+        assert hybrid.told(Prepare)[-1] == Prepare(2, 2, 3, HOST, HOST, PORT)
         assert await scene.step(1) == 3
         with pytest.raises(ValueError, match="never leaves"):
             await scene.trainers.leave("core-1")
@@ -301,7 +363,13 @@ def test_a_joiner_that_dies_on_its_way_leaves_the_others_as_they_were(order: typ
 
 @pytest.mark.parametrize(
     ("order", "fates", "follows"),
-    [(Prepare, ["die"], 1), (Identify, ["die"], 1), (Identify, ["ok", "die"], 2), (Enter, ["die"], 1)],
+    [
+        (Prepare, ["die"], 1),
+        (Identify, ["die"], 1),
+        (Identify, ["ok", "die"], 2),
+        (Serve, ["die"], 1),
+        (Enter, ["die"], 1),
+    ],
 )
 def test_when_a_core_dies_during_a_join_the_joiner_follows_another(
     order: type, fates: list[Fate], follows: int
@@ -309,7 +377,8 @@ def test_when_a_core_dies_during_a_join_the_joiner_follows_another(
     async def scenario(scene: Scene) -> None:
         await scene.step(1)
         scene.floor.replicas["core-0"].will(order, fates)
-        joiner = await scene.join("hybrid-0")
+        joiner = await scene.floor.hire("hybrid-0", "elsewhere" if order is Serve else "local")
+        await scene.trainers.join(joiner.handle)
         assert scene.trainers.names() == ("core-1", "hybrid-0")
         assert len(joiner.told(Follow)) == follows
         assert await scene.step(2) == 2
@@ -342,8 +411,6 @@ def test_a_membership_that_does_not_come_about_is_tried_again() -> None:
         hybrid.will(Enter, ["fail"])
         second = await scene.join("hybrid-1")
         assert [order.generation for order in second.told(Enter)] == [2, 3]
-        # Somebody else may have taken the port.
-        assert [order.port for order in second.told(Prepare)] == [PORT, PORT + 1]
         hybrid.will(Enter, ["fail"] * FAILURES)
         with pytest.raises(ExchangeError, match="core-0, hybrid-0 do not find each other: not everyone came"):
             await scene.trainers.leave("hybrid-1")
@@ -398,7 +465,7 @@ def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
         joiner = await scene.floor.hire("hybrid-0")
         joiner.unformed = {1}
         await scene.trainers.join(joiner.handle)
-        assert joiner.told(Prepare) == [Prepare(1, 1, 2, PORT), Prepare(2, 1, 2, PORT + 1)]
+        assert joiner.told(Prepare) == [Prepare(number, 1, 2, HOST, HOST, PORT) for number in (1, 2)]
         assert len(joiner.told(Follow)) == 1
         assert await scene.step(1) == 2
 

@@ -29,9 +29,13 @@ from libra.exec.wire.messages import (
     MeasureTraining,
     Message,
     Prepare,
+    Prepared,
     Publish,
     Published,
     Reduced,
+    RelayPlace,
+    Serve,
+    Serving,
     Standing,
     StatePlace,
     Stop,
@@ -39,6 +43,9 @@ from libra.exec.wire.messages import (
     Trained,
     TrainingMeasured,
 )
+
+PORT = 29500  # where the replicas meet
+RELAYS = 40000  # the port of the first replica's relay
 
 Fate = Literal["ok", "die", "hang", "fail", "break", "late", "unsure"]
 """Of one order: done; the process is killed; it stops; the exchange fails though nobody is lost; the worker reports a
@@ -73,8 +80,9 @@ class Floor:
         self.rounds: dict[tuple[int, int], Round] = {}
         self.committed: dict[int, set[int]] = {}
 
-    async def hire(self, name: str) -> Voter:
+    async def hire(self, name: str, node: str = "local", host: str = "127.0.0.1") -> Voter:
         handle, far = await connect(Handle, lambda name, why: None, name)
+        handle.node, handle.host = node, host
         voter = self.replicas[name] = Voter(self, len(self.replicas), handle, far)
         return voter
 
@@ -161,15 +169,18 @@ class Voter:
                 return Done()
             case Prepare():
                 self._prepared[order.generation] = order.size
-                return Done()
+                return Prepared(order.port or PORT)
             case Enter():
                 assert self._pending is None, "the membership changes in the middle of a step"
                 self.generation, self._size = order.generation, self._prepared[order.generation]
                 return Entered(order.generation, "not everyone came" if fate == "fail" else "")
             case Identify():
                 return self._standing(True)
+            case Serve():
+                return Serving(0, "no such address") if fate == "fail" else Serving(RELAYS + self._index, "")
             case Follow():
                 behind = self.behind.popleft() if self.behind else ""
+                assert isinstance(order.place, RelayPlace) == self._is_elsewhere(order.place)
                 self._copy(order.place)
                 return self._standing(False, behind)
             case CatchUp():
@@ -218,14 +229,22 @@ class Voter:
         hash = self._hash() + (fate == "fail")
         return Trained(order.version, 99 if order.publish_to >= 0 else 0, hash, 0.125, 3.0)
 
-    def _copy(self, place: StatePlace) -> None:
-        self._follows = place.pid
-        [source] = [voter for voter in self._floor.replicas.values() if voter._index == place.pid]
+    def _source(self, place: StatePlace | RelayPlace) -> Voter:
+        index = place.port - RELAYS if isinstance(place, RelayPlace) else place.pid
+        [source] = [voter for voter in self._floor.replicas.values() if voter._index == index]
+        return source
+
+    def _is_elsewhere(self, place: StatePlace | RelayPlace) -> bool:
+        return self._source(place).handle.node != self.handle.node
+
+    def _copy(self, place: StatePlace | RelayPlace) -> None:
+        source = self._source(place)
+        self._follows = source._index
         self.steps = list(source.steps)
 
     def _standing(self, ready: bool, behind: str = "") -> Standing:
         number = -1 if behind else len(self.steps)
-        return Standing(number, self._hash(), StatePlace(self._index, 0, 0), ready, behind)
+        return Standing(number, self._hash(), 64, StatePlace(self._index, 0, 0), ready, behind)
 
     def _hash(self) -> int:
         return zlib.crc32(repr(self.steps).encode())

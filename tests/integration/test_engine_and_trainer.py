@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -61,7 +60,7 @@ class Pair:
     engine: EngineHandle
 
     def kill(self, replica: Handle) -> None:
-        self.launcher.kill(replica.pid)
+        self.launcher.kill(replica.link)
 
 
 def start_trainer(model: Path, replica: int, temperature: float = 1.0) -> StartTrainer:
@@ -122,10 +121,10 @@ async def pair(directory: Path, lost: Callable[[str, str], object] = lambda name
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", 256)
     async with LocalLauncher.open(directory / "logs") as launcher:
         await launcher.ready()
-        trainer = Handle(await launcher.spawn("trainer"), lambda name, why: None)
+        trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(start_trainer(model, 0))
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)  # the engine needs weights to start from
-        engine = EngineHandle(await launcher.spawn("engine"), lost)
+        engine = EngineHandle(await launcher.spawn("engine", 0), lost)
         await engine.start(start_engine(model, ready))
         yield Pair(launcher, model, ready, trainer, engine)
 
@@ -234,13 +233,13 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port, both.kill)
+            trainers = Trainers(both.trainer, both.kill)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             alone = await trainers.step(1, batch, len(batch), tokens)
             await both.engine.stop()
 
-            hybrid = Handle(await both.launcher.spawn("hybrid"), lambda name, why: None)
+            hybrid = Handle(await both.launcher.spawn("hybrid", 0), lambda name, why: None)
             await hybrid.start(start_trainer(both.model, 1))
             await trainers.join(hybrid)
             together = await trainers.step(2, samples(6, offset=5), len(batch), tokens)  # raises if replicas differ
@@ -250,7 +249,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
             await leaving.stop()
             after = await trainers.step(3, batch, len(batch), tokens)
             assert after.replicas == 1
-            engine = EngineHandle(await both.launcher.spawn("hybrid-engine"), lambda name, why: None)
+            engine = EngineHandle(await both.launcher.spawn("hybrid-engine", 0), lambda name, why: None)
             await engine.start(start_engine(both.model, both.ready))
             await engine.load(LoadWeights(3, after.buffer, after.checksum))
             new = await made(engine, turn("back", 16))
@@ -264,14 +263,14 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(tmp_path: Path) ->
 def test_a_replica_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(tmp_path) as both:
-            trainers = Trainers(both.trainer, _free_port, both.kill)
-            hybrid = Handle(await both.launcher.spawn("hybrid"), lambda name, why: None)
+            trainers = Trainers(both.trainer, both.kill)
+            hybrid = Handle(await both.launcher.spawn("hybrid", 0), lambda name, why: None)
             await hybrid.start(start_trainer(both.model, 1))
             await trainers.join(hybrid)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
             await trainers.step(1, batch, len(batch), tokens)
-            os.kill(hybrid.pid, signal.SIGKILL)
+            os.kill(hybrid.link.pid, signal.SIGKILL)
             survived = await trainers.step(2, batch, len(batch), tokens)
             assert survived.replicas == 1 and survived.generated_tokens == tokens
 
@@ -326,7 +325,7 @@ class LongTurn:
 
 
 async def another_engine(both: Pair) -> EngineHandle:
-    engine = EngineHandle(await both.launcher.spawn("other"), lambda name, why: None)
+    engine = EngineHandle(await both.launcher.spawn("other", 0), lambda name, why: None)
     await engine.start(start_engine(both.model, both.ready))
     return engine
 
@@ -341,7 +340,7 @@ def test_a_turn_goes_on_when_its_engine_is_lost(tmp_path: Path, monkeypatch: pyt
             other = await another_engine(both)
             await turn.begin(both, other)
             began = time.monotonic()
-            os.kill(both.engine.pid, signal.SIGKILL if end == "killed" else signal.SIGSTOP)
+            os.kill(both.engine.link.pid, signal.SIGKILL if end == "killed" else signal.SIGSTOP)
             await turn.part
             kept, kept_logprobs = list(turn.draft.tokens), list(turn.draft.logprobs)
             assert len(kept) >= len(PROMPT) + 20 and not turn.running.over
@@ -392,9 +391,3 @@ def test_a_turn_is_moved_while_it_runs(tmp_path: Path) -> None:
             assert len((await made(both.engine, Generate("next", PROMPT, 8, 1.0, -1, 0))).tokens) == 8
 
     asyncio.run(check())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

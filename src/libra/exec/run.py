@@ -23,6 +23,7 @@ from libra.disk import DiskError, writing
 from libra.environments.protocol import Environment
 from libra.exec.evaluation import evaluate, logprob_gap
 from libra.exec.interrupted import Interrupted, allocation_in_force, read_interrupted
+from libra.exec.launch.launcher import Launcher
 from libra.exec.launch.local import LocalLauncher
 from libra.exec.loop.counters import EngineCounters
 from libra.exec.loop.posttrain import PostTraining
@@ -119,7 +120,7 @@ class _Session:
         environment: Environment,
         display: Display,
         phase: Phases,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         model: Path,
         began: float,
         before: Interrupted | None,

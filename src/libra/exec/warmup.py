@@ -21,7 +21,7 @@ from libra.cache import cache_directory
 from libra.config import RunConfig
 from libra.environments.protocol import Environment
 from libra.exec.launch.handles import Handle
-from libra.exec.launch.local import LocalLauncher
+from libra.exec.launch.launcher import Launcher
 from libra.exec.rollout.rollout import Codec
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 from libra.exec.wire.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
@@ -41,7 +41,7 @@ class WarmUpProgress:
 async def warm_model(
     config: RunConfig,
     environment: Environment,
-    launcher: LocalLauncher,
+    launcher: Launcher,
     progress: Callable[[WarmUpProgress], None],
 ) -> Path:
     """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run."""
@@ -67,7 +67,7 @@ async def warm_model(
 async def _train(
     config: RunConfig,
     environment: Environment,
-    launcher: LocalLauncher,
+    launcher: Launcher,
     directory: Path,
     progress: Callable[[WarmUpProgress], None],
 ) -> None:
@@ -75,8 +75,8 @@ async def _train(
     settings, training = config.warm_up, config.training
     codec = TokenizerCodec(directory)
     rng = random.Random(f"warm-up:{config.seed}")
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    trainer = Handle(await launcher.spawn("warm-up"), lambda name, why: None)
+    trainer = Handle(await launcher.spawn("warm-up", 0), lambda name, why: None)
+    cores = trainer.link.cores
     await trainer.start(
         StartTrainer(
             model_directory=str(directory),

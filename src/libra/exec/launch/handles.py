@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from libra.exec.launch.local import WorkerLink
+from libra.exec.launch.launcher import WorkerLink
 from libra.exec.wire.messages import (
     Done,
     EngineMeasured,
@@ -67,7 +67,8 @@ class Handle:
     """Orders with one answer each, answered in turn; `on_lost` is called once when the worker goes away."""
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
-        self.name, self.pid = link.name, link.pid
+        self.name, self.link = link.name, link
+        self.node, self.host = link.node, link.host
         self._channel = link.channel
         self._on_lost = on_lost
         # The orders that have no answer yet, oldest first. One whose asker was cancelled stays: its answer still comes.

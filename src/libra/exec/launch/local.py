@@ -16,10 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libra.exec.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.weights import create_buffer
 
@@ -43,23 +43,6 @@ _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a nursery that takes longer 
 _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
 _CLOSE_SECONDS = 5.0  # all workers have this long to go when their nursery is killed: a core dump, a stuck disk
 _KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
-
-
-class LaunchError(RuntimeError):
-    """Worker processes cannot be started on this machine."""
-
-
-class ForkError(RuntimeError):
-    """This one worker process cannot be started now; others go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLink:
-    """A started worker process: its name, its process id, and the channel to it."""
-
-    name: str
-    pid: int
-    channel: ControllerChannel
 
 
 class LocalLauncher:
@@ -113,9 +96,8 @@ class LocalLauncher:
             )  # fmt: skip
         return float(reply["ready"])
 
-    async def spawn(self, name: str) -> WorkerLink:
-        """Fork one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` where no
-        worker can be started any more."""
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
+        """See `Launcher`."""
         async with self._lock:
             ours, theirs = socket.socketpair()
             order = json.dumps({"name": name, "log": str((self._logs / f"{name}.log").resolve())}).encode()
@@ -133,24 +115,29 @@ class LocalLauncher:
             pid = int(reply["pid"])
             with contextlib.suppress(ProcessLookupError):  # it ended already
                 self._running[pid] = os.pidfd_open(pid)
-            return WorkerLink(name, pid, await ControllerChannel.open(ours))
+            cores = tuple(sorted(os.sched_getaffinity(0)))
+            return WorkerLink(name, pid, await ControllerChannel.open(ours), cores, cores[slot % len(cores)])
 
-    def kill(self, pid: int) -> None:
-        """End a worker that was spawned here, at once; no error where it has ended."""
-        if pid in self._running:
+    def kill(self, link: WorkerLink) -> None:
+        """See `Launcher`."""
+        if link.pid in self._running:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._running[pid], signal.SIGKILL)
+                signal.pidfd_send_signal(self._running[link.pid], signal.SIGKILL)
 
-    async def gone(self, pid: int) -> None:
-        """Returns when the worker's process has ended, which it is made to if it does not go by itself. Raises
-        `TimeoutError` when even that does not end it."""
-        if pid not in self._running:
+    async def gone(self, link: WorkerLink) -> None:
+        """See `Launcher`."""
+        process = self._running.get(link.pid)
+        if process is None:
             return
-        if not await _ended(self._running[pid], _EXIT_SECONDS):
-            self.kill(pid)
-            if not await _ended(self._running[pid], _KILL_SECONDS):
-                raise TimeoutError(f"process {pid} does not end")
-        os.close(self._running.pop(pid))
+        if not await _ended(process, _EXIT_SECONDS):
+            self.kill(link)
+            if not await _ended(process, _KILL_SECONDS):
+                raise TimeoutError(f"process {link.pid} does not end")
+        os.close(self._running.pop(link.pid))
+
+    def exists(self, link: WorkerLink) -> bool:
+        """See `Launcher`."""
+        return Path(f"/proc/{link.pid}").exists()
 
     async def _reply(self) -> dict[str, Any] | None:
         """The nursery's next line; None when it ended."""

@@ -18,14 +18,15 @@ import time
 import traceback
 from typing import Any
 
+from libra.exec.launch.lifeline import die_with
 from libra.exec.wire.channel import WorkerChannel
 from libra.exec.wire.messages import Failure, StartEngine, StartTrainer
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_PR_SET_NAME = 15  # linux/prctl.h
 
 
 def main(control_descriptor: int, weights_descriptor: int) -> None:
-    _die_with(os.getppid())
+    die_with(os.getppid())
     control = socket.socket(fileno=control_descriptor)
     began = time.monotonic()
     _import_everything()
@@ -48,7 +49,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
             control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
             continue
         if pid == 0:
-            _die_with(nursery)
+            die_with(nursery)
             control.close()
             _become_worker(socket.socket(fileno=descriptors[0]), order, weights_descriptor)
         os.close(descriptors[0])
@@ -106,12 +107,6 @@ def _import_everything() -> None:
 
     import libra.exec.rollout.engine
     import libra.exec.train.training_worker  # noqa: F401
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from libra.exec.launch.launcher import WorkerLink
 from libra.exec.loop.replanning import EngineWork
 from libra.exec.rollout.fleet import Instance
 
 
 class EngineCounters:
     def __init__(self) -> None:
-        self._seen: dict[int, EngineWork] = {}  # by process id: a slot's next engine is another one
+        self._seen: dict[WorkerLink, EngineWork] = {}  # a slot's next engine is another one
         self.busiest_seconds = 0.0  # of any engine, in the last look
 
     def gained(self, instances: Iterable[Instance]) -> EngineWork:
         """Sums over all engines since the last call."""
         zero = EngineWork(0.0, 0, 0, 0, 0)
         now = {
-            entry.handle.pid: EngineWork(
+            entry.handle.link: EngineWork(
                 entry.handle.busy_seconds,
                 entry.handle.iterations,
                 entry.handle.generated_tokens,
@@ -29,7 +30,7 @@ class EngineCounters:
             )
             for entry in instances
         }
-        gains = [(work, self._seen.get(pid, zero)) for pid, work in now.items()]
+        gains = [(work, self._seen.get(link, zero)) for link, work in now.items()]
         self._seen = now
         self.busiest_seconds = max((new.busy_seconds - old.busy_seconds for new, old in gains), default=0.0)
         return EngineWork(

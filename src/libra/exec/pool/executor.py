@@ -13,7 +13,7 @@ from typing import Protocol
 from libra.config import RunConfig
 from libra.disk import writing
 from libra.exec.launch.handles import WorkerLostError
-from libra.exec.launch.local import LocalLauncher
+from libra.exec.launch.launcher import Launcher
 from libra.exec.loop.checkpoint import save_weights
 from libra.exec.pool import mover
 from libra.exec.pool.journal import Journal, Start, Step
@@ -40,7 +40,7 @@ class Executor:
 
     def __init__(
         self,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         pool: Pool,
         fleet: Fleet,
         config: RunConfig,

@@ -8,14 +8,12 @@ weights, or is about to take them.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from libra.config import RunConfig
 from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
-from libra.exec.launch.local import ForkError, LocalLauncher, WorkerLink
+from libra.exec.launch.launcher import ForkError, Launcher, WorkerLink
 from libra.exec.pool.journal import Journal, Process
 from libra.exec.pool.pool import Duty, Pool, Role
 from libra.exec.rollout.fleet import Fleet, Instance
@@ -44,7 +42,7 @@ class Processes:
 
     def __init__(
         self,
-        launcher: LocalLauncher,
+        launcher: Launcher,
         pool: Pool,
         fleet: Fleet,
         config: RunConfig,
@@ -62,7 +60,6 @@ class Processes:
         self._model_directory, self._kv_bytes = model_directory, kv_bytes
         self._version, self._checkpoint = version, checkpoint
         self._lost, self._loaded = lost, loaded
-        self._cores = sorted(os.sched_getaffinity(0))
         self._layout: Ready
         self._current: LoadWeights
         self.fleet = fleet
@@ -104,7 +101,7 @@ class Processes:
         handle = self._handles.get(worker)
         if handle is not None:
             handle.declare_lost(why)
-            self._launcher.kill(handle.pid)
+            self._launcher.kill(handle.link)
 
     def route(self, allocation: Allocation) -> None:
         """See `Hands`."""
@@ -123,7 +120,7 @@ class Processes:
     def declare_dead(self) -> None:
         """Notice what a channel does not tell: a process that is gone."""
         for handle in list(self._handles.values()):
-            if not handle.lost and not Path(f"/proc/{handle.pid}").exists():
+            if not handle.lost and not self._launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
 
     async def stop(self) -> None:
@@ -133,10 +130,10 @@ class Processes:
     async def _spawn(self, name: str) -> WorkerLink:
         before = self._handles.get(name)
         if before is not None:
-            await self._launcher.gone(before.pid)
+            await self._launcher.gone(before.link)
             del self._handles[name]  # not before that: who starts here next has to wait for it too
         try:
-            link = await self._launcher.spawn(name)
+            link = await self._launcher.spawn(name, self._pool[name].slot)
         except ForkError as error:
             raise WorkerFailedError(str(error)) from None
         self._journal.commit(Process(name, link.pid))
@@ -157,7 +154,7 @@ class Processes:
                 precision=training.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
-                cores=self._core(name),
+                cores=(handle.link.core,),
             )
         )
         self._layout = ready
@@ -173,7 +170,9 @@ class Processes:
         buffer = self._version % BUFFERS
         first = await core.ask(Publish(self._version, buffer), Published)
         self._current = LoadWeights(self._version, buffer, first.checksum)
-        self._trainers = Trainers(core, self._find_port, lambda replica: self._launcher.kill(replica.pid))
+        self._trainers = Trainers(
+            core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port
+        )
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
@@ -189,7 +188,7 @@ class Processes:
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self._config.seed * 1000 + self._pool[name].slot,
                 share=self._config.cluster.share,
-                cores=self._core(name),
+                cores=(handle.link.core,),
                 refresh_kv=self._config.training.kv_on_update == "refresh",
             )
         )
@@ -213,14 +212,3 @@ class Processes:
         except (WorkerFailedError, TimeoutError) as error:
             self._lost(handle.name, f"it could not take weights v{self._current.version}: {error}")
             return None
-
-    def _core(self, name: str) -> tuple[int, ...]:
-        return (self._cores[self._pool[name].slot % len(self._cores)],)
-
-    def _find_port(self) -> int:
-        """The configured port, or any free one. (A taken port is refused before anything starts.)"""
-        if self._config.cluster.port:
-            return self._config.cluster.port
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])

@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
 from libra.exec.wire.shared_vectors import Layout, OwnVectors
 
@@ -32,6 +31,8 @@ class StateBoard:
     """The owner's end. The three vectors are tensors of the length that the flat layout says."""
 
     def __init__(self, length: int, dtype: str, signature: int) -> None:
+        import torch  # who only reads a board does without
+
         self._shared = OwnVectors("libra-state", board_layout(length, dtype))
         self._shared.header[SIGNATURE] = signature
         self.vectors = [torch.from_numpy(vector) for vector in self._shared.vectors]

@@ -20,7 +20,6 @@ from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, T
 
 from libra.exec.wire.messages import FORMING_SECONDS, Prepare
 
-_HOST = "127.0.0.1"
 FORMING = timedelta(seconds=FORMING_SECONDS)
 
 
@@ -40,24 +39,28 @@ class GradientExchange:
     """One replica's membership. Alone (size 1) every verb is free."""
 
     def __init__(self) -> None:
-        self._store: TCPStore | None = None  # of the replica that is rank 0; the others find it by its port
+        self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
         self._forming: _Forming | None = None
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
-    def prepare(self, order: Prepare) -> None:
-        """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
+    def prepare(self, order: Prepare) -> int:
+        """Start to form a membership beside the present one, instead of any that was prepared and not entered. Returns
+        the port at which its replicas meet; 0 when there is none, and `enter` then tells why."""
         self._forming = forming = _Forming(order)
         if order.size <= 1:
             forming.group.set_result(None)
-            return
+            return 0
         try:
-            if order.rank == 0 and (self._store is None or self._store.port != order.port):
-                self._store = _serve_store(order.port)
+            port = self._listen(order) if order.rank == 0 else order.port
+            if not port:
+                raise ConnectionError("the first replica does not listen")
         except OSError as error:
             forming.group.set_exception(error)
-        else:
-            Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
+            return 0
+        name = f"generation {order.generation}"
+        Thread(target=_form, args=(forming, port), name=name, daemon=True).start()
+        return port
 
     def formed(self, generation: int, seconds: float) -> bool:
         """Whether that membership can be entered without waiting, after at most `seconds`."""
@@ -95,29 +98,38 @@ class GradientExchange:
             raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
         return time.monotonic() - began
 
+    def _listen(self, order: Prepare) -> int:
+        """Be the meeting place, the same one as before where that will do; returns its port."""
+        store = self._store
+        if store is None or store.host != order.host or order.port not in (0, store.port):
+            store = self._store = _serve_store(order.host, order.port)
+        port: int = store.port
+        return port
+
     def _prepared(self, generation: int) -> _Forming:
         if self._forming is None or self._forming.order.generation != generation:
             raise ValueError(f"membership {generation} was not prepared")
         return self._forming
 
 
-def _form(forming: _Forming) -> None:
+def _form(forming: _Forming, port: int) -> None:
     order = forming.order
     try:
         # A connection of its own: one that waits for a replica that never comes must not block the next forming.
-        found = TCPStore(_HOST, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
+        found = TCPStore(order.host, port, is_master=False, timeout=FORMING, wait_for_workers=False)
         options = ProcessGroupGloo._Options()
         options._timeout = FORMING
-        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
         store = PrefixStore(f"generation-{order.generation}", found)
         forming.group.set_result(ProcessGroupGloo(store, order.rank, order.size, options))
     except Exception as error:  # noqa: BLE001 - the end of a thread: `enter` raises it
         forming.group.set_exception(error)
 
 
-def _serve_store(port: int) -> TCPStore:
-    """The meeting place, for this machine only."""
-    listener = socket.create_server((_HOST, port))
+def _serve_store(host: str, port: int) -> TCPStore:
+    """The meeting place, for those who reach this address; 0: at any free port."""
+    listener = socket.create_server((host, port))
+    port = listener.getsockname()[1]
     return TCPStore(
-        _HOST, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
+        host, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
     )

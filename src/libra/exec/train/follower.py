@@ -33,7 +33,7 @@ class Follower:
 
     def advance(self) -> None:
         """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
-        `BehindError`, `SilentError`."""
+        `BehindError`, `SilentError`, `UnreachableError`."""
         while self.number is None or self._more(self.number + 1):
             if self.number is None:
                 if not self._at_rest():

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from libra.exec.wire.shared_vectors import Layout, OwnVectors
 
@@ -41,6 +40,8 @@ class GradientRing:
     """The owner's end. `slots` are tensors [length + 1]; the last element is for the denominator."""
 
     def __init__(self, length: int, dtype: str) -> None:
+        import torch  # who only reads a ring does without
+
         self._shared = OwnVectors("libra-gradients", ring_layout(length, dtype))
         self._numbers = self._shared.header.reshape(SLOTS, CELLS)
         self._doubles = self._numbers.view(np.float64)

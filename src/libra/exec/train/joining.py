@@ -8,16 +8,31 @@ with the core's last update at many boundaries; then the core makes no step unti
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 
 from libra.exec.launch.handles import Handle, WorkerFailedError, WorkerLostError
 from libra.exec.train.membership import Membership
-from libra.exec.wire.messages import CatchUp, Follow, Identify, Message, Standing, StatePlace
+from libra.exec.wire.messages import (
+    TOKEN_BYTES,
+    CatchUp,
+    Follow,
+    Identify,
+    Message,
+    RelayPlace,
+    Serve,
+    Serving,
+    Standing,
+    StatePlace,
+)
 
 BOUNDARIES = 20  # at which a joiner is given the chance to enter
 COURTEOUS = 15  # of them: at those it is let in only if it is there at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
 HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
+
+
+SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
 
 
 class JoinError(WorkerFailedError):
@@ -61,7 +76,7 @@ class Joiner:
 
     async def _introduce(self) -> None:
         """Everyone prepares the generation with it, and it follows the core."""
-        members, follows = self._membership, self._follows
+        members, follows, place = self._membership, self._follows, None
         async with self._boundary:
             await members.tidy()
             rank = len(members.cores if self._core else members.replicas)
@@ -69,8 +84,10 @@ class Joiner:
             self._generation = await members.prepare([*present[:rank], self._replica, *present[rank:]])
             here = await self._core_standing()
             self._follows = members.cores[0] if here is not None else None
-        if here is not None and self._follows is not follows:
-            await self._follow(here.place)
+            if here is not None and self._follows is not follows:
+                place = await self._place(here)
+        if here is not None and place is not None:
+            await self._follow(place, here)
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
         """Take it in if it holds the core's state and says so within `hold` seconds (None: however long it takes).
@@ -83,11 +100,14 @@ class Joiner:
             if here is None or self._is_stale():
                 return None
             if self._behind:
-                await self._follow(here.place)
+                place = await self._place(here)
+                if place is None:
+                    return None
+                await self._follow(place, here)
                 if self._behind:
                     raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
             self._wanted = here
-            there = await self._answer_within(hold, CatchUp(here.number, self._generation, HOLD))
+            there = await self._answer_within(hold, here)
             if there is None or not there.ready:
                 return None
             if (there.number, there.parameter_hash) != (here.number, here.parameter_hash):
@@ -98,9 +118,12 @@ class Joiner:
                 raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
             return time.monotonic() - began
 
-    async def _answer_within(self, hold: float | None, order: CatchUp) -> Standing | None:
-        """None when it has not answered by then: it is in the middle of an update, and answers after that."""
-        self._late = asyncio.create_task(self._ask(order, order.seconds + self._membership.patience.floor))
+    async def _answer_within(self, hold: float | None, here: Standing) -> Standing | None:
+        """Whether it is level; None when it has not answered by then: it is in the middle of an update, and answers
+        after that."""
+        order = CatchUp(here.number, self._generation, HOLD)
+        deadline = HOLD + self._membership.patience.floor + here.size / SLOWEST
+        self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
         if not self._late.done():
             return None
@@ -114,16 +137,33 @@ class Joiner:
             await late
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
-        there = await self._ask(catch_up, patience.unknown + patience.floor)
+        there = await self._ask(catch_up, patience.unknown + patience.floor + _copy_seconds(wanted))
         self._behind = there.behind
         if there.number == wanted.number and there.parameter_hash != wanted.parameter_hash:
             self._follows = None  # what it holds is not what the core held: from the beginning
         elif there.number == wanted.number and not there.ready:
             self._generation = 0  # it did not form: another one is prepared
-            self._membership.meet_elsewhere()
 
-    async def _follow(self, place: StatePlace) -> None:
-        self._behind = (await self._ask(Follow(place), self._membership.patience.unknown)).behind
+    async def _follow(self, place: StatePlace | RelayPlace, here: Standing) -> None:
+        deadline = self._membership.patience.unknown + _copy_seconds(here)
+        self._behind = (await self._ask(Follow(place), deadline)).behind
+
+    async def _place(self, here: Standing) -> StatePlace | RelayPlace | None:
+        """Where it reads the core's state: in memory that they share, or through a relay that is now beside the core.
+        None when the core is lost. Raises `JoinError`."""
+        core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
+        if core.node == replica.node:
+            return here.place
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        beside = tuple(number for number in core.link.cores if number != core.link.core)
+        order = Serve(core.host, token, beside or core.link.cores)
+        [serving] = await self._membership.ask([(core, order)], Serving, deadline=patience.floor)
+        if serving is None:
+            return None
+        if serving.failure:
+            why = f"its core's state cannot be read from node {replica.node}: {serving.failure}"
+            raise JoinError(f"worker {replica.name} cannot join: {why}")
+        return RelayPlace(core.host, serving.port, token)
 
     async def _ask(self, order: Message, deadline: float) -> Standing:
         [standing] = await self._membership.ask([(self._replica, order)], Standing, deadline=deadline)
@@ -136,3 +176,8 @@ class Joiner:
         orders = [(self._membership.cores[0], Identify())]
         [standing] = await self._membership.ask(orders, Standing, deadline=self._membership.patience.floor)
         return standing
+
+
+def _copy_seconds(core: Standing) -> float:
+    """That the slowest copy of its state, and of the updates that came meanwhile, may take."""
+    return 6 * core.size / SLOWEST  # parameters and two moments; the ring keeps three gradients

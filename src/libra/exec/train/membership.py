@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from libra.exec.launch.answers import Patience, ask_all
 from libra.exec.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
-from libra.exec.wire.messages import FORMING_SECONDS, Done, Enter, Entered, Message, Prepare
+from libra.exec.wire.messages import FORMING_SECONDS, Enter, Entered, Message, Prepare, Prepared
 
 FAILURES = 3  # in a row although no replica is lost, before it is an error
 
@@ -29,12 +29,8 @@ class ExchangeError(RuntimeError):
 class Membership:
     """The present replicas, core ones first: the order is that of their ranks."""
 
-    def __init__(
-        self, core: Handle, find_port: Callable[[], int], patience: Patience, kill: Callable[[Handle], None]
-    ) -> None:
-        self._find_port, self._kill = find_port, kill
-        self._host: Handle | None = None  # at whose port the replicas meet
-        self._port = 0
+    def __init__(self, core: Handle, kill: Callable[[Handle], None], patience: Patience, port: int) -> None:
+        self._kill, self._port = kill, port
         self.patience = patience
         self.cores, self.hybrids = [core], list[Handle]()
         self.prepared = 0  # the newest generation
@@ -72,17 +68,16 @@ class Membership:
         """Let these replicas form a generation beside the present one; returns its number. They answer at once, and who
         is lost meanwhile is found when the generation is entered."""
         self.prepared += 1
-        if len(replicas) > 1 and self._host is not replicas[0]:
-            self._host, self._port = replicas[0], self._find_port()
-        orders = [
-            (replica, Prepare(self.prepared, rank, len(replicas), self._port)) for rank, replica in enumerate(replicas)
-        ]
-        await self.ask(orders, Done, deadline=self.patience.floor)
+        host, port = replicas[0].host, self._port
+        for ranks in (range(1), range(1, len(replicas))):  # the first one says where it listens
+            orders = [
+                (replicas[rank], Prepare(self.prepared, rank, len(replicas), replicas[rank].host, host, port))
+                for rank in ranks
+            ]
+            answers = await self.ask(orders, Prepared, deadline=self.patience.floor)
+            if answers:
+                port = answers[0].port if answers[0] is not None else 0
         return self.prepared
-
-    def meet_elsewhere(self) -> None:
-        """The next generation meets at another port: somebody else may have taken this one."""
-        self._host = None
 
     async def enter(self, generation: int) -> None:
         """All present replicas enter; into a newer generation when that does not come about or somebody is lost on the
@@ -96,8 +91,6 @@ class Membership:
             somebody_lost = self.forget_lost()
             if not why and not somebody_lost:
                 return
-            if why:
-                self.meet_elsewhere()
             failures += not somebody_lost
             if failures == FAILURES:
                 names = ", ".join(replica.name for replica in self.replicas)

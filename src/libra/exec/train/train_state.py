@@ -16,8 +16,9 @@ import torch
 from libra.exec.train.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, StateBoard
 from libra.exec.train.flat import FlatLayout
 from libra.exec.train.gradient_ring import GradientRing, Update
-from libra.exec.train.publication import Publication, SharedPublication
-from libra.exec.wire.messages import StatePlace
+from libra.exec.train.publication import Publication, Shape, SharedPublication
+from libra.exec.train.remote_publication import RemotePublication
+from libra.exec.wire.messages import RelayPlace, StatePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,27 @@ class TrainState:
         self._group["lr"] = rate
 
     @property
+    def size(self) -> int:
+        """Bytes of one vector of it."""
+        return self._board.vectors[PARAMETERS].nbytes
+
+    @property
     def place(self) -> StatePlace:
         """Where other processes find it."""
         return StatePlace(os.getpid(), self._board.descriptor, self._ring.descriptor)
 
-    def publication_at(self, place: StatePlace) -> SharedPublication:
-        """What another replica of the same model publishes."""
-        return SharedPublication(place, self._flat.length, self._dtype, self._flat.signature())
+    @property
+    def shape(self) -> Shape:
+        """Equal for replicas of one model in one precision."""
+        return Shape(self._flat.length, self._dtype, self._flat.signature())
+
+    def publication_at(self, place: StatePlace | RelayPlace) -> Publication:
+        """What another replica of the same model publishes. Raises `LayoutError`, and `OSError` when it is gone."""
+        match place:
+            case StatePlace():
+                return SharedPublication(place, self.shape)
+            case RelayPlace():
+                return RemotePublication(place, self.shape)
 
     def optimiser_tensors(self) -> dict[str, torch.Tensor]:
         """Step count and moments as `<parameter>/<key>`."""
@@ -116,7 +131,7 @@ class TrainState:
         """Become what is published. Returns its number; None when it changed while it was copied: this replica then
         holds no whole state until it takes one."""
         with self.change():
-            state = publication.copy_state(self._board.vectors)
+            state = publication.copy_state([vector.numpy() for vector in self._board.vectors])
             if state is not None:
                 self._set_steps(state.steps)
                 self.learning_rate = state.learning_rate
@@ -124,7 +139,7 @@ class TrainState:
 
     def take_update(self, publication: Publication, number: int) -> None:
         """Make the published step to state `number`. Raises `OverrunError`, with the state as it was."""
-        update = publication.copy_update(number, self._open_slot()[:-1])
+        update = publication.copy_update(number, self._open_slot()[:-1].numpy())
         self.learning_rate = update.learning_rate
         self.step(update.denominator, update.gradient_norm)
 

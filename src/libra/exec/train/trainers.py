@@ -47,13 +47,14 @@ class Trainers:
     def __init__(
         self,
         core: Handle,
-        find_port: Callable[[], int],
         kill: Callable[[Handle], None],
         patience: Patience = STANDARD,
+        port: int = 0,
     ) -> None:
-        """`core` is the first replica; `kill` ends the process of one that hangs."""
+        """`core` is the first replica; `kill` ends the process of one that hangs. Replicas meet at that port of the
+        first one's node; 0: at any free one."""
         self._patience, self._kill = patience, kill
-        self._members = Membership(core, find_port, patience, kill)
+        self._members = Membership(core, kill, patience, port)
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
         self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
         self._step_seconds = 0.0  # of the last step

@@ -13,6 +13,8 @@ import torch
 from libra.exec.launch.pace import Pacer
 from libra.exec.train.elastic import PeerLostError
 from libra.exec.train.follower import BehindError, Follower, SilentError
+from libra.exec.train.publication import UnreachableError
+from libra.exec.train.relay import Relay
 from libra.exec.train.trainer import Trainer
 from libra.exec.wire.channel import WorkerChannel
 from libra.exec.wire.messages import (
@@ -28,12 +30,15 @@ from libra.exec.wire.messages import (
     MeasureTraining,
     Message,
     Prepare,
+    Prepared,
     Publish,
     Published,
     Ready,
     SaveCheckpoint,
     Score,
     Scored,
+    Serve,
+    Serving,
     Standing,
     StartTrainer,
     Stop,
@@ -60,6 +65,7 @@ class TrainingWorker:
         self._channel, self._trainer = channel, trainer
         self._follower: Follower | None = None
         self._behind = ""  # why it ceased to follow
+        self._relay: Relay | None = None  # the last one
 
     def run(self) -> None:
         while True:
@@ -83,12 +89,13 @@ class TrainingWorker:
                 trainer.discard()
                 return Done()
             case Prepare():
-                trainer.exchange.prepare(message)
-                return Done()
+                return Prepared(trainer.exchange.prepare(message))
             case Enter():
                 return self._enter(message)
             case Identify():
                 return self._standing()
+            case Serve():
+                return self._serve(message)
             case Follow():
                 return self._follow(message)
             case CatchUp():
@@ -119,6 +126,16 @@ class TrainingWorker:
             return Entered(order.generation, str(error))
         return Entered(order.generation, "")
 
+    def _serve(self, order: Serve) -> Serving:
+        if self._relay is not None:
+            self._relay.end()
+        state = self._trainer.state
+        try:
+            self._relay = Relay(order, state.place, state.shape)
+        except OSError as error:
+            return Serving(0, str(error))
+        return Serving(self._relay.port, "")
+
     def _follow(self, order: Follow) -> Standing:
         self._follower, self._behind = None, ""
         state = self._trainer.state
@@ -142,13 +159,13 @@ class TrainingWorker:
             return
         try:
             self._follower.advance()
-        except (BehindError, SilentError) as error:
+        except (BehindError, SilentError, UnreachableError) as error:
             self._follower, self._behind = None, str(error)
         self._trainer.pace()
 
     def _standing(self, ready: bool = False) -> Standing:
         state = self._trainer.state
-        return Standing(self._number(), state.checksum, state.place, ready, self._behind)
+        return Standing(self._number(), state.checksum, state.size, state.place, ready, self._behind)
 
     def _number(self) -> int:
         """Of the state that is held; -1 when it is none of the core's."""

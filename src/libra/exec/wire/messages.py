@@ -2,7 +2,7 @@
 
 Invariant: every message is a small typed struct that `msgspec` checks on arrival; nothing is ever unpickled. Tensors do
 not travel here: weights go through shared memory (`weights.py`), gradients through a process group (`elastic.py`), and
-a joiner reads a core's state from its board (`publication.py`).
+a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class Prepare(Message, frozen=True):
     generation: int
     rank: int
     size: int
-    port: int  # where the replicas meet; number 0 listens there
+    address: str  # of this replica's node: the others reach it there
+    host: str  # where the replicas meet: the address of number 0, which listens there
+    port: int  # as number 0 says in its answer; to number 0: the one to take, or 0 for any free one
 
 
 class Enter(Message, frozen=True):
@@ -154,12 +156,31 @@ class Enter(Message, frozen=True):
     generation: int
 
 
-class StatePlace(msgspec.Struct, frozen=True):
-    """Where a replica publishes its state: two files that process `pid` holds open."""
+class StatePlace(msgspec.Struct, frozen=True, tag=True):
+    """Where a replica publishes its state, on its own node: two files that process `pid` holds open."""
 
     pid: int
     board: int  # file descriptors of that process
     ring: int
+
+
+TOKEN_BYTES = 32  # of ASCII
+
+
+class RelayPlace(msgspec.Struct, frozen=True, tag=True):
+    """Where a replica's state is read from another node: a relay that listens for one reader, who knows the token."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Serve(Message, frozen=True):
+    """Let whoever shows this token read the published state from another node, until it has joined or gone."""
+
+    host: str  # address of this replica's node to listen at
+    token: str
+    cores: tuple[int, ...]  # of this node, on which the relay may run
 
 
 class Identify(Message, frozen=True):
@@ -169,7 +190,7 @@ class Identify(Message, frozen=True):
 class Follow(Message, frozen=True):
     """Become what is published there, and keep up with it until `Enter`; answer when level with it."""
 
-    place: StatePlace
+    place: StatePlace | RelayPlace
 
 
 class CatchUp(Message, frozen=True):
@@ -299,6 +320,10 @@ class Published(Message, frozen=True):
     checksum: int
 
 
+class Prepared(Message, frozen=True):
+    port: int  # where the replicas meet; 0: number 0 cannot listen
+
+
 class Entered(Message, frozen=True):
     generation: int
     failure: str  # why the membership did not come about; empty where it did
@@ -309,13 +334,19 @@ class Standing(Message, frozen=True):
 
     number: int  # as the core counts that is followed, or else this replica; -1: none
     parameter_hash: int
+    size: int  # bytes of its parameters; a moment of AdamW and a gradient are as large
     place: StatePlace
     ready: bool = False  # to enter the membership that was asked for
     behind: str = ""  # why it ceased to follow
 
 
+class Serving(Message, frozen=True):
+    port: int
+    failure: str  # why nobody can read it there; empty where the relay listens
+
+
 class Done(Message, frozen=True):
-    """Acknowledges Discard, Prepare, SaveCheckpoint, LoadCheckpoint and Stop."""
+    """Acknowledges Discard, SaveCheckpoint, LoadCheckpoint and Stop."""
 
 
 class Scored(Message, frozen=True):
@@ -330,10 +361,10 @@ class Failure(Message, frozen=True):
 
 ToWorker = (
     StartEngine | StartTrainer | Generate | Interrupt | LoadWeights | MeasureEngine | MeasureTraining | Train | Commit
-    | Discard | Prepare | Enter | Identify | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint
-    | Score | Stop
+    | Discard | Prepare | Enter | Identify | Serve | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint
+    | LoadCheckpoint | Score | Stop
 )  # fmt: skip
 FromWorker = (
-    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Reduced | Trained | WarmedUp | Published | Entered
-    | Standing | Done | Scored | Failure
+    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Reduced | Trained | WarmedUp | Published | Prepared
+    | Entered | Serving | Standing | Done | Scored | Failure
 )  # fmt: skip
