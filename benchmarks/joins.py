@@ -3,13 +3,16 @@
 Invariant: a step is timed as its caller sees it, waiting for the step boundary included, so whatever a join holds up is
 in the number. Steps alone and steps during a join alternate on the same processes.
 
-    python -m benchmarks.joins [--quick] [--json FILE]
+    python -m benchmarks.joins [--quick] [--remote] [--json FILE]
 
 A core and a hybrid replica of one model (60 M parameters), each on a core of its own. The core steps all the time. Over
 and over the hybrid joins, makes one step together with it, and leaves. It joins as a started process: its start is
 measured by `libra run`. "During" are the steps of the core alone that overlap with a join: while the hybrid copies the
 state, applies what it missed, and the next gradient exchange is formed. The entry itself holds up the step after them,
 which two replicas make and which therefore cannot be compared: for how long is counted apart.
+
+With `--remote` the two are told that they live on different nodes, with addresses of their own: the hybrid reads the
+core's state over TCP, from a relay beside the core. What the relay takes is counted apart; it runs on the other core.
 
 Times of a machine that does other things too say little. So the core's own processor time per step is counted as well:
 whatever a join puts on its critical path is in it, and what the neighbours do is mostly not.
@@ -69,17 +72,19 @@ class Measured:
     during: list[Step] = field(default_factory=list)
     held: list[float] = field(default_factory=list)  # seconds of the step boundary, by each join
     joins: list[float] = field(default_factory=list)  # seconds from the order to the entry
+    relay: float | None = None  # mean seconds of processor time of a relay
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.joins", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model and few joins: a first look, not a verdict")
+    parser.add_argument("--remote", action="store_true", help="the joiner reads the core over TCP, as on another node")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))
     taken = psutil.cpu_percent(interval=1.0) / 100
     with tempfile.TemporaryDirectory() as directory:
-        measured = asyncio.run(measure(QUICK if options.quick else FULL, Path(directory), cores))
+        measured = asyncio.run(measure(QUICK if options.quick else FULL, Path(directory), cores, options.remote))
     report(rows_of(measured), options.json)
     if len(cores) < 2:
         print("the machine has one core: the joiner takes the core's time, so only its processor time says something")
@@ -88,13 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def measure(size: Size, directory: Path, cores: Sequence[int]) -> Measured:
+async def measure(size: Size, directory: Path, cores: Sequence[int], remote: bool) -> Measured:
     write_tiny_model(directory / "model", size.model, "0123456789+-*/", longest_context=128)
     measured = Measured()
     async with LocalLauncher.open(directory / "logs") as launcher:
         await launcher.ready()
         core = await _start(launcher, "core-0", directory / "model", cores[0])
         hybrid = await _start(launcher, "hybrid-0", directory / "model", cores[-1])
+        if remote:
+            hybrid.node, hybrid.host = "another", "127.0.0.2"
         stepper = _Stepper(Trainers(core, lambda replica: launcher.kill(replica.link)), core.link.pid, size.samples)
         for _ in range(_BEFORE):
             await stepper.step()  # the first ones pay for what is set up once
@@ -110,6 +117,8 @@ async def measure(size: Size, directory: Path, cores: Sequence[int]) -> Measured
             measured.joins.append(time.monotonic() - began)
             await stepper.step()  # together
             await stepper.trainers.leave("hybrid-0")
+        if remote:
+            measured.relay = _children_seconds(core.link.pid) / (size.joins - 1)  # the last one has not been awaited
         await asyncio.gather(core.stop(), hybrid.stop())
     return measured
 
@@ -130,6 +139,7 @@ def rows_of(measured: Measured) -> list[Row]:
         Row(case, "step boundary held, worst", max(measured.held) * 1e3, "ms"),
         _share(case, "step boundary held, worst / step before", max(measured.held) / median(before)),
         Row(case, "from the order to the entry, median", median(measured.joins), "s"),
+        *([] if measured.relay is None else [Row(case, "processor time of a relay, mean", measured.relay, "s")]),
     ]
 
 
@@ -188,6 +198,12 @@ async def _start(launcher: LocalLauncher, name: str, model: Path, core: int) -> 
 
 def _raise_lost(name: str, why: str) -> None:
     raise RuntimeError(f"worker {name} is lost: {why}")
+
+
+def _children_seconds(process: int) -> float:
+    """Processor time of the children that another process has seen end."""
+    times = psutil.Process(process).cpu_times()
+    return float(times.children_user + times.children_system)
 
 
 def _processor_seconds(process: int) -> float:

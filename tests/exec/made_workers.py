@@ -31,6 +31,8 @@ from libra.exec.wire.messages import (
     LoadWeights,
     MeasureEngine,
     MeasureTraining,
+    Meet,
+    Meeting,
     Message,
     Piece,
     Prepare,
@@ -106,6 +108,8 @@ class MadeWorker:
                 return Ready(0.1, (), 0)
             case Publish():
                 return Published(order.version, 7)
+            case Meet():
+                return Meeting(4711)
             case Enter():
                 return Entered(order.generation, "")
             case Identify() | Follow():
@@ -150,7 +154,7 @@ class MadeWorker:
         return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
 
     def _standing(self) -> Standing:
-        return Standing(self.version, self.version, StatePlace(0, 0, 0), ready=True)
+        return Standing(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
 
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1

@@ -15,7 +15,7 @@ from libra.exec.launch.pace import Pacer
 from libra.exec.train.elastic import GradientExchange
 from libra.exec.train.grpo import Denominator
 from libra.exec.train.trainer import Trainer
-from libra.exec.wire.messages import Commit, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
+from libra.exec.wire.messages import Commit, Meet, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
 from libra.exec.wire.weights import create_buffer
 
 R = TypeVar("R")
@@ -98,9 +98,10 @@ def at_once(*verbs: Callable[[], R]) -> list[R]:
 
 def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Sequence[str] = ()) -> int:
     """A membership with ranks in this order, each at its address; returns the port at which they meet."""
-    addresses, port = hosts or [HOST] * len(exchanges), 0
+    addresses = hosts or [HOST] * len(exchanges)
+    port = exchanges[0].meet(Meet(addresses[0], 0))
     for rank, (exchange, address) in enumerate(zip(exchanges, addresses, strict=True)):
-        port = exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port))
+        exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port))
     return port
 
 

@@ -21,14 +21,14 @@ from replicas import BATCH, HOST, PATIENCE, at_once, make_trainer, order, prepar
 
 import libra.exec.train.elastic
 from libra.exec.train.elastic import GradientExchange, PeerLostError
-from libra.exec.wire.messages import Prepare
+from libra.exec.wire.messages import Meet, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEER = """
 import sys
 from libra.exec.train.elastic import GradientExchange
-from libra.exec.wire.messages import Prepare
+from libra.exec.wire.messages import Meet, Prepare
 exchange = GradientExchange()
 exchange.prepare(Prepare(1, 1, 2, "127.0.0.1", "127.0.0.1", int(sys.argv[1])))
 exchange.enter(1)
@@ -145,7 +145,8 @@ def test_replicas_of_two_nodes_meet_and_listen_at_their_own_addresses() -> None:
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libra.exec.train.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    trainer.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, 0 if rank == 0 else free_port()))
+    port = trainer.exchange.meet(Meet(HOST, 0)) if rank == 0 else free_port()
+    trainer.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
     with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
         trainer.exchange.enter(1)
     # It must not make a step with its own share alone.
@@ -157,7 +158,8 @@ def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monk
 
 def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
     core, hybrid = GradientExchange(), GradientExchange()
-    port = core.prepare(Prepare(1, 0, 2, HOST, HOST, 0))
+    port = core.meet(Meet(HOST, 0))
+    core.prepare(Prepare(1, 0, 2, HOST, HOST, port))
     assert not core.formed(1, 0.05)
     assert prepare([core, hybrid], 2) == port  # who hosts again does so at the same place
     began = time.monotonic()
@@ -168,13 +170,13 @@ def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
 
 def test_a_port_that_is_taken_is_told() -> None:
     first, second, third = GradientExchange(), GradientExchange(), GradientExchange()
-    port = first.prepare(Prepare(1, 0, 2, HOST, HOST, 0))
-    assert second.prepare(Prepare(1, 0, 2, HOST, HOST, port)) == 0
+    assert second.meet(Meet(HOST, first.meet(Meet(HOST, 0)))) == 0
+    second.prepare(Prepare(1, 0, 2, HOST, HOST, 0))
     third.prepare(Prepare(1, 1, 2, HOST, HOST, 0))
     assert not second.formed(1, 0.0) and not third.formed(1, PATIENCE)
     with pytest.raises(PeerLostError, match="Address already in use"):
         second.enter(1)
-    with pytest.raises(PeerLostError, match="the first replica does not listen"):
+    with pytest.raises(PeerLostError, match="the first replica cannot listen"):
         third.enter(1)
     prepare([second, third], 2)
     enter([second, third], 2)
@@ -185,7 +187,8 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
     first, second = GradientExchange(), GradientExchange()
     for generation in (1, 2):
         port = free_port()
-        assert first.prepare(Prepare(generation, 0, 2, HOST, HOST, port)) == port
+        assert first.meet(Meet(HOST, port)) == port
+        first.prepare(Prepare(generation, 0, 2, HOST, HOST, port))
         second.prepare(Prepare(generation, 1, 2, HOST, HOST, port))
         enter([first, second], generation)
         assert sums([first, second], [1.0, 2.0]) == [[3.0, 2.0]] * 2
@@ -195,7 +198,9 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
 def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Signals, tiny_model: Path) -> None:
     patience = 1.0
     core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    with peer_process(core.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, 0))) as peer:
+    port = core.exchange.meet(Meet(HOST, 0))
+    core.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
+    with peer_process(port) as peer:
         core.exchange.enter(1)
         assert peer.stdout is not None and peer.stdout.readline() == b"entered\n"
         before = core.state.checksum

@@ -32,6 +32,7 @@ from libra.exec.wire.messages import (
     Follow,
     Identify,
     MeasureTraining,
+    Meet,
     Message,
     Prepare,
     Publish,
@@ -173,7 +174,7 @@ def test_joining_and_leaving() -> None:
         core, trainers = scene.floor.replicas["core-0"], scene.trainers
         await scene.step(1)
         hybrid = await scene.join("hybrid-0")
-        assert core.told(Prepare) == [Prepare(1, 0, 2, HOST, HOST, 0)]
+        assert core.told(Prepare) == [Prepare(1, 0, 2, HOST, HOST, PORT)]
         assert [type(order) for order in hybrid.orders] == [Prepare, Follow, CatchUp, Enter]
         assert hybrid.told(Prepare) == [Prepare(1, 1, 2, HOST, HOST, PORT)]
         assert (trainers.names(), trainers.size, trainers.hybrids()) == (("core-0", "hybrid-0"), 2, ("hybrid-0",))
@@ -198,13 +199,13 @@ def test_a_joiner_of_another_node_reads_the_core_through_a_relay() -> None:
         core.handle.host = "10.0.0.1"
         await scene.step(1)
         neighbour = await scene.join("hybrid-0")
-        assert core.told(Serve) == [] and isinstance(neighbour.told(Follow)[0].place, StatePlace)
+        assert core.told(Serve) == [] and isinstance(neighbour.told(Follow)[0].places[0], StatePlace)
         far = await scene.floor.hire("hybrid-1", "elsewhere", "10.0.0.2")
         await scene.trainers.join(far.handle)
         [serve], [follow] = core.told(Serve), far.told(Follow)
         assert serve.host == "10.0.0.1" and len(serve.token) == TOKEN_BYTES
-        assert follow.place == RelayPlace("10.0.0.1", RELAYS, serve.token)
-        assert core.told(Prepare)[-1] == Prepare(2, 0, 3, "10.0.0.1", "10.0.0.1", 0)
+        assert follow.places == [RelayPlace("10.0.0.1", RELAYS, serve.token)]
+        assert core.told(Prepare)[-1] == Prepare(2, 0, 3, "10.0.0.1", "10.0.0.1", PORT)
         assert neighbour.told(Prepare)[-1] == Prepare(2, 1, 3, HOST, "10.0.0.1", PORT)
         assert far.told(Prepare) == [Prepare(2, 2, 3, "10.0.0.2", "10.0.0.1", PORT)]
         assert await scene.step(2) == 3
@@ -233,7 +234,7 @@ def test_a_joiner_that_lost_its_way_to_the_core_gets_a_new_one_with_a_token_of_i
         await scene.trainers.join(far.handle)
         first, second = core.told(Serve)
         assert first.token != second.token
-        assert [order.place.token for order in far.told(Follow)] == [first.token, second.token]
+        assert [order.places[0].token for order in far.told(Follow)] == [first.token, second.token]
         assert await scene.step(1) == 2
 
     play(scenario)
@@ -470,6 +471,30 @@ def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
         assert await scene.step(1) == 2
 
     play(scenario)
+
+
+def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None:
+    async def scenario(scene: Scene) -> None:
+        core, joiner = scene.floor.replicas["core-0"], await scene.floor.hire("hybrid-0")
+        core.will(Meet, ["fail"])
+        joiner.unformed = {1}
+        await scene.trainers.join(joiner.handle)
+        assert [order.port for order in joiner.told(Prepare)] == [0, PORT]
+        assert core.told(Meet) == [Meet(HOST, 0)] * 2
+        assert await scene.step(1) == 2
+
+    play(scenario)
+
+
+def test_who_dies_when_the_others_are_to_meet_at_it_is_left_behind() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.floor.replicas["core-0"].fall()
+        scene.floor.replicas["core-1"].will(Meet, ["die"])
+        assert await scene.step(1) == 2
+        assert scene.trainers.names() == ("core-2", "hybrid-0")
+        assert scene.floor.replicas["hybrid-0"].told(Prepare)[-1].port == PORT
+
+    play(scenario, "core-1", "core-2", "hybrid-0")
 
 
 @pytest.mark.parametrize("order", [Follow, CatchUp])

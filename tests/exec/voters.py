@@ -27,9 +27,10 @@ from libra.exec.wire.messages import (
     Follow,
     Identify,
     MeasureTraining,
+    Meet,
+    Meeting,
     Message,
     Prepare,
-    Prepared,
     Publish,
     Published,
     Reduced,
@@ -169,7 +170,9 @@ class Voter:
                 return Done()
             case Prepare():
                 self._prepared[order.generation] = order.size
-                return Prepared(order.port or PORT)
+                return Done()
+            case Meet():
+                return Meeting(0 if fate == "fail" else order.port or PORT)
             case Enter():
                 assert self._pending is None, "the membership changes in the middle of a step"
                 self.generation, self._size = order.generation, self._prepared[order.generation]
@@ -177,11 +180,12 @@ class Voter:
             case Identify():
                 return self._standing(True)
             case Serve():
-                return Serving(0, "no such address") if fate == "fail" else Serving(RELAYS + self._index, "")
+                return Serving([], "no such address") if fate == "fail" else Serving([RELAYS + self._index], "")
             case Follow():
                 behind = self.behind.popleft() if self.behind else ""
-                assert isinstance(order.place, RelayPlace) == self._is_elsewhere(order.place)
-                self._copy(order.place)
+                [place] = order.places
+                assert isinstance(place, RelayPlace) == self._is_elsewhere(place)
+                self._copy(place)
                 return self._standing(False, behind)
             case CatchUp():
                 await asyncio.sleep(self.busy_seconds)
@@ -244,7 +248,7 @@ class Voter:
 
     def _standing(self, ready: bool, behind: str = "") -> Standing:
         number = -1 if behind else len(self.steps)
-        return Standing(number, self._hash(), 64, StatePlace(self._index, 0, 0), ready, behind)
+        return Standing(number, self._hash(), 64, [StatePlace(self._index, 0, 0)], ready, behind)
 
     def _hash(self) -> int:
         return zlib.crc32(repr(self.steps).encode())

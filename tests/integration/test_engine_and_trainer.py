@@ -186,7 +186,7 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(tmp_path: Path) -> N
             assert alone.tokens == turns[0].tokens and len(turns[0].logprobs) == 48
             sampled = {heat: made for heat, made in zip(heats, turns, strict=True) if heat}
             for heat in sampled:
-                trainer = Handle(await both.launcher.spawn(f"trainer-{heat}"), lambda name, why: None)
+                trainer = Handle(await both.launcher.spawn(f"trainer-{heat}", 0), lambda name, why: None)
                 await trainer.start(start_trainer(both.model, 0, heat))
                 scored = await trainer.ask(Score([PROMPT + it.tokens for it in sampled.values()]), Scored)
                 for other, logprobs in zip(sampled, scored.logprobs, strict=True):

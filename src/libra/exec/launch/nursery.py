@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any
 
-from libra.exec.launch.lifeline import die_with
+from libra.exec.launch.forked import die_with
 from libra.exec.wire.channel import WorkerChannel
 from libra.exec.wire.messages import Failure, StartEngine, StartTrainer
 

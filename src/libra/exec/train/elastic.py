@@ -18,7 +18,7 @@ from threading import Thread
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from libra.exec.wire.messages import FORMING_SECONDS, Prepare
+from libra.exec.wire.messages import FORMING_SECONDS, Meet, Prepare
 
 FORMING = timedelta(seconds=FORMING_SECONDS)
 
@@ -40,27 +40,33 @@ class GradientExchange:
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
+        self._deaf: OSError | None = None  # why this replica cannot listen
         self._forming: _Forming | None = None
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
-    def prepare(self, order: Prepare) -> int:
-        """Start to form a membership beside the present one, instead of any that was prepared and not entered. Returns
-        the port at which its replicas meet; 0 when there is none, and `enter` then tells why."""
+    def meet(self, order: Meet) -> int:
+        """Be where replicas meet, at the same port as before if it will do. Returns the port; 0 when this replica
+        cannot listen there, and `enter` tells why."""
+        store = self._store
+        if store is None or store.host != order.host or order.port not in (0, store.port):
+            try:
+                store = self._store = _serve_store(order.host, order.port)
+            except OSError as error:
+                self._deaf = error
+                return 0
+        port: int = store.port
+        return port
+
+    def prepare(self, order: Prepare) -> None:
+        """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
         self._forming = forming = _Forming(order)
         if order.size <= 1:
             forming.group.set_result(None)
-            return 0
-        try:
-            port = self._listen(order) if order.rank == 0 else order.port
-            if not port:
-                raise ConnectionError("the first replica does not listen")
-        except OSError as error:
-            forming.group.set_exception(error)
-            return 0
-        name = f"generation {order.generation}"
-        Thread(target=_form, args=(forming, port), name=name, daemon=True).start()
-        return port
+        elif not order.port:
+            forming.group.set_exception(self._deaf or ConnectionError("the first replica cannot listen"))
+        else:
+            Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
 
     def formed(self, generation: int, seconds: float) -> bool:
         """Whether that membership can be entered without waiting, after at most `seconds`."""
@@ -98,25 +104,17 @@ class GradientExchange:
             raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
         return time.monotonic() - began
 
-    def _listen(self, order: Prepare) -> int:
-        """Be the meeting place, the same one as before where that will do; returns its port."""
-        store = self._store
-        if store is None or store.host != order.host or order.port not in (0, store.port):
-            store = self._store = _serve_store(order.host, order.port)
-        port: int = store.port
-        return port
-
     def _prepared(self, generation: int) -> _Forming:
         if self._forming is None or self._forming.order.generation != generation:
             raise ValueError(f"membership {generation} was not prepared")
         return self._forming
 
 
-def _form(forming: _Forming, port: int) -> None:
+def _form(forming: _Forming) -> None:
     order = forming.order
     try:
         # A connection of its own: one that waits for a replica that never comes must not block the next forming.
-        found = TCPStore(order.host, port, is_master=False, timeout=FORMING, wait_for_workers=False)
+        found = TCPStore(order.host, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
         options = ProcessGroupGloo._Options()
         options._timeout = FORMING
         options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]

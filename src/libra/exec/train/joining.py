@@ -30,9 +30,9 @@ BOUNDARIES = 20  # at which a joiner is given the chance to enter
 COURTEOUS = 15  # of them: at those it is let in only if it is there at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
 HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
-
-
 SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
+
+Places = list[StatePlace | RelayPlace]
 
 
 class JoinError(WorkerFailedError):
@@ -76,7 +76,7 @@ class Joiner:
 
     async def _introduce(self) -> None:
         """Everyone prepares the generation with it, and it follows the core."""
-        members, follows, place = self._membership, self._follows, None
+        members, follows, places = self._membership, self._follows, None
         async with self._boundary:
             await members.tidy()
             rank = len(members.cores if self._core else members.replicas)
@@ -85,9 +85,9 @@ class Joiner:
             here = await self._core_standing()
             self._follows = members.cores[0] if here is not None else None
             if here is not None and self._follows is not follows:
-                place = await self._place(here)
-        if here is not None and place is not None:
-            await self._follow(place, here)
+                places = await self._places(here)
+        if here is not None and places is not None:
+            await self._follow(places, here)
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
         """Take it in if it holds the core's state and says so within `hold` seconds (None: however long it takes).
@@ -100,14 +100,15 @@ class Joiner:
             if here is None or self._is_stale():
                 return None
             if self._behind:
-                place = await self._place(here)
-                if place is None:
+                places = await self._places(here)
+                if places is None:
                     return None
-                await self._follow(place, here)
+                await self._follow(places, here)
                 if self._behind:
                     raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
             self._wanted = here
-            there = await self._answer_within(hold, here)
+            catch_up = CatchUp(here.number, self._generation, HOLD)
+            there = await self._answer_within(hold, catch_up, HOLD + members.patience.floor + _copy_seconds(here))
             if there is None or not there.ready:
                 return None
             if (there.number, there.parameter_hash) != (here.number, here.parameter_hash):
@@ -118,11 +119,8 @@ class Joiner:
                 raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
             return time.monotonic() - began
 
-    async def _answer_within(self, hold: float | None, here: Standing) -> Standing | None:
-        """Whether it is level; None when it has not answered by then: it is in the middle of an update, and answers
-        after that."""
-        order = CatchUp(here.number, self._generation, HOLD)
-        deadline = HOLD + self._membership.patience.floor + here.size / SLOWEST
+    async def _answer_within(self, hold: float | None, order: CatchUp, deadline: float) -> Standing | None:
+        """None when it has not answered by then: it is in the middle of an update, and answers after that."""
         self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
         if not self._late.done():
@@ -144,16 +142,16 @@ class Joiner:
         elif there.number == wanted.number and not there.ready:
             self._generation = 0  # it did not form: another one is prepared
 
-    async def _follow(self, place: StatePlace | RelayPlace, here: Standing) -> None:
+    async def _follow(self, places: Places, here: Standing) -> None:
         deadline = self._membership.patience.unknown + _copy_seconds(here)
-        self._behind = (await self._ask(Follow(place), deadline)).behind
+        self._behind = (await self._ask(Follow(places), deadline)).behind
 
-    async def _place(self, here: Standing) -> StatePlace | RelayPlace | None:
+    async def _places(self, here: Standing) -> Places | None:
         """Where it reads the core's state: in memory that they share, or through a relay that is now beside the core.
         None when the core is lost. Raises `JoinError`."""
         core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
         if core.node == replica.node:
-            return here.place
+            return [*here.places]
         token = secrets.token_hex(TOKEN_BYTES // 2)
         beside = tuple(number for number in core.link.cores if number != core.link.core)
         order = Serve(core.host, token, beside or core.link.cores)
@@ -163,7 +161,7 @@ class Joiner:
         if serving.failure:
             why = f"its core's state cannot be read from node {replica.node}: {serving.failure}"
             raise JoinError(f"worker {replica.name} cannot join: {why}")
-        return RelayPlace(core.host, serving.port, token)
+        return [RelayPlace(core.host, port, token) for port in serving.ports]
 
     async def _ask(self, order: Message, deadline: float) -> Standing:
         [standing] = await self._membership.ask([(self._replica, order)], Standing, deadline=deadline)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from libra.exec.launch.answers import Patience, ask_all
 from libra.exec.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
-from libra.exec.wire.messages import FORMING_SECONDS, Enter, Entered, Message, Prepare, Prepared
+from libra.exec.wire.messages import FORMING_SECONDS, Done, Enter, Entered, Meet, Meeting, Message, Prepare
 
 FAILURES = 3  # in a row although no replica is lost, before it is an error
 
@@ -30,7 +30,9 @@ class Membership:
     """The present replicas, core ones first: the order is that of their ranks."""
 
     def __init__(self, core: Handle, kill: Callable[[Handle], None], patience: Patience, port: int) -> None:
-        self._kill, self._port = kill, port
+        self._kill = kill
+        self._wanted_port = port
+        self._meeting: tuple[Handle, int] | None = None  # the replica where they meet, and the port
         self.patience = patience
         self.cores, self.hybrids = [core], list[Handle]()
         self.prepared = 0  # the newest generation
@@ -68,16 +70,24 @@ class Membership:
         """Let these replicas form a generation beside the present one; returns its number. They answer at once, and who
         is lost meanwhile is found when the generation is entered."""
         self.prepared += 1
-        host, port = replicas[0].host, self._port
-        for ranks in (range(1), range(1, len(replicas))):  # the first one says where it listens
-            orders = [
-                (replicas[rank], Prepare(self.prepared, rank, len(replicas), replicas[rank].host, host, port))
-                for rank in ranks
-            ]
-            answers = await self.ask(orders, Prepared, deadline=self.patience.floor)
-            if answers:
-                port = answers[0].port if answers[0] is not None else 0
+        first, size = replicas[0], len(replicas)
+        port = await self._meet_at(first) if size > 1 else 0
+        orders = [
+            (replica, Prepare(self.prepared, rank, size, replica.host, first.host, port))
+            for rank, replica in enumerate(replicas)
+        ]
+        await self.ask(orders, Done, deadline=self.patience.floor)
         return self.prepared
+
+    async def _meet_at(self, replica: Handle) -> int:
+        """The port at which it listens for the others; 0 when it cannot, or is lost."""
+        if self._meeting is None or self._meeting[0] is not replica:
+            order = Meet(replica.host, self._wanted_port)
+            [meeting] = await self.ask([(replica, order)], Meeting, deadline=self.patience.floor)
+            if meeting is None or not meeting.port:
+                return 0
+            self._meeting = replica, meeting.port
+        return self._meeting[1]
 
     async def enter(self, generation: int) -> None:
         """All present replicas enter; into a newer generation when that does not come about or somebody is lost on the

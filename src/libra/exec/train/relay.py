@@ -16,7 +16,7 @@ import time
 
 import msgspec
 
-from libra.exec.launch.lifeline import die_with
+from libra.exec.launch.forked import die_with
 from libra.exec.train.publication import OverrunError, Shape, SharedPublication
 from libra.exec.train.state_stream import Request, StateStream, Verdict
 from libra.exec.wire.messages import Serve, StatePlace

@@ -17,6 +17,8 @@ from libra.exec.train.state_stream import SILENT_SECONDS, Request, StateStream, 
 from libra.exec.wire.messages import RelayPlace
 from libra.exec.wire.shared_vectors import LayoutError, Vector
 
+_STARTING_SECONDS = 30.0  # the relay's socket is there before its process has started
+
 
 class RemotePublication:
     """See `Publication`."""
@@ -26,7 +28,7 @@ class RemotePublication:
         self._stream = StateStream(socket.create_connection((place.host, place.port), SILENT_SECONDS))
         weakref.finalize(self, self._stream.close)
         self._stream.greet(place.token, shape)
-        if self._stream.verdict() is not Verdict.YES:
+        if self._stream.verdict(_STARTING_SECONDS) is not Verdict.YES:
             raise LayoutError("the core publishes another model or precision: all replicas must train the same")
 
     def at_rest(self) -> bool:

@@ -21,7 +21,9 @@ from libra.exec.train.publication import Shape, State
 from libra.exec.wire.messages import TOKEN_BYTES
 from libra.exec.wire.shared_vectors import Vector
 
-SILENT_SECONDS = 15.0  # a healthy peer sends a piece in milliseconds; a loaded machine may let it wait for seconds
+# A healthy peer sends a piece in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
+# little longer for a joiner (`Patience.floor`): it is to hear from it that its way to the core broke.
+SILENT_SECONDS = 8.0
 
 _PIECE_BYTES = 1 << 20
 _GREETING = struct.Struct(f"!{TOKEN_BYTES}sq16sq")  # token, then the shape
@@ -74,8 +76,8 @@ class StateStream:
     def answer(self, verdict: Verdict) -> None:
         self._send(_VERDICT, verdict)
 
-    def verdict(self) -> Verdict:
-        return _known(Verdict, self._receive(_VERDICT)[0])
+    def verdict(self, seconds: float | None = None) -> Verdict:
+        return _known(Verdict, self._receive(_VERDICT, seconds)[0])
 
     def send_state(self, state: State) -> None:
         self._send(_STATE, state.number, state.checksum, state.steps, state.learning_rate)

@@ -28,9 +28,10 @@ from libra.exec.wire.messages import (
     Identify,
     LoadCheckpoint,
     MeasureTraining,
+    Meet,
+    Meeting,
     Message,
     Prepare,
-    Prepared,
     Publish,
     Published,
     Ready,
@@ -88,8 +89,11 @@ class TrainingWorker:
             case Discard():
                 trainer.discard()
                 return Done()
+            case Meet():
+                return Meeting(trainer.exchange.meet(message))
             case Prepare():
-                return Prepared(trainer.exchange.prepare(message))
+                trainer.exchange.prepare(message)
+                return Done()
             case Enter():
                 return self._enter(message)
             case Identify():
@@ -133,14 +137,14 @@ class TrainingWorker:
         try:
             self._relay = Relay(order, state.place, state.shape)
         except OSError as error:
-            return Serving(0, str(error))
-        return Serving(self._relay.port, "")
+            return Serving([], str(error))
+        return Serving([self._relay.port], "")
 
     def _follow(self, order: Follow) -> Standing:
         self._follower, self._behind = None, ""
-        state = self._trainer.state
+        state, [place] = self._trainer.state, order.places
         try:
-            self._follower = Follower(state.publication_at(order.place), state)
+            self._follower = Follower(state.publication_at(place), state)
         except (LayoutError, OSError) as error:
             self._behind = f"the core's state cannot be read: {error}"
         self._keep_up()
@@ -165,7 +169,7 @@ class TrainingWorker:
 
     def _standing(self, ready: bool = False) -> Standing:
         state = self._trainer.state
-        return Standing(self._number(), state.checksum, state.size, state.place, ready, self._behind)
+        return Standing(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
         """Of the state that is held; -1 when it is none of the core's."""

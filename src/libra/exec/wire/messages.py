@@ -139,6 +139,13 @@ class Discard(Message, frozen=True):
 FORMING_SECONDS = 20.0
 
 
+class Meet(Message, frozen=True):
+    """Be the place where replicas meet to form memberships."""
+
+    host: str  # address of this replica's node to listen at
+    port: int  # 0: any free one
+
+
 class Prepare(Message, frozen=True):
     """Form the membership of `size` replicas in which this one is number `rank`, beside the present one."""
 
@@ -146,8 +153,8 @@ class Prepare(Message, frozen=True):
     rank: int
     size: int
     address: str  # of this replica's node: the others reach it there
-    host: str  # where the replicas meet: the address of number 0, which listens there
-    port: int  # as number 0 says in its answer; to number 0: the one to take, or 0 for any free one
+    host: str  # where the replicas meet: at number 0, which listens there
+    port: int  # 0: it cannot
 
 
 class Enter(Message, frozen=True):
@@ -190,7 +197,7 @@ class Identify(Message, frozen=True):
 class Follow(Message, frozen=True):
     """Become what is published there, and keep up with it until `Enter`; answer when level with it."""
 
-    place: StatePlace | RelayPlace
+    places: list[StatePlace | RelayPlace]  # one for each process of the replica
 
 
 class CatchUp(Message, frozen=True):
@@ -320,8 +327,8 @@ class Published(Message, frozen=True):
     checksum: int
 
 
-class Prepared(Message, frozen=True):
-    port: int  # where the replicas meet; 0: number 0 cannot listen
+class Meeting(Message, frozen=True):
+    port: int  # 0: it cannot listen, and tells why when it enters a membership
 
 
 class Entered(Message, frozen=True):
@@ -335,18 +342,18 @@ class Standing(Message, frozen=True):
     number: int  # as the core counts that is followed, or else this replica; -1: none
     parameter_hash: int
     size: int  # bytes of its parameters; a moment of AdamW and a gradient are as large
-    place: StatePlace
+    places: list[StatePlace]  # one for each process of the replica
     ready: bool = False  # to enter the membership that was asked for
     behind: str = ""  # why it ceased to follow
 
 
 class Serving(Message, frozen=True):
-    port: int
+    ports: list[int]  # one for each process of the replica
     failure: str  # why nobody can read it there; empty where the relay listens
 
 
 class Done(Message, frozen=True):
-    """Acknowledges Discard, SaveCheckpoint, LoadCheckpoint and Stop."""
+    """Acknowledges Discard, Prepare, SaveCheckpoint, LoadCheckpoint and Stop."""
 
 
 class Scored(Message, frozen=True):
@@ -361,10 +368,10 @@ class Failure(Message, frozen=True):
 
 ToWorker = (
     StartEngine | StartTrainer | Generate | Interrupt | LoadWeights | MeasureEngine | MeasureTraining | Train | Commit
-    | Discard | Prepare | Enter | Identify | Serve | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint
+    | Discard | Meet | Prepare | Enter | Identify | Serve | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint
     | LoadCheckpoint | Score | Stop
 )  # fmt: skip
 FromWorker = (
-    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Reduced | Trained | WarmedUp | Published | Prepared
+    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Reduced | Trained | WarmedUp | Published | Meeting
     | Entered | Serving | Standing | Done | Scored | Failure
 )  # fmt: skip

@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when the thread of `parent` that started it ends."""
+    """From now on this process is killed when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
