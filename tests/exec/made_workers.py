@@ -35,8 +35,6 @@ from libra.exec.wire.messages import (
     Meeting,
     Message,
     Piece,
-    Prepare,
-    Prepared,
     Publish,
     Published,
     Ready,
@@ -138,8 +136,6 @@ class MadeWorker:
                 Path(order.directory).mkdir(parents=True)
                 (Path(order.directory) / "model.safetensors").write_text(str(self.version))
                 return Done()
-            case Prepare():
-                return Prepared(order.port or 29511)
             case LoadCheckpoint():
                 self.version = int((Path(order.directory) / "model.safetensors").read_text())
                 return Done()
