@@ -62,6 +62,7 @@ class Told:
         self.moves: list[Moved] = []
         self.losses: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, float]] = []
+        self.joins: list[str] = []
 
     def role(self, worker: Worker) -> None:
         pass
@@ -71,6 +72,12 @@ class Told:
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self.losses.append((worker, why))
+
+    def load(self, worker: str) -> None:
+        pass
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        self.joins.append(worker)
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
         self.loads.append((worker, version, seconds))

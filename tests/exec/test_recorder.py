@@ -22,10 +22,11 @@ LONG = Duty(Role.ROLLOUT, "long")
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
 STEP = StepRecord(
     step=1, time=2.0, version=1, step_seconds=2.0, generate_seconds=1.0, train_seconds=1.0, exchange_seconds=0.0,
-    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5, reward_mean=0.5, groups=1, groups_without_signal=0,
-    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0,
+    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5,
+    checkpoint_seconds=0.0, held_seconds=0.0, redone_seconds=0.0, reward_mean=0.5, groups=1, groups_without_signal=0,
+    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0, staleness=(2,),
     behaviour_weight_mean=1.0, prox_gap_mean=0.0, clip_share=0.0, grad_norm=1.0, context_p50=1.0, context_p90=1.0,
-    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={},
+    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={}, device_seconds={},
 )  # fmt: skip
 PERIOD = PeriodRecord(0, 1, 2, "", 2.0, 2.0, "rollout", False)
 

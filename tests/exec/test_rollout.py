@@ -16,6 +16,7 @@ from scripted import (
     Script,
     ScriptedEngine,
     Take,
+    Unwatched,
     instance,
     letters,
     make_fleet,
@@ -92,12 +93,25 @@ ALLOWED = [name for name in TOOLS if name != "forbidden"]
 
 
 class Reports(list[TurnReport]):
-    """The turns that were reported."""
+    """The turns that were reported, and what engines and tools had to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[tuple[str, str, int]] = []
+
+    def turn(self, report: TurnReport) -> None:
+        self.append(report)
+
+    def turns(self, worker: str, change: int) -> None:
+        self.changes.append(("turns", worker, change))
+
+    def tools(self, worker: str, change: int) -> None:
+        self.changes.append(("tools", worker, change))
 
 
 def make_rollout(fleet: Fleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
     kept = reports if reports is not None else Reports()
-    return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept.append, now=lambda: 12.5)
+    return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept, now=lambda: 12.5)
 
 
 def finish(episode: Awaitable[Episode]) -> Episode:
@@ -183,7 +197,7 @@ def test_the_stop_text_must_be_one_token() -> None:
         stop = "ba"
 
     with pytest.raises(ValueError, match="the stop text 'ba' must be one token of the model, not 2"):
-        Rollout(TwoTokens(TOOLS), [], CODEC, make_fleet(FirstInstance()), 100, lambda report: None, now=lambda: 0.0)
+        Rollout(TwoTokens(TOOLS), [], CODEC, make_fleet(FirstInstance()), 100, Unwatched(), now=lambda: 0.0)
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------
@@ -365,7 +379,7 @@ def test_the_last_turn_that_is_allowed_calls_no_tool() -> None:
 
     script, policy = Script(*(turn(letters(f">c:{i};")) for i in range(3))), FirstInstance()
     fleet = make_fleet(policy, ScriptedEngine("e0", script))
-    rollout = Rollout(Counting({"c": count}), ["c"], CODEC, fleet, 1000, lambda report: None, now=lambda: 0.0)
+    rollout = Rollout(Counting({"c": count}), ["c"], CODEC, fleet, 1000, Unwatched(), now=lambda: 0.0)
     episode = finish(rollout.episode("g0-0", PROMPT, 3, 0.7))
     assert calls == ["0", "1"]
     assert [t.tool for t in episode.trajectory.turns] == ["c", "c", None]
