@@ -244,7 +244,8 @@ def test_a_step_that_was_made_again_after_a_loss(devices: DeviceTime) -> None:
     devices.phase(Phase.WAITING, 25.0)
     common = {Cause.ROLLOUT_BOUND: 10.0, Cause.BOUNDARY: 1.0, Cause.REDOING: 2.0, Cause.PUBLISHING: 3.5}
     seconds = devices.seconds(25.0)
-    assert seconds["core-0"] == {**common, Cause.COMPUTING: 4.0 + 1.5, Cause.EXCHANGING: 3.0}
+    waited = {Cause.REPLICA_BOUND: 2.0, Cause.EXCHANGING: 1.0}
+    assert seconds["core-0"] == {**common, Cause.COMPUTING: 4.0 + 1.5, **waited}
     assert seconds["core-1"] == {**common, Cause.COMPUTING: 6.0 + 1.5, Cause.EXCHANGING: 1.0}
 
 

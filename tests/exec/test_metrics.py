@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections import defaultdict
 from pathlib import Path
@@ -59,6 +60,13 @@ def by_worker(samples: Samples) -> dict[str, dict[str, float]]:
     for labels, value in samples["libra_device_seconds_total"].items():
         seconds[dict(labels)["worker"]][dict(labels)["cause"]] = value
     return seconds
+
+
+def documented_metrics() -> set[str]:
+    page = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Metrics for Prometheus\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `libra_")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
 
 
 def require_equal_to_records(samples: Samples, directory: Path) -> None:
@@ -141,6 +149,7 @@ def test_a_run_that_is_asked_while_it_goes_on(runs: Runs, monkeypatch: pytest.Mo
     assert by_worker(ended)["rollout-1"]["failed"] > 0
     assert {cause for causes in by_worker(ended).values() for cause in causes} <= set(Cause)
     assert sum(summary.device_seconds.values()) >= sum(wholes)
+    assert documented_metrics() == {name + "_total" * (kind == "counter") for name, kind in types.items()}
     assert (types["libra_device_seconds"], types["libra_staleness_versions"]) == ("counter", "histogram")
 
 

@@ -12,10 +12,12 @@ import pytest
 from test_episode_file import episode
 
 from libra.disk import DiskError
+from libra.exec.loop.device_time import Phase
 from libra.exec.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
 from libra.exec.pool.mover import Moved
 from libra.exec.pool.moves import Move
 from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role, Worker
+from libra.report.causes import Cause
 from libra.report.records import PeriodRecord, StepRecord
 
 LONG = Duty(Role.ROLLOUT, "long")
@@ -77,6 +79,37 @@ def test_a_move_is_an_event_and_a_span(recorder: Recorder, moved: Moved, kind: s
             "outcome": moved.outcome,
         }
     ]
+
+
+def test_a_join_says_how_long_it_took_and_who_waited(recorder: Recorder) -> None:
+    recorder.joined("w", 2.25, 0.0125)
+    [event] = rows(recorder.directory, "events")
+    assert (event["kind"], event["worker"], event["seconds"], event["held_seconds"]) == ("joined", "w", 2.25, 0.0125)
+
+
+def test_the_timeline_has_a_lane_of_causes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too short to be seen is not drawn, and counts all the same."""
+    clock = recorder._started
+    monkeypatch.setattr("libra.exec.loop.recorder.time.monotonic", lambda: clock)
+    recorder.meet([Worker("w", 0, ANY, Role.ROLLOUT, "long")])
+    recorder.begin()
+    recorder.phase(Phase.WAITING)
+    for seconds, change in ((2.0, 1), (3.0, -1), (0.001, 1), (4.0, -1)):
+        clock += seconds
+        recorder.turns("w", change)
+    clock += 1.0
+    recorder.take_device_seconds(recorder.now())
+    events = json.loads((recorder.directory / "timeline.json").read_text() + "]")
+    [lane] = [event["pid"] for event in events if event["args"].get("name") == "where the time goes"]
+    drawn = [(e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == lane]
+    assert drawn == [
+        ("without work", 2_000_000),
+        ("generating", 3_000_000),
+        ("generating", 4_000_000),
+        ("without work", 1_000_000),
+    ]
+    spent = recorder.device_seconds()["w"]
+    assert spent == {Cause.GENERATING: pytest.approx(7.0), Cause.NO_WORK: pytest.approx(3.001)}
 
 
 def test_a_loss_says_what_becomes_of_the_slot(recorder: Recorder) -> None:

@@ -232,7 +232,9 @@ def test_how_a_call_ended_and_what_the_agent_reads(tool: str, status: ToolStatus
 # --- accidents -----------------------------------------------------------------------------------------------------
 
 
-def on_two_engines(answers: Callable[[Callable[[Take], None]], list[Any]]) -> tuple[Episode, Script, FirstInstance]:
+def on_two_engines(
+    answers: Callable[[Callable[[Take], None]], list[Any]], reports: Reports | None = None
+) -> tuple[Episode, Script, FirstInstance]:
     """One episode that begins on e0; the answers may contain the accident that takes e0 away."""
     policy = FirstInstance()
 
@@ -242,7 +244,44 @@ def on_two_engines(answers: Callable[[Callable[[Take], None]], list[Any]]) -> tu
 
     script = Script(*answers(accident))
     fleet = make_fleet(policy, ScriptedEngine("e0", script), ScriptedEngine("e1", script))
-    return finish(make_rollout(fleet).episode("g0-0", PROMPT, 3, 0.7)), script, policy
+    return finish(make_rollout(fleet, reports=reports).episode("g0-0", PROMPT, 3, 0.7)), script, policy
+
+
+def test_it_is_told_which_engine_has_turns_and_whose_episodes_wait_for_tools() -> None:
+    """An episode that waits for a tool is of the engine that served it last."""
+    reports = Reports()
+    on_two_engines(lambda gone: [turn(letters(">e:1;")), gone, turn(letters(">hang:1;")), ANSWER], reports)
+    assert [(what, worker) for what, worker, change in reports.changes if change == 1] == [
+        ("turns", "e0"),
+        ("tools", "e0"),
+        ("turns", "e0"),
+        ("turns", "e1"),
+        ("tools", "e1"),
+        ("turns", "e1"),
+    ]
+    begun, over = reports.changes[::2], reports.changes[1::2]
+    assert [(what, worker, -change) for what, worker, change in begun] == over  # one thing after the other
+
+
+def test_an_episode_that_is_cancelled_leaves_nothing_counted() -> None:
+    reports = Reports()
+
+    async def run() -> None:
+        fleet, waiting = make_fleet(FirstInstance()), asyncio.Event()
+
+        class Stuck(ScriptedEngine):
+            async def generate(self, request: Generate, take: Take) -> None:
+                waiting.set()
+                await asyncio.get_running_loop().create_future()
+
+        fleet.add(instance(Stuck("e0", Script())))
+        episode = asyncio.create_task(make_rollout(fleet, reports=reports).episode("g0-0", PROMPT, 3, 0.7))
+        await waiting.wait()
+        episode.cancel()
+        await asyncio.gather(episode, return_exceptions=True)
+
+    asyncio.run(run())
+    assert reports.changes == [("turns", "e0", 1), ("turns", "e0", -1)]
 
 
 def test_a_lost_engine_costs_no_completed_turn() -> None:

@@ -28,6 +28,7 @@ class Cause(StrEnum):
     CHECKPOINTING = "checkpointing"
     REDOING = "redoing"
     ROLLOUT_BOUND = "rollout_bound"
+    REPLICA_BOUND = "replica_bound"
     TRAINING_BOUND = "training_bound"
     TOOL_BOUND = "tool_bound"
     NO_WORK = "no_work"
@@ -42,6 +43,7 @@ class Cause(StrEnum):
 WORK = (Cause.GENERATING, Cause.COMPUTING)
 WAITED_FOR = {
     Cause.ROLLOUT_BOUND: "a batch to train on",
+    Cause.REPLICA_BOUND: "the slowest replica",
     Cause.TRAINING_BOUND: "the step that lets new groups start",
     Cause.TOOL_BOUND: "tools",
     Cause.NO_WORK: "turns, which ran elsewhere",
@@ -66,7 +68,7 @@ CAUSES: dict[Cause, CauseStyle] = {
         "computing", "forward, backward, optimiser", ROLES["train"].colour, "thread_state_iowait"
     ),
     Cause.EXCHANGING: CauseStyle(
-        "exchanging gradients", "the wait for the slowest replica included", "#8c5a00", "rail_animation", _PAPER
+        "exchanging gradients", "they are added up over the replicas", "#8c5a00", "rail_animation", _PAPER
     ),
     Cause.PUBLISHING: CauseStyle(
         "publishing", "trainers, until all engines hold the new weights", "#b5532a", "rail_load", _PAPER
@@ -77,6 +79,9 @@ CAUSES: dict[Cause, CauseStyle] = {
     ),
     Cause.REDOING: CauseStyle("redoing steps", "after a loss, or when a run is resumed", "#8e1b2e", "bad", _PAPER),
     Cause.ROLLOUT_BOUND: CauseStyle("rollout-bound", "trainers wait for a batch", "#f6dda0", "thread_state_sleeping"),
+    Cause.REPLICA_BOUND: CauseStyle(
+        "waiting for a replica", "the slowest one still computes", "#dcb887", "thread_state_sleeping"
+    ),
     Cause.TRAINING_BOUND: CauseStyle(
         "training-bound",
         "staleness lets no new group start before the step is made",

@@ -41,7 +41,7 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class StepRecord(Record):
     """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
-    of `step_seconds`; what is left is microseconds of the controller's own."""
+    of `step_seconds`; what they leave is the controller's own."""
 
     step: int
     time: float  # when the step ended

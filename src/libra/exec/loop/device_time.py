@@ -54,11 +54,14 @@ class Part:
 def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
     """What the replicas of a step did until the optimiser's turn."""
     before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
+    # They leave the exchange together, so who is longest in it has waited for the last to come.
+    exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
     return {
         share.replica: (
             *before,
             Part(Cause.COMPUTING, share.compute_seconds),
-            Part(Cause.EXCHANGING, share.exchange_seconds),
+            Part(Cause.REPLICA_BOUND, share.exchange_seconds - exchange),
+            Part(Cause.EXCHANGING, exchange),
         )
         for share in result.shares
     }
