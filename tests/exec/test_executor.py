@@ -150,6 +150,7 @@ def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
             "rollout-1": "short",
         }
         assert sorted(made.told.loads) == [("rollout-0", 4, 0.25), ("rollout-1", 4, 0.25)]
+        assert made.told.joins == ["hybrid-0"]  # the first core joins nobody
         assert made.executor.allocation() == FIRST
         assert made.journalled(Start) == [Start(4)]
         assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)
