@@ -197,10 +197,14 @@ def test_a_full_disk_names_the_file(recorder: Recorder, monkeypatch: pytest.Monk
         def close(self) -> None:
             pass
 
+    recorder.meet([Worker("w0", 0, ANY, Role.TRAIN)])  # whose time is drawn when the recorder closes
+    monkeypatch.setattr("libra.exec.loop.recorder._SPAN_SECONDS", 0.0)
     monkeypatch.setattr(recorder._timeline, "_file", Full())
     with pytest.raises(DiskError, match=r"timeline\.json cannot be written \(No space left on device\)"):
         recorder.lost("w0", "signal 9", retired=False)
     with pytest.raises(DiskError, match=r"timeline\.json"):
         recorder.close()
+    with pytest.raises(ValueError, match="closed file"):
+        recorder._files["events"].append(b"{}")  # it was closed all the same
     assert rows(recorder.directory, "events")[0]["worker"] == "w0"
     monkeypatch.undo()

@@ -47,7 +47,7 @@ WAITED_FOR = {
     Cause.TRAINING_BOUND: "the step that lets new groups start",
     Cause.TOOL_BOUND: "tools",
     Cause.NO_WORK: "turns, which ran elsewhere",
-    Cause.BOUNDARY: "replicas that joined or left",
+    Cause.BOUNDARY: "workers that joined or left",
 }
 WAITING = tuple(WAITED_FOR)
 _INK, _PAPER = "#1d2733", "#ffffff"
@@ -98,14 +98,14 @@ CAUSES: dict[Cause, CauseStyle] = {
         "without work", "what is left to generate runs on other engines", "#d3c8e3", "thread_state_unknown"
     ),
     Cause.BOUNDARY: CauseStyle(
-        "held at a boundary", "a replica joins or leaves between two steps", "#cdc5aa", "thread_state_unknown"
+        "held at a boundary", "somebody joins or leaves between two steps", "#cdc5aa", "thread_state_unknown"
     ),
     Cause.STARTING: CauseStyle("starting", "a process starts where there was none", ROLES["joining"].colour, "yellow"),
     Cause.MOVING: CauseStyle(
         "moving", "from one role to another", ROLES["draining"].colour, "thread_state_uninterruptible"
     ),
     Cause.FAILED: CauseStyle("failed", "its process is gone", ROLES["failed"].colour, "terrible", _PAPER),
-    Cause.IDLE: CauseStyle("without a role", "nothing was planned for it", ROLES["idle"].colour, "grey"),
+    Cause.IDLE: CauseStyle("without a role", "no process was started there yet", ROLES["idle"].colour, "grey"),
     Cause.EVALUATING: CauseStyle("evaluating", "no steps are made", "#8a949e", "grey"),
 }
 

@@ -54,7 +54,7 @@ class StepRecord(Record):
     load_seconds: float  # mean over engines: one engine takes the new weights
     wait_seconds: float  # the trainer waited for a batch
     checkpoint_seconds: float  # a checkpoint was written after the step before
-    held_seconds: float  # the step boundary was held while a replica joined or left
+    held_seconds: float  # the step boundary was held for somebody who joined or left
     redone_seconds: float  # attempts at this step that failed as a replica was lost, and regrouping
     reward_mean: float
     groups: int

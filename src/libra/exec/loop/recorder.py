@@ -227,12 +227,12 @@ class Recorder:
             path.write_text(summary.to_json() + "\n")
 
     def close(self) -> None:
-        self._devices.take(self._moment())  # draws what is not over
         with ExitStack() as stack:
             for file in self._files.values():
                 stack.callback(file.close)
             stack.enter_context(writing(self._timeline_path))
-            self._timeline.close()
+            stack.callback(self._timeline.close)
+            self._devices.take(self._moment())  # draws what is not over
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Timeline, float]]:
