@@ -191,8 +191,8 @@ class PostTraining:
         result = await self._executor.trainers.step(
             self._step + 1, batch.samples, len(batch.episodes), batch.generated_tokens
         )
-        self._recorder.stepped(result)
         stepped_at = self._recorder.now()
+        self._recorder.stepped(result)
         loads = await self._executor.publish(result.version, result.buffer, result.checksum)
         self._step += 1
         if self._step > self._history.version:
