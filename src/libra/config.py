@@ -114,6 +114,13 @@ class PlannerConfig(Section):
     calibration: Path | None = None  # a measured profile to use instead of measuring
 
 
+class MetricsConfig(Section):
+    """Where Prometheus may ask a run for its numbers."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)  # None: nowhere
+    host: str = "127.0.0.1"
+
+
 class RunConfig(Section):
     """One run of `libra run`."""
 
@@ -131,6 +138,7 @@ class RunConfig(Section):
     training: TrainingConfig
     routing: RoutingConfig = RoutingConfig()
     planner: PlannerConfig = PlannerConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _start_is_possible(self) -> Self:

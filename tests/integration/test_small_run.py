@@ -67,6 +67,11 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns) -> None
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert all(row["staleness_max"] <= 1 for row in steps)
     assert any(row["staleness_max"] == 1 for row in steps)  # asynchronous, not lock-step
+    for row in steps:  # every second of every worker
+        spent = [sum(causes.values()) for causes in row["device_seconds"].values()]
+        assert spent == [pytest.approx(row["step_seconds"])] * 4
+    assert {"generating", "computing", "loading", "starting", "evaluating"} <= set(summary["device_seconds"])
+    assert "devices: " in err and " % generating" in err
     trained = list(read_trajectories(small_runs.run_directory / "trajectories.jsonl"))
     assert len({trajectory.id for trajectory in trained}) == len(trained) == 8 * 16
     assert all(trajectory.finished for trajectory in trained)
@@ -108,6 +113,8 @@ def test_a_killed_engine_is_started_again_and_costs_no_trajectory(small_runs: Sm
     assert len(set(trained)) == len(trained) == 30 * 16
     assert small_runs.rows("metrics")[-1]["roles"]["rollout-1"].startswith("rollout:")
     assert len([row for row in small_runs.rows("journal") if row.get("worker") == "rollout-1" and "pid" in row]) >= 2
+    lost = [row["device_seconds"]["rollout-1"] for row in small_runs.rows("metrics")]
+    assert any("failed" in causes for causes in lost) and any("starting" in causes for causes in lost)
     page = (small_runs.run_directory / "report.html").read_text()
     assert "rollout-1 was lost" in page and "its slot is idle" in page
     moves = [event["args"] for event in timeline(small_runs) if event.get("args", {}).get("outcome")]
