@@ -95,12 +95,23 @@ class TrainingConfig(Section):
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
     micro_batch_tokens: PositiveInt = 1024
     precision: Literal["bf16", "fp32"] = "bf16"  # of forward and backward; parameters and optimiser are float32
+    processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
+    sharding: Literal["none", "fsdp2"] = "none"  # what each of them holds: the whole model, or a shard of it
     temperature: PositiveFloat = 1.0
     kv_on_update: Literal["keep", "refresh"] = "keep"
 
     @property
     def trajectories(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _can_be_sharded(self) -> Self:
+        if self.sharding != "none" and self.processes == 1:
+            raise ValueError(
+                f"sharding {self.sharding} divides a replica among its processes, and it has one: set processes to 2 or"
+                " more, or sharding to none"
+            )
+        return self
 
 
 class RoutingConfig(Section):

@@ -122,6 +122,25 @@ def test_a_killed_engine_is_started_again_and_costs_no_trajectory(small_runs: Sm
     assert {"idle", "train"} & {move["from"] for move in moves}
 
 
+def test_a_run_whose_replicas_are_sharded_over_two_processes_survives_the_loss_of_one(small_runs: SmallRuns) -> None:
+    process = small_runs.start("--json", training__steps=20, training__processes=2, training__sharding="fsdp2")
+    wait_for(lambda: len(small_runs.rows("metrics")) >= 2, "the second step", process)
+    pids = {row["worker"]: row["pid"] for row in small_runs.rows("journal") if row["kind"] == "worker"}
+    leaders = {worker: psutil.Process(pid) for worker, pid in pids.items()}
+    [peer] = leaders["hybrid-0"].children()
+    assert len(leaders["core-0"].children()) == 1 and not leaders["rollout-0"].children()
+    peer.kill()
+    status, out, err = small_runs.finish(process)
+    assert status == 0, err[-3000:]
+    assert all_gone([peer, leaders["hybrid-0"]])
+    summary = json.loads(out)
+    assert summary["finished"] and summary["lost_workers"] == ["hybrid-0"]
+    assert summary["trajectories_started"] == summary["trajectories_trained"] == 20 * 16
+    assert summary["logprob_gap"] < 0.15
+    assert "process 1 of the replica is gone" in (small_runs.run_directory / "logs" / "hybrid-0.log").read_text()
+    assert (small_runs.run_directory / "model" / "model.safetensors").is_file()
+
+
 def test_ctrl_c_leaves_nothing_behind_and_the_run_can_be_resumed(small_runs: SmallRuns) -> None:
     before = shared_memory_files()
     process = small_runs.start(training__steps=10)

@@ -90,11 +90,13 @@ def _check_model_directory(config: RunConfig) -> None:
 
 def _check_memory(config: RunConfig) -> None:
     free = psutil.virtual_memory().available
-    weights = _weight_bytes(config)
-    each = WORKER_BYTES + _TRAINED_COPIES * weights
-    needed = NURSERY_BYTES + config.cluster.slots * each
+    training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config)
+    each = WORKER_BYTES + trained
+    peers = (config.cluster.core + config.cluster.hybrid) * (training.processes - 1)
+    others = NURSERY_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
+    needed = others + config.cluster.slots * each
     if needed > free:
-        fit = max(0, int((free - NURSERY_BYTES) // each))
+        fit = max(0, int((free - others) // each))
         raise ConfigError(
             f"cluster.slots: {config.cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
             f" {free / 2**30:.1f} GiB are free; use at most {fit}, or free some memory"

@@ -172,6 +172,8 @@ class Processes:
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
+                processes=training.processes,
+                sharding=training.sharding,
             )
         )
         self._layout = ready
