@@ -62,6 +62,10 @@ def run(
         str | None,
         typer.Option(help="Of the Ray cluster, or auto (default: one is started here for the run)."),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Answer Prometheus at this port (127.0.0.1, or metrics.host)."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
@@ -82,6 +86,7 @@ def run(
         "allocation": allocation.value if allocation is not None else None,
         "cluster.launcher": launcher.value if launcher is not None else None,
         "cluster.ray_address": ray_address,
+        "metrics.port": metrics_port,
     }
     try:
         settings = load_config(config, {key: value for key, value in overrides.items() if value is not None})

@@ -62,6 +62,7 @@ class Told:
         self.losses: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, float]] = []
         self.back_again: list[str] = []
+        self.joins: list[str] = []
 
     def role(self, worker: Worker) -> None:
         pass
@@ -74,6 +75,12 @@ class Told:
 
     def back(self, worker: str) -> None:
         self.back_again.append(worker)
+
+    def load(self, worker: str) -> None:
+        pass
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        self.joins.append(worker)
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
         self.loads.append((worker, version, seconds))
@@ -140,6 +147,7 @@ def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
             "rollout-1": "short",
         }
         assert sorted(made.told.loads) == [("rollout-0", 4, 0.25), ("rollout-1", 4, 0.25)]
+        assert made.told.joins == ["hybrid-0"]  # the first core joins nobody
         assert made.executor.allocation() == FIRST
         assert made.journalled(Start) == [Start(4)]
         assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)
