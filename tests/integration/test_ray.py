@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def test_a_run_goes_on_without_a_node_and_takes_its_slots_back(
     (small_runs.directory / "held.py").write_text(HELD)
     process = small_runs.start(
         "--json", "--launcher", "ray", "--ray-address", cluster.address, "--allocation", "static",
+        warm_up__steps=1, environment__heldout_prompts=4,
         training__steps=STEPS, planner__calibration=profile, environment__kind="held:Held",
         environment__options={"operands": [2, 4], "hold": str(hold)},
     )  # fmt: skip
@@ -127,14 +129,16 @@ def test_nothing_of_a_cluster_outlives_the_controller_that_started_it(
     process = small_runs.start("--launcher", "ray", planner__calibration=profile)
     nursery = small_runs.run_directory / "logs" / "nursery-0.log"
     wait_for(nursery.exists, "the start of a node", process)
-    running = processes_of(small_runs, process)[1:]
-    names = " ".join(" ".join(each.cmdline()) for each in running)
+    running: dict[str, list[psutil.Process]] = {}
+    for each in processes_of(small_runs, process)[1:]:
+        with suppress(psutil.Error):  # it has ended already
+            for connection in each.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    assert connection.laddr.ip in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+            running.setdefault(" ".join(each.cmdline()), []).append(each)
+    names = " ".join(running)
     assert "gcs_server" in names and "raylet" in names and "libra.exec.launch.nursery" in names
-    for connection in (found for each in running for found in each.net_connections("tcp")):
-        if connection.status == psutil.CONN_LISTEN:
-            assert connection.laddr.ip in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
-    if end == signal.SIGKILL:
-        running = [each for each in running if not each.name().startswith("ray::") or each.cmdline()[0] not in AGENTS]
     process.send_signal(end)
     small_runs.finish(process, 60)
-    assert all_gone(running)
+    patient = AGENTS if end == signal.SIGKILL else ()
+    assert all_gone([each for name, found in running.items() if not name.startswith(patient) for each in found])
