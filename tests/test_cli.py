@@ -641,9 +641,19 @@ def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
     before = everything_below(here)
     assert_refused(
         libra("run", config),
-        f"cluster.port: {taken_port} cannot be used (Address already in use); give a free port, or 0 for any",
+        f"cluster.port: {taken_port} cannot be used on 127.0.0.1 (Address already in use); give a free port, or 0",
+    )
+    assert_refused(
+        libra("run", write(here / "run.yaml", BASE), "--metrics-port", taken_port),
+        f"metrics.port: {taken_port} cannot be used on 127.0.0.1 (Address already in use); give a free port, or leave",
     )
     assert everything_below(here) == before
+
+
+def test_metrics_do_not_meet_replicas(here: Path) -> None:
+    config = write(here / "run.yaml", changed(cluster={"port": 29_501}))
+    result = libra("run", config, "--metrics-port", 29_501)
+    assert_refused(result, "metrics.port: 29501 is cluster.port too, where training replicas meet; give another one")
 
 
 def make_run(here: Path) -> Path:

@@ -60,6 +60,16 @@ def test_what_is_left_out_has_the_documented_default(tmp_path: Path, data: dict[
     assert (config.cluster.slots, config.cluster.core, config.cluster.hybrid, config.cluster.rollout) == (4, 1, 1, 2)
 
 
+def test_a_replica_may_have_several_processes(tmp_path: Path, data: dict[str, Any]) -> None:
+    training = load_config(write(tmp_path, data)).training
+    assert (training.processes, training.sharding) == (1, "none")
+    change("training.processes", 2)(data)
+    assert load_config(write(tmp_path, data)).training.sharding == "none"
+    change("training.sharding", "fsdp2")(data)
+    training = load_config(write(tmp_path, data)).training
+    assert (training.processes, training.sharding) == (2, "fsdp2")
+
+
 def test_trajectories_of_a_step(data: dict[str, Any]) -> None:
     assert RunConfig.model_validate(data).training.trajectories == 24 * 6
 
@@ -92,6 +102,13 @@ BAD = [
         change("allocation", "dynamic"),
         "allocation: Input should be 'adaptive' or 'static' (got 'dynamic')",
     ),
+    ("no process", change("training.processes", 0), "training.processes: Input should be greater than or equal to 1"),
+    (
+        "one process is sharded",
+        change("training.sharding", "fsdp2"),
+        "training: sharding fsdp2 divides a replica among its processes, and it has one: set processes to 2",
+    ),
+    ("unknown sharding", change("training.sharding", "fsdp"), "training.sharding: Input should be 'none' or 'fsdp2'"),
     ("port", change("cluster.port", 70000), "cluster.port: Input should be less than or equal to 65535"),
     ("name leaves the directory", change("name", "../elsewhere"), "name: String should match pattern"),
     ("hidden name", change("name", ".run"), "name: String should match pattern"),

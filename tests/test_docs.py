@@ -25,6 +25,7 @@ from libra.cluster import load_cluster
 from libra.config import RunConfig
 from libra.environments.protocol import Environment
 from libra.recipe import Recipe
+from libra.report.causes import Cause
 from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 from libra.route.catalogue import POLICIES
 from libra.sim.engines_file import EnginesFile
@@ -185,6 +186,11 @@ def test_the_example_of_a_script_works_and_is_short(name: str, printed: str) -> 
     assert printed in finished.stdout.splitlines()[0]
     code = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith('"""')]
     assert len(code) < 20
+
+
+def test_every_cause_of_device_time_is_documented() -> None:
+    section = RUNNING.read_text(encoding="utf-8").partition("\n## Why devices were idle\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(Cause)
 
 
 def test_the_keys_of_a_request_are_those_of_the_recipe() -> None:

@@ -1,4 +1,4 @@
-"""Full collections come when they are due, and Python's own ways come back."""
+"""Collections come with growth alone, and Python's own ways come back."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ class Circle:
         self.itself = self
 
 
-def test_what_refers_to_itself_is_found_though_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rare_collection, "_SECONDS", 0.05)
-    before = gc.get_threshold()
+def test_what_refers_to_itself_is_found_when_there_is_much_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rare_collection, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(rare_collection, "_GROWN", 50_000)
+    collected: list[str] = []
 
     async def serve() -> None:
         async with collecting_rarely():
-            assert gc.get_freeze_count() > 0 and gc.get_threshold()[2] > 1000
+            assert gc.get_freeze_count() > 0
+            gc.callbacks.append(lambda phase, info: collected.append(phase))
             gone = weakref.ref(Circle())
-            gc.collect(1)  # it is old now
-            for _ in range(100):
-                await asyncio.sleep(0.02)
-                if gone() is None:
-                    return
-            raise AssertionError("nobody collected it")
+            for _ in range(20):  # requests come and go, and nothing grows
+                assert len([Circle.__new__(Circle) for _ in range(20_000)]) == 20_000
+                await asyncio.sleep(0.01)
+            assert not collected and gone() is not None
+            kept = [Circle() for _ in range(60_000)]
+            async with asyncio.timeout(20):
+                while gone() is not None:
+                    await asyncio.sleep(0.01)
+            assert collected == ["start", "stop"] and len(kept) == 60_000
 
-    asyncio.run(serve())
-    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    try:
+        asyncio.run(serve())
+    finally:
+        gc.callbacks.clear()
+    assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -49,6 +49,10 @@ def run(
     allocation: Annotated[
         AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Answer Prometheus at this port (127.0.0.1, or metrics.host)."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
@@ -67,6 +71,7 @@ def run(
         "training.steps": steps,
         "training.learning_rate": learning_rate,
         "allocation": allocation.value if allocation is not None else None,
+        "metrics.port": metrics_port,
     }
     try:
         settings = load_config(config, {key: value for key, value in overrides.items() if value is not None})

@@ -95,12 +95,23 @@ class TrainingConfig(Section):
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
     micro_batch_tokens: PositiveInt = 1024
     precision: Literal["bf16", "fp32"] = "bf16"  # of forward and backward; parameters and optimiser are float32
+    processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
+    sharding: Literal["none", "fsdp2"] = "none"  # what each of them holds: the whole model, or a shard of it
     temperature: PositiveFloat = 1.0
     kv_on_update: Literal["keep", "refresh"] = "keep"
 
     @property
     def trajectories(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _can_be_sharded(self) -> Self:
+        if self.sharding != "none" and self.processes == 1:
+            raise ValueError(
+                f"sharding {self.sharding} divides a replica among its processes, and it has one: set processes to 2 or"
+                " more, or sharding to none"
+            )
+        return self
 
 
 class RoutingConfig(Section):
@@ -112,6 +123,13 @@ class PlannerConfig(Section):
     horizon: PositiveInt = 100  # steps for which a plan is expected to hold, at most those that remain
     half_life: PositiveFloat = 512.0  # trajectories after which evidence counts half
     calibration: Path | None = None  # a measured profile to use instead of measuring
+
+
+class MetricsConfig(Section):
+    """Where Prometheus may ask a run for its numbers."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)  # None: nowhere
+    host: str = "127.0.0.1"
 
 
 class RunConfig(Section):
@@ -131,6 +149,7 @@ class RunConfig(Section):
     training: TrainingConfig
     routing: RoutingConfig = RoutingConfig()
     planner: PlannerConfig = PlannerConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
     def _start_is_possible(self) -> Self:

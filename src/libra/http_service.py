@@ -6,6 +6,7 @@ Invariant: it answers by the time that its address is known, and when it ends th
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -42,7 +43,10 @@ async def serving(application: web.Application, host: str, port: int) -> AsyncIt
 
 
 async def serve(application: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Until Ctrl-C or SIGTERM; `announce` is told the address. Raises OSError where the port is taken."""
+    """Until Ctrl-C or SIGTERM; `announce` is told the address. As many files may be open as the process is allowed.
+    Raises OSError where the port is taken."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -122,19 +122,19 @@ def test_a_stream_has_all_tokens_once(chat: bool) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", {}, "prompt.str: Field required|prompt: Field required"),
-    ("completions", {"prompt": [1, -2]}, "prompt"),
-    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
-    ("completions", {"prompt": "a", "n": 2}, "n: Input should be 1"),
-    ("completions", {"prompt": "a", "echo": True}, "echo: Input should be False"),
+    ("completions", {}, "missing required field `prompt`"),
+    ("completions", {"prompt": [1, -2]}, "Expected `int` >= 0 - at `$.prompt[1]`"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, "Expected `int` >= 1 - at `$.max_tokens`"),
+    ("completions", {"prompt": "a", "n": 2}, "Invalid enum value 2 - at `$.n`"),
+    ("completions", {"prompt": "a", "echo": True}, "echo is true"),
     ("completions", {"prompt": [1] * 500, "max_tokens": 13}, "leaves room for 12 of 512: ask for fewer"),
     ("completions", {"prompt": [1] * 512}, "leaves no room to generate within max_model_len 512"),
     ("completions", {"prompt": []}, "a prompt has 1 token or more"),
-    ("chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
+    ("chat/completions", {"messages": []}, "Expected `array` of length >= 1 - at `$.messages`"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "messages.0.content",
+        "Invalid enum value 'image_url' - at `$.messages[0].content[0].type`",
     ),
 ]
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_emulated_is_refused(path: str, body: dict[str, Any], say
     async def test(session: ClientSession, base: str, emulator: Emulator) -> None:
         status, answer = await post(session, f"{base}/{path}", body)
         assert status == answer["error"]["code"] == 400
-        assert any(it in answer["error"]["message"] for it in says.split("|"))
+        assert says in answer["error"]["message"]
         assert emulator.engines["e0"].running == emulator.engines["e0"].waiting == 0
 
     served(test)
@@ -153,7 +153,7 @@ def test_what_cannot_be_emulated_is_refused(path: str, body: dict[str, Any], say
 def test_no_json_is_refused() -> None:
     async def test(session: ClientSession, base: str, _: Emulator) -> None:
         async with session.post(f"{base}/completions", data=b"{") as response:
-            assert response.status == 400 and "Invalid JSON" in (await response.json())["error"]["message"]
+            assert response.status == 400 and "truncated" in (await response.json())["error"]["message"]
 
     served(test)
 

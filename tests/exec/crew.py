@@ -30,7 +30,7 @@ class Worker:
     thread: threading.Thread
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.trainer._named_parameters().items()}
+        return {name: tensor.detach().clone() for name, tensor in self.trainer.part.parameters.items()}
 
 
 class Crew:

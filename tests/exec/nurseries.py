@@ -19,7 +19,10 @@ import libra.exec.launch.nursery as nursery
 nursery._import_everything = lambda: None
 nursery.main(int(sys.argv[1]), int(sys.argv[2]))
 """
-TRAINING = BARE.replace("import sys\n", "import sys\nimport libra.exec.train.training_worker\n")
+TRAINING = BARE.replace(
+    "import sys\n",
+    "import sys\nimport libra.exec.train.training_worker\nimport transformers.models.gpt2.modeling_gpt2\n",
+)
 
 
 @asynccontextmanager

@@ -87,7 +87,7 @@ def train(trainer: Trainer, order: Train, publish_to: int = -1) -> Trained:
 
 
 def parameters(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in trainer._named_parameters().values()])
+    return torch.cat([tensor.detach().reshape(-1) for tensor in trainer.part.parameters.values()])
 
 
 def at_once(*verbs: Callable[[], R]) -> list[R]:

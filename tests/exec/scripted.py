@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.exec.launch.handles import EngineHandle
 from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.rollout import TurnReport
 from libra.exec.wire.messages import Generate, Piece
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
@@ -59,6 +60,14 @@ class AskTool:
 
     def demonstration(self, rng: random.Random) -> list[Span]:
         raise NotImplementedError
+
+
+class Unwatched:
+    """Nobody is told of turns and tools."""
+
+    def turn(self, report: TurnReport) -> None: ...
+    def turns(self, worker: str, change: int) -> None: ...
+    def tools(self, worker: str, change: int) -> None: ...
 
 
 Part = list[Piece]

@@ -24,6 +24,7 @@ from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
 from libra.exec.pool.executor import Executor
 from libra.exec.pool.journal import Journal, Start
+from libra.exec.pool.pool import Role, Worker
 from libra.exec.rollout.episode_file import EpisodeFile, History
 from libra.exec.rollout.fleet import Fleet, Instance
 from libra.exec.rollout.rollout import Episode, Rollout
@@ -188,13 +189,19 @@ class Sitting:
         engine.version = history.step
         fleet = Fleet(policy, ALLOCATION)
         fleet.add(Instance(cast(EngineHandle, engine), "long", 100))
+        self.recorder.meet(
+            (
+                Worker("core-0", 0, frozenset({Role.TRAIN}), Role.TRAIN),
+                Worker("rollout-0", 1, frozenset({Role.ROLLOUT}), Role.ROLLOUT, "long"),
+            )
+        )
         self.replanner = MadeReplanner(seen)
         self.training = PostTraining(
             CONFIG,
             AskTool({"e": echo}),
             PROMPTS,
             cast(Executor, MadeExecutor(self.core, fleet, engine)),
-            Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, lambda turn: None, self.recorder.now),
+            Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now),
             cast(Replanner, self.replanner),
             cast(Steering, MadeSteering()),
             self.recorder,

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_token
-from scripted import AskTool
+from scripted import AskTool, Unwatched
 
 from libra.environments.protocol import Prompt, ToolCall
 from libra.exec.launch.handles import EngineHandle
@@ -109,9 +109,7 @@ class World:
         self.policy = Heard(policy_named(name))
         self.fleet = Fleet(self.policy, ALLOCATION)
         self.agent = Agent()
-        self.rollout = Rollout(
-            self.agent, ["t"], Characters(), self.fleet, LONGEST, lambda report: None, now=lambda: 0.0
-        )
+        self.rollout = Rollout(self.agent, ["t"], Characters(), self.fleet, LONGEST, Unwatched(), now=lambda: 0.0)
         self.version = 0
         self.engines: list[Engine] = []  # in service, and those that were given up and may still talk
         self.add("short")

@@ -61,6 +61,7 @@ class Told:
         self.moves: list[Moved] = []
         self.losses: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, float]] = []
+        self.joins: list[str] = []
 
     def role(self, worker: Worker) -> None:
         pass
@@ -70,6 +71,12 @@ class Told:
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self.losses.append((worker, why))
+
+    def load(self, worker: str) -> None:
+        pass
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        self.joins.append(worker)
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
         self.loads.append((worker, version, seconds))
@@ -136,6 +143,7 @@ def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
             "rollout-1": "short",
         }
         assert sorted(made.told.loads) == [("rollout-0", 4, 0.25), ("rollout-1", 4, 0.25)]
+        assert made.told.joins == ["hybrid-0"]  # the first core joins nobody
         assert made.executor.allocation() == FIRST
         assert made.journalled(Start) == [Start(4)]
         assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)

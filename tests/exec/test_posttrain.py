@@ -220,7 +220,7 @@ directory, room = Path(sys.argv[1]), int(sys.argv[2])
 
 async def run(sitting):
     task = asyncio.create_task(sitting.training.run())
-    while not any(directory.glob("checkpoint-*/state.json")):
+    while not task.done() and not any(directory.glob("checkpoint-*/state.json")):
         await asyncio.sleep(0)
     size = (directory / sys.argv[3]).stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))

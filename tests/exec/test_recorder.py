@@ -12,20 +12,23 @@ import pytest
 from test_episode_file import episode
 
 from libra.disk import DiskError
+from libra.exec.loop.device_time import Phase
 from libra.exec.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
 from libra.exec.pool.mover import Moved
 from libra.exec.pool.moves import Move
 from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role, Worker
+from libra.report.causes import Cause
 from libra.report.records import PeriodRecord, StepRecord
 
 LONG = Duty(Role.ROLLOUT, "long")
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
 STEP = StepRecord(
     step=1, time=2.0, version=1, step_seconds=2.0, generate_seconds=1.0, train_seconds=1.0, exchange_seconds=0.0,
-    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5, reward_mean=0.5, groups=1, groups_without_signal=0,
-    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0,
+    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5,
+    checkpoint_seconds=0.0, held_seconds=0.0, redone_seconds=0.0, reward_mean=0.5, groups=1, groups_without_signal=0,
+    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0, staleness=(2,),
     behaviour_weight_mean=1.0, prox_gap_mean=0.0, clip_share=0.0, grad_norm=1.0, context_p50=1.0, context_p90=1.0,
-    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={},
+    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={}, device_seconds={},
 )  # fmt: skip
 PERIOD = PeriodRecord(0, 1, 2, "", 2.0, 2.0, "rollout", False)
 
@@ -76,6 +79,37 @@ def test_a_move_is_an_event_and_a_span(recorder: Recorder, moved: Moved, kind: s
             "outcome": moved.outcome,
         }
     ]
+
+
+def test_a_join_says_how_long_it_took_and_who_waited(recorder: Recorder) -> None:
+    recorder.joined("w", 2.25, 0.0125)
+    [event] = rows(recorder.directory, "events")
+    assert (event["kind"], event["worker"], event["seconds"], event["held_seconds"]) == ("joined", "w", 2.25, 0.0125)
+
+
+def test_the_timeline_has_a_lane_of_causes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too short to be seen is not drawn, and counts all the same."""
+    clock = recorder._started
+    monkeypatch.setattr("libra.exec.loop.recorder.time.monotonic", lambda: clock)
+    recorder.meet([Worker("w", 0, ANY, Role.ROLLOUT, "long")])
+    recorder.begin()
+    recorder.phase(Phase.WAITING)
+    for seconds, change in ((2.0, 1), (3.0, -1), (0.001, 1), (4.0, -1)):
+        clock += seconds
+        recorder.turns("w", change)
+    clock += 1.0
+    recorder.take_device_seconds(recorder.now())
+    events = json.loads((recorder.directory / "timeline.json").read_text() + "]")
+    [lane] = [event["pid"] for event in events if event["args"].get("name") == "where the time goes"]
+    drawn = [(e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == lane]
+    assert drawn == [
+        ("without work", 2_000_000),
+        ("generating", 3_000_000),
+        ("generating", 4_000_000),
+        ("without work", 1_000_000),
+    ]
+    spent = recorder.device_seconds()["w"]
+    assert spent == {Cause.GENERATING: pytest.approx(7.0), Cause.NO_WORK: pytest.approx(3.001)}
 
 
 def test_a_loss_says_what_becomes_of_the_slot(recorder: Recorder) -> None:
@@ -163,10 +197,14 @@ def test_a_full_disk_names_the_file(recorder: Recorder, monkeypatch: pytest.Monk
         def close(self) -> None:
             pass
 
+    recorder.meet([Worker("w0", 0, ANY, Role.TRAIN)])  # whose time is drawn when the recorder closes
+    monkeypatch.setattr("libra.exec.loop.recorder._SPAN_SECONDS", 0.0)
     monkeypatch.setattr(recorder._timeline, "_file", Full())
     with pytest.raises(DiskError, match=r"timeline\.json cannot be written \(No space left on device\)"):
         recorder.lost("w0", "signal 9", retired=False)
     with pytest.raises(DiskError, match=r"timeline\.json"):
         recorder.close()
+    with pytest.raises(ValueError, match="closed file"):
+        recorder._files["events"].append(b"{}")  # it was closed all the same
     assert rows(recorder.directory, "events")[0]["worker"] == "w0"
     monkeypatch.undo()

@@ -16,6 +16,7 @@ from scripted import (
     Script,
     ScriptedEngine,
     Take,
+    Unwatched,
     instance,
     letters,
     make_fleet,
@@ -92,12 +93,25 @@ ALLOWED = [name for name in TOOLS if name != "forbidden"]
 
 
 class Reports(list[TurnReport]):
-    """The turns that were reported."""
+    """The turns that were reported, and what engines and tools had to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[tuple[str, str, int]] = []
+
+    def turn(self, report: TurnReport) -> None:
+        self.append(report)
+
+    def turns(self, worker: str, change: int) -> None:
+        self.changes.append(("turns", worker, change))
+
+    def tools(self, worker: str, change: int) -> None:
+        self.changes.append(("tools", worker, change))
 
 
 def make_rollout(fleet: Fleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
     kept = reports if reports is not None else Reports()
-    return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept.append, now=lambda: 12.5)
+    return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept, now=lambda: 12.5)
 
 
 def finish(episode: Awaitable[Episode]) -> Episode:
@@ -183,7 +197,7 @@ def test_the_stop_text_must_be_one_token() -> None:
         stop = "ba"
 
     with pytest.raises(ValueError, match="the stop text 'ba' must be one token of the model, not 2"):
-        Rollout(TwoTokens(TOOLS), [], CODEC, make_fleet(FirstInstance()), 100, lambda report: None, now=lambda: 0.0)
+        Rollout(TwoTokens(TOOLS), [], CODEC, make_fleet(FirstInstance()), 100, Unwatched(), now=lambda: 0.0)
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------
@@ -218,7 +232,9 @@ def test_how_a_call_ended_and_what_the_agent_reads(tool: str, status: ToolStatus
 # --- accidents -----------------------------------------------------------------------------------------------------
 
 
-def on_two_engines(answers: Callable[[Callable[[Take], None]], list[Any]]) -> tuple[Episode, Script, FirstInstance]:
+def on_two_engines(
+    answers: Callable[[Callable[[Take], None]], list[Any]], reports: Reports | None = None
+) -> tuple[Episode, Script, FirstInstance]:
     """One episode that begins on e0; the answers may contain the accident that takes e0 away."""
     policy = FirstInstance()
 
@@ -228,7 +244,44 @@ def on_two_engines(answers: Callable[[Callable[[Take], None]], list[Any]]) -> tu
 
     script = Script(*answers(accident))
     fleet = make_fleet(policy, ScriptedEngine("e0", script), ScriptedEngine("e1", script))
-    return finish(make_rollout(fleet).episode("g0-0", PROMPT, 3, 0.7)), script, policy
+    return finish(make_rollout(fleet, reports=reports).episode("g0-0", PROMPT, 3, 0.7)), script, policy
+
+
+def test_it_is_told_which_engine_has_turns_and_whose_episodes_wait_for_tools() -> None:
+    """An episode that waits for a tool is of the engine that served it last."""
+    reports = Reports()
+    on_two_engines(lambda gone: [turn(letters(">e:1;")), gone, turn(letters(">hang:1;")), ANSWER], reports)
+    assert [(what, worker) for what, worker, change in reports.changes if change == 1] == [
+        ("turns", "e0"),
+        ("tools", "e0"),
+        ("turns", "e0"),
+        ("turns", "e1"),
+        ("tools", "e1"),
+        ("turns", "e1"),
+    ]
+    begun, over = reports.changes[::2], reports.changes[1::2]
+    assert [(what, worker, -change) for what, worker, change in begun] == over  # one thing after the other
+
+
+def test_an_episode_that_is_cancelled_leaves_nothing_counted() -> None:
+    reports = Reports()
+
+    async def run() -> None:
+        fleet, waiting = make_fleet(FirstInstance()), asyncio.Event()
+
+        class Stuck(ScriptedEngine):
+            async def generate(self, request: Generate, take: Take) -> None:
+                waiting.set()
+                await asyncio.get_running_loop().create_future()
+
+        fleet.add(instance(Stuck("e0", Script())))
+        episode = asyncio.create_task(make_rollout(fleet, reports=reports).episode("g0-0", PROMPT, 3, 0.7))
+        await waiting.wait()
+        episode.cancel()
+        await asyncio.gather(episode, return_exceptions=True)
+
+    asyncio.run(run())
+    assert reports.changes == [("turns", "e0", 1), ("turns", "e0", -1)]
 
 
 def test_a_lost_engine_costs_no_completed_turn() -> None:
@@ -365,7 +418,7 @@ def test_the_last_turn_that_is_allowed_calls_no_tool() -> None:
 
     script, policy = Script(*(turn(letters(f">c:{i};")) for i in range(3))), FirstInstance()
     fleet = make_fleet(policy, ScriptedEngine("e0", script))
-    rollout = Rollout(Counting({"c": count}), ["c"], CODEC, fleet, 1000, lambda report: None, now=lambda: 0.0)
+    rollout = Rollout(Counting({"c": count}), ["c"], CODEC, fleet, 1000, Unwatched(), now=lambda: 0.0)
     episode = finish(rollout.episode("g0-0", PROMPT, 3, 0.7))
     assert calls == ["0", "1"]
     assert [t.tool for t in episode.trajectory.turns] == ["c", "c", None]

@@ -37,6 +37,7 @@ from libra.exec.wire.messages import (
     MeasureTraining,
     Message,
     StartEngine,
+    Train,
 )
 from libra.plan.problem import InfeasiblePlanError
 from libra.report.html import render_report
@@ -46,6 +47,7 @@ from libra.report.run_log import prediction_error
 from libra.trajectory import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
+PARTS = ("wait", "checkpoint", "held", "redone", "train", "exchange", "publish")  # of a step
 
 Orders = dict[type[Message], Any]  # what a worker does instead at such an order
 NO_ENGINE: Orders = {StartEngine: Failure("out of memory")}
@@ -167,6 +169,13 @@ def require_whole(directory: Path, summary: RunSummary, steps: int = STEPS) -> N
     assert rows(directory, "journal")[-1] == {"kind": "end", "step": steps}
     assert (directory / "model" / "tokenizer.json").is_file()
     assert "<svg" in render_report(directory)
+    for row in rows(directory, "metrics"):
+        parts = [row[f"{part}_seconds"] for part in PARTS]
+        assert min(parts) >= 0
+        assert sum(parts) <= row["step_seconds"] + 1e-9
+        assert len(row["device_seconds"]) == 4  # that each adds up to the step, the record sees to
+        assert sum(row["staleness"]) == row["trajectories"]
+        assert len(row["staleness"]) == row["staleness_max"] + 1
     numbers = [row["period"] for row in rows(directory, "periods")]
     assert numbers == sorted(set(numbers))
 
@@ -203,6 +212,27 @@ def test_the_slot_of_a_lost_engine_is_used_again(runs: Runs, mode: str) -> None:
         for row in rows(config.run_directory, "events")
         if row["time"] > 0
     )
+
+
+def test_a_step_that_is_made_again_says_what_that_took(runs: Runs) -> None:
+    """A replica goes away in the middle of a step: the other one makes it again."""
+    config = runs.config("again", "static")
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        await until(lambda: len(rows(config.run_directory, "metrics")) >= 2, task)
+        runs.launcher.workers["hybrid-0"].instead[Train] = None
+        return await task
+
+    summary = asyncio.run(scenario())
+    require_whole(config.run_directory, summary)
+    assert summary.lost_workers == ("hybrid-0",)
+    steps = rows(config.run_directory, "metrics")
+    [lossy] = [row for row in steps if row["device_seconds"]["core-0"].get("redoing", 0.0) > 0]
+    assert lossy["device_seconds"]["core-0"]["redoing"] == pytest.approx(lossy["redone_seconds"], rel=1e-3)
+    assert all(row["redone_seconds"] == 0 for row in steps if row is not lossy)
+    assert lossy["device_seconds"]["hybrid-0"]["failed"] > 0
+    assert "redoing" in summary.device_seconds
 
 
 def test_the_slot_of_a_lost_core_is_used_again(runs: Runs) -> None:
@@ -376,4 +406,7 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, steps: int) -> None
     require_whole(directory, summary)
     assert summary.prediction_error == prediction_error(read_records(PeriodRecord, directory / "periods.jsonl"))
     assert [row["kind"] for row in rows(directory, "journal")].count("start") == 2
-    assert [row["text"] for row in rows(directory, "events") if row["kind"] == "resumed"] == again
+    resumed_events = [row for row in rows(directory, "events") if row["kind"] == "resumed"]
+    assert [row["text"] for row in resumed_events] == again
+    assert all(row["seconds"] > 0 for row in resumed_events)
+    assert ("redoing" in summary.device_seconds) == bool(again)

@@ -72,12 +72,12 @@ def furthest(one: Trainer, other: Trainer) -> float:
 def test_the_policy_is_that_of_the_temperature(temperature: float, tiny_model: Path) -> None:
     trainer = make_trainer(tiny_model, precision="fp32", temperature=temperature)
     with torch.no_grad():
-        for tensor in trainer._named_parameters().values():
+        for tensor in trainer.part.parameters.values():
             tensor *= 3  # away from the uniform distribution, which is the same at any temperature
 
     def scored(heat: float, tokens: list[int]) -> list[float]:
         ids = torch.tensor([tokens])
-        logits = trainer._model(input_ids=ids, use_cache=False).logits[0, :-1]
+        logits = trainer.part.model(input_ids=ids, use_cache=False).logits[0, :-1]
         return torch.log_softmax(logits / heat, -1)[torch.arange(len(tokens) - 1), ids[0, 1:]].tolist()
 
     # Behaviour log-probs of this very policy: nothing lies between it and the one that trains.
@@ -207,7 +207,7 @@ def test_publishing_writes_the_buffer_that_was_named(tiny_model: Path) -> None:
     trainer = make_trainer(tiny_model)
     checksum = train(trainer, order(BATCH, 1), publish_to=1).checksum
     buffer: WeightBuffer = trainer._buffer
-    named = trainer._named_parameters()
+    named = trainer.part.parameters
     for name, tensor in buffer.read(1, trainer.layout, checksum):
         assert torch.equal(tensor, named[name].to(torch.bfloat16)), name
     assert buffer.checksum(0) != checksum

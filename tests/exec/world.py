@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from scripted import AskTool, MergingCodec, letters
+from scripted import AskTool, MergingCodec, Unwatched, letters
 
 from libra.admission import Admission
 from libra.environments.protocol import Prompt
@@ -206,7 +206,7 @@ class World:
             self.pool, self.slots, self.journal, Told(self.heard), LONGEST_SHAPES, LONGEST, lambda: self.clock
         )
         self.rollout = Rollout(
-            AskTool({"e": echo}), ["e"], MergingCodec(), self.fleet, LONGEST, lambda report: None, lambda: self.clock
+            AskTool({"e": echo}), ["e"], MergingCodec(), self.fleet, LONGEST, Unwatched(), lambda: self.clock
         )
         self.episodes: set[asyncio.Task[None]] = set()
         self.applying: asyncio.Task[Applied] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,11 @@ LIBRA = [sys.executable, "-c", "from libra.cli import main; main()"]
 
 
 def started(*words: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    process = subprocess.Popen([*LIBRA, *words, "--port", "0", "--json"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["bash", "-c", 'ulimit -Sn 256 && exec "$@"', "bash", *LIBRA, *words, "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())
 
@@ -43,6 +48,8 @@ def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
             router, said = started("route", str(file), *options)
             processes.append(router)
             assert (said["well"], said["engines"]) == (2, 2)
+            few, most = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+            assert few == most  # each turn in flight has two sockets
             body = {"prompt": [1] * 20, "max_tokens": 8, "libra": {"trajectory": f"t{number}", "prompt": "p"}}
             assert post(f"{said['v1']}/completions", body)["usage"]["completion_tokens"] == 8
             assert post(f"{said['base']}/trajectories/t{number}/finish", {"reward": 1.0})["reward"] == 1.0

@@ -67,6 +67,11 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns) -> None
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert all(row["staleness_max"] <= 1 for row in steps)
     assert any(row["staleness_max"] == 1 for row in steps)  # asynchronous, not lock-step
+    for row in steps:  # every second of every worker
+        spent = [sum(causes.values()) for causes in row["device_seconds"].values()]
+        assert spent == [pytest.approx(row["step_seconds"])] * 4
+    assert {"generating", "computing", "loading", "starting", "evaluating"} <= set(summary["device_seconds"])
+    assert "devices: " in err and " % generating" in err
     trained = list(read_trajectories(small_runs.run_directory / "trajectories.jsonl"))
     assert len({trajectory.id for trajectory in trained}) == len(trained) == 8 * 16
     assert all(trajectory.finished for trajectory in trained)
@@ -108,11 +113,32 @@ def test_a_killed_engine_is_started_again_and_costs_no_trajectory(small_runs: Sm
     assert len(set(trained)) == len(trained) == 30 * 16
     assert small_runs.rows("metrics")[-1]["roles"]["rollout-1"].startswith("rollout:")
     assert len([row for row in small_runs.rows("journal") if row.get("worker") == "rollout-1" and "pid" in row]) >= 2
+    lost = [row["device_seconds"]["rollout-1"] for row in small_runs.rows("metrics")]
+    assert any("failed" in causes for causes in lost) and any("starting" in causes for causes in lost)
     page = (small_runs.run_directory / "report.html").read_text()
     assert "rollout-1 was lost" in page and "its slot is idle" in page
     moves = [event["args"] for event in timeline(small_runs) if event.get("args", {}).get("outcome")]
     assert all(move["outcome"] == "done" and move["seconds"] > 0 for move in moves)
     assert {"idle", "train"} & {move["from"] for move in moves}
+
+
+def test_a_run_whose_replicas_are_sharded_over_two_processes_survives_the_loss_of_one(small_runs: SmallRuns) -> None:
+    process = small_runs.start("--json", training__steps=20, training__processes=2, training__sharding="fsdp2")
+    wait_for(lambda: len(small_runs.rows("metrics")) >= 2, "the second step", process)
+    pids = {row["worker"]: row["pid"] for row in small_runs.rows("journal") if row["kind"] == "worker"}
+    leaders = {worker: psutil.Process(pid) for worker, pid in pids.items()}
+    [peer] = leaders["hybrid-0"].children()
+    assert len(leaders["core-0"].children()) == 1 and not leaders["rollout-0"].children()
+    peer.kill()
+    status, out, err = small_runs.finish(process)
+    assert status == 0, err[-3000:]
+    assert all_gone([peer, leaders["hybrid-0"]])
+    summary = json.loads(out)
+    assert summary["finished"] and summary["lost_workers"] == ["hybrid-0"]
+    assert summary["trajectories_started"] == summary["trajectories_trained"] == 20 * 16
+    assert summary["logprob_gap"] < 0.15
+    assert "process 1 of the replica is gone" in (small_runs.run_directory / "logs" / "hybrid-0.log").read_text()
+    assert (small_runs.run_directory / "model" / "model.safetensors").is_file()
 
 
 def test_ctrl_c_leaves_nothing_behind_and_the_run_can_be_resumed(small_runs: SmallRuns) -> None:

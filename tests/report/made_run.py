@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from libra.report.causes import Cause, total
 from libra.report.records import (
     DecisionRecord,
     Evaluation,
@@ -39,6 +40,18 @@ def _wave(step: int) -> float:
     return math.sin(step * 12.9898) * 0.6 + math.sin(step * 4.1414) * 0.4
 
 
+def device_seconds(role: str, seconds: float, train: float, wave: float) -> dict[Cause, float]:
+    """What a worker's step went to, by its role."""
+    if role in ("draining", "joining"):
+        return {Cause.MOVING: seconds}
+    if role == "train":
+        work = {Cause.COMPUTING: train - 0.08, Cause.EXCHANGING: 0.08, Cause.PUBLISHING: 0.05}
+        return {**work, Cause.ROLLOUT_BOUND: seconds - sum(work.values())}
+    waits = (0.10 + 0.05 * wave) * seconds
+    engine = {Cause.LOADING: 0.02, Cause.TOOL_BOUND: waits / 2, Cause.TRAINING_BOUND: waits, Cause.NO_WORK: waits / 3}
+    return {**engine, Cause.GENERATING: seconds - sum(engine.values())}
+
+
 def make_step(step: int, ended: float) -> StepRecord:
     allocation, progress, wave = _allocation(step), step / 120, _wave(step)
     seconds = BASE_SECONDS[allocation] * (1 + 0.25 * progress + 0.06 * wave)
@@ -59,6 +72,9 @@ def make_step(step: int, ended: float) -> StepRecord:
         exchange_seconds=exchange,
         publish_seconds=0.05,
         load_seconds=0.021,
+        checkpoint_seconds=0.04 if step % 50 == 1 else 0.0,
+        held_seconds=0.01 if step == 44 else 0.0,
+        redone_seconds=0.3 if step == 91 else 0.0,
         wait_seconds=max(0.0, seconds - min(train, seconds - 0.2) - exchange - 0.1),
         reward_mean=0.38 + 0.45 * (1 - math.exp(-2.5 * progress)) + 0.04 * wave,
         groups=16,
@@ -68,6 +84,7 @@ def make_step(step: int, ended: float) -> StepRecord:
         trained_tokens=round(14000 * (1 + 0.4 * progress)),
         staleness_mean=0.6 + 0.1 * wave,
         staleness_max=2,
+        staleness=(50, 70, 8),
         behaviour_weight_mean=0.98,
         prox_gap_mean=0.04,
         clip_share=0.012,
@@ -79,6 +96,9 @@ def make_step(step: int, ended: float) -> StepRecord:
         predicted_seconds=BASE_SECONDS[allocation] * (1 + 0.25 * progress),
         allocation=allocation,
         roles=roles,
+        device_seconds={
+            worker: device_seconds(role, seconds, min(train, seconds - 0.2), wave) for worker, role in roles.items()
+        },
     )
 
 
@@ -135,6 +155,7 @@ EVENTS = [
     EventRecord(0.0, "checkpoint", None, "saved before the first step"),
     EventRecord(110.2, "role_change", "w1", "train → rollout long"),
     EventRecord(221.9, "worker_lost", "w3", "engine process ended with signal 9; 14 turns were started again"),
+    EventRecord(115.0, "joined", "w1", "takes part in training 4.9 s after its start", 4.9, 0.004),
     EventRecord(230.0, "weights", "w2", "version 93"),
     EventRecord(240.0, "warning", None, "disk is 91 % full <b>now</b>"),
 ]
@@ -155,6 +176,7 @@ def make_summary(steps: list[StepRecord], error: float | None = 0.064) -> RunSum
         name="calculator <demo>", seed=7, finished=True, wall_seconds=steps[-1].time + 95.0, steps=len(steps),
         evaluations=EVALUATIONS, prediction_error=error, lost_workers=("w3",), peak_memory_bytes=7_516_192_768,
         trajectories_started=15_500, trajectories_trained=15_360, trajectories_unfinished=140, logprob_gap=0.0013,
+        device_seconds=total(row for step in steps for row in step.device_seconds.values()),
         versions={"torch": "2.13.0", "vllm": "0.32.0"}, allocation_mode="adaptive",
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
 
+from libra.report.causes import Cause
 from libra.report.charts import MAX_COLUMNS
 from libra.report.figures import role_spans, running_mean
 from libra.report.html import render_report
@@ -68,6 +69,7 @@ def test_a_page_says_what_the_run_came_to(made_run: MadeRun) -> None:
     for words in (
         "Accuracy on held-out questions went from 39.1 % to 80.2 % in 120 steps",
         f"{tokens_per_second:,.0f} tokens/s",
+        "Devices generated or computed 70 % of the time; what they waited for most was a batch to train on (16 %).",
         "2 taken, 1 not",
         "training was the bottleneck",
         "net gain realised +13.6 s; 1 not measured",  # 0.5 s over 50 steps, less 11.4 s
@@ -102,7 +104,7 @@ def test_charts_show_every_step_period_and_worker(made_run: MadeRun) -> None:
     assert figure(source, "Length of trajectories").count("<circle") == 3 * steps
     assert figure(source, "Generation speed").count("<circle") == 2 * steps
     seconds = figure(source, "Where a step&#x27;s seconds go")
-    assert steps / 2 <= seconds.count("<rect") / 5 <= MAX_COLUMNS
+    assert steps / 2 <= seconds.count("<rect") / 8 <= MAX_COLUMNS
     prediction = figure(source, "Step time, predicted and measured")
     assert prediction.count('class="pair"') == periods == 6
     assert prediction.count('opacity="0.4"') == 2 * 2  # both bars of the periods with a role change
@@ -123,8 +125,26 @@ def test_every_axis_has_a_unit(made_run: MadeRun) -> None:
         ["generated tokens per second", "time since the RL loop began (min)"],
         ["seconds of one step", "optimiser step"],
         ["seconds of one step", "steps of the planning period"],
+        ["% of the time in which steps were made"],
+        ["% of the device time of a step", "optimiser step"],
         ["time since the RL loop began (min)"],
     ]
+
+
+def test_device_time_is_shown_whole_for_everybody_and_each_worker(made_run: MadeRun) -> None:
+    chart = figure(render_report(made_run.directory), "Where the device time went")
+    lanes = re.findall(r"<g><title>([^<]*)</title>.*?</g></g>", chart)
+    assert lanes == ["all devices", "w0", "w1", "w2", "w3"]
+    for name in lanes:
+        shares = [float(share) for share in re.findall(rf"<title>{name}: ([\d.]+) %", chart)]
+        assert len(shares) >= 4
+        assert sum(shares) == pytest.approx(100, abs=0.3)
+    computed = sum(sum(row.get(Cause.COMPUTING, 0.0) for row in s.device_seconds.values()) for s in made_run.steps)
+    whole = sum(len(step.roles) * step.step_seconds for step in made_run.steps)
+    assert f"<title>all devices: {100 * computed / whole:.1f} % computing (forward" in chart
+    columns = figure(render_report(made_run.directory), "Where the device time went, step by step")
+    for column in re.findall(r"<title>optimiser step [\d.,]+: ([^<]*)</title>", columns):
+        assert sum(float(part.rsplit(" ", 1)[1]) for part in column.split(", ")) == pytest.approx(100, abs=0.5)
 
 
 def test_labels_stay_on_the_sheet(made_run: MadeRun) -> None:
@@ -195,7 +215,13 @@ def test_runs_of_any_length_fit(made_run: MadeRun, steps: int) -> None:
 def test_role_spans_join_equal_roles_and_leave_gaps() -> None:
     rows = [("train", 1), ("train", 2), ("rollout", 3), (None, 4), ("rollout", 5)]
     steps = [
-        replace(make_step(number, 0.0), time=float(number), step_seconds=1.0, roles={"w": role} if role else {})
+        replace(
+            make_step(number, 0.0),
+            time=float(number),
+            step_seconds=1.0,
+            roles={"w": role} if role else {},
+            device_seconds={},
+        )
         for role, number in rows
     ]
     assert role_spans(steps, "w") == [("train", 0.0, 2.0), ("rollout", 2.0, 3.0), ("rollout", 4.0, 5.0)]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.report.causes import Cause
 from libra.report.roles import ROLES
 from libra.report.timeline import Timeline
 
@@ -40,6 +41,8 @@ def test_a_small_run(tmp_path: Path) -> None:
         timeline.role("w1", "rollout:short", 0.0)
         timeline.turns("w1", 2, 0.1)
         timeline.turns("w1", 2, 0.2)
+        timeline.cause("w1", Cause.TOOL_BOUND, 0.25, 0.75)
+        timeline.staleness(0.5, 2, 1.5)
         timeline.work("w0", "batch", 0.5, 1.25, {"tokens": 900})
         timeline.move("w1", "rollout:short -> train", 1.25, 2.5, {"outcome": "failed"})
         timeline.step(1, 0.0, 1.5, {"reward": 0.25})
@@ -59,8 +62,9 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("w1", "failed", 2_500_000, 0),
         ("w1", "rollout:short", 0, 2_000_000),
         ("w1", "rollout:short -> train", 1_250_000, 1_250_000),
+        ("w1", "waiting for tools", 250_000, 500_000),
     ]
-    assert [e["args"] for e in events if e["ph"] == "C"] == [{"turns": 2}]
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"turns": 2}, {"mean": 0.5, "max": 2}]
     assert [(e["name"], e["ts"], e["s"]) for e in events if e["ph"] == "i"] == [
         ("weights v1", 1_500_000, "t"),
         ("lost: signal 9", 2_500_000, "g"),
@@ -70,8 +74,10 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
         "roles",
         "moves",
+        "where the time goes",
         "work",
         "running turns",
+        "staleness",
     }
 
 

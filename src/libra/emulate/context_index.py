@@ -27,24 +27,33 @@ class ContextIndex:
     def chain(self, tokens: Sequence[int], salt: str = "") -> Chain:
         """A new chain for a prompt, which forks from the one that it has most tokens in common with. Requests with
         another `salt` share nothing."""
-        parent, shared, state = None, 0, hash(salt)
-        for start in range(0, len(tokens) - self._size + 1, self._size):
-            following = hash((state, *tokens[start : start + self._size]))
-            found = self._chains.get(following)
+        states = self._states(tokens, salt)
+        parent, shared = None, 0
+        for state in states:
+            found = self._chains.get(state)
             if found is None:
                 break
-            parent, shared, state = found, start + self._size, following
+            parent, shared = found, shared + self._size
         self._made += 1
         chain = Chain(str(self._made), parent, shared)
-        self.learn(chain, tokens, salt)
+        self._learn(chain, states)
         return chain
 
     def learn(self, chain: Chain, tokens: Sequence[int], salt: str = "") -> None:
         """The context of a chain has these tokens, from its beginning."""
-        state = hash(salt)
-        for start in range(0, len(tokens) - self._size + 1, self._size):
-            state = hash((state, *tokens[start : start + self._size]))
-            self._chains.setdefault(state, chain)
-            self._chains.move_to_end(state)
+        self._learn(chain, self._states(tokens, salt))
+
+    def _states(self, tokens: Sequence[int], salt: str) -> list[int]:
+        """The hash of all tokens up to the end of each full block."""
+        size, context, state = self._size, tuple(tokens), hash(salt)
+        return [
+            state := hash((state, context[start : start + size])) for start in range(0, len(context) - size + 1, size)
+        ]
+
+    def _learn(self, chain: Chain, states: Sequence[int]) -> None:
+        chains = self._chains
+        for state in states:
+            chains.setdefault(state, chain)
+            chains.move_to_end(state)
         while len(self._chains) > self._capacity:
             self._chains.popitem(last=False)

@@ -14,25 +14,25 @@ from random import Random
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
 
 _CHARACTERS = 4  # of a token
 _VOCABULARY = range(1000)  # tokens that are answered: a space and three digits each
 _TEXTS = [f" {token:03d}" for token in _VOCABULARY]
-_Tokens = list[Annotated[int, Field(strict=True, ge=0)]]
+_DRAWN = np.dtype(np.uint32)  # of which a token is the remainder
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Tokens = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(BaseModel):
+class _Body(msgspec.Struct, kw_only=True):
     """What both kinds of request have. Other fields are accepted, and mean nothing."""
 
-    model_config = ConfigDict(extra="ignore")
-
     model: str = "emulated"
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: _Count | None = None
     n: Literal[1] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -41,29 +41,30 @@ class _Body(BaseModel):
     return_token_ids: bool = False
 
 
-class _Completion(_Body):
+class _Completion(_Body, kw_only=True):
     prompt: str | _Tokens
-    echo: Literal[False] = False
+    echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: None = None
 
 
-class _Part(BaseModel):
+class _Part(msgspec.Struct):
     type: Literal["text"]
     text: str
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
+class _Message(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
 
 
-class _Chat(_Body):
-    messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+class _Chat(_Body, kw_only=True):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
     logprobs: bool = False
+
+
+_completions, _chats = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_Chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +85,13 @@ class Asked:
 
 def parse(body: bytes, chat: bool) -> Asked:
     """Raises ValueError in one line that names the field."""
-    try:
-        return _chat(_Chat.model_validate_json(body)) if chat else _completion(_Completion.model_validate_json(body))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ValueError(f"{where}: {first['msg']}") from None
+    return _chat(_chats.decode(body)) if chat else _completion(_completions.decode(body))
 
 
 def _completion(body: _Completion) -> Asked:
-    prompt = tokens_of(body.prompt) if isinstance(body.prompt, str) else tuple(body.prompt)
+    if body.echo:
+        raise ValueError("echo is true; an answer is what is generated: leave it out")
+    prompt = tokens_of(body.prompt) if isinstance(body.prompt, str) else body.prompt
     return _asked(body, False, prompt, body.max_tokens, body.logprobs is not None)
 
 
@@ -153,7 +151,8 @@ class Answer:
 
     def extend(self, count: int) -> list[int]:
         """The tokens that follow, until there are `count`."""
-        more = self._random.choices(_VOCABULARY, k=count - len(self.tokens))
+        drawn = np.frombuffer(self._random.randbytes(_DRAWN.itemsize * (count - len(self.tokens))), _DRAWN)
+        more: list[int] = (drawn % len(_VOCABULARY)).tolist()
         self.tokens += more
         return more
 

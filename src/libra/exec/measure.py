@@ -186,6 +186,8 @@ def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any
         "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
         "micro_batch_tokens": config.training.micro_batch_tokens,
         "precision": config.training.precision,
+        "processes": config.training.processes,
+        "sharding": config.training.sharding,
         "trajectories": config.training.trajectories,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_engines(config)
     _check_policy(config)
     _check_port(config)
+    _check_metrics(config)
     _check_run_directory(config, resume, overwrite)
 
 
@@ -88,11 +90,13 @@ def _check_model_directory(config: RunConfig) -> None:
 
 def _check_memory(config: RunConfig) -> None:
     free = psutil.virtual_memory().available
-    weights = _weight_bytes(config)
-    each = WORKER_BYTES + _TRAINED_COPIES * weights
-    needed = NURSERY_BYTES + config.cluster.slots * each
+    training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config)
+    each = WORKER_BYTES + trained
+    peers = (config.cluster.core + config.cluster.hybrid) * (training.processes - 1)
+    others = NURSERY_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
+    needed = others + config.cluster.slots * each
     if needed > free:
-        fit = max(0, int((free - NURSERY_BYTES) // each))
+        fit = max(0, int((free - others) // each))
         raise ConfigError(
             f"cluster.slots: {config.cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
             f" {free / 2**30:.1f} GiB are free; use at most {fit}, or free some memory"
@@ -165,16 +169,30 @@ def _check_policy(config: RunConfig) -> None:
 
 def _check_port(config: RunConfig) -> None:
     port = config.cluster.port
-    if port == 0:
+    if port != 0:
+        _try_port("cluster.port", "127.0.0.1", port, "give a free port, or 0 for any")
+
+
+def _check_metrics(config: RunConfig) -> None:
+    host, port = config.metrics.host, config.metrics.port
+    if port is None:
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.port: {port} cannot be used ({error.strerror}); give a free port, or 0 for any"
-            ) from None
+    for library in ("aiohttp", "prometheus_client"):
+        if find_spec(library) is None:
+            raise ConfigError(f"metrics.port: {library} is not installed: pip install 'libra-rl[http]'")
+    if port == config.cluster.port:
+        raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
+    _try_port("metrics.port", host, port, "give a free port, or leave it out")
+
+
+def _try_port(key: str, host: str, port: int, remedy: str) -> None:
+    try:
+        [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{key}: {port} cannot be used on {host} ({error.strerror}); {remedy}") from None
 
 
 def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> None:

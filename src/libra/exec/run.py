@@ -32,6 +32,7 @@ from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
 from libra.exec.measure import hardware_name, measure, profile_key
 from libra.exec.memory import MemoryWatch
+from libra.exec.metrics_endpoint import MetricsEndpoint
 from libra.exec.phases import Phases
 from libra.exec.pool.assignment import describe
 from libra.exec.pool.executor import Executor
@@ -40,10 +41,11 @@ from libra.exec.pool.mending import Mending
 from libra.exec.pool.pool import Pool, make_pool
 from libra.exec.rollout.episode_file import EpisodeFile, History
 from libra.exec.rollout.fleet import Fleet
-from libra.exec.rollout.rollout import Rollout, TurnReport
+from libra.exec.rollout.rollout import Rollout
 from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
+from libra.report.causes import device_words, total
 from libra.report.live import Display
 from libra.report.records import Evaluation, PeriodRecord, RunSummary, read_records
 from libra.report.run_log import prediction_error
@@ -65,13 +67,19 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
-    async with LocalLauncher.open(directory / "logs") as launcher, MemoryWatch(launcher.nursery_pid) as memory:
+    async with (
+        MetricsEndpoint.open(config.metrics) as metrics,
+        LocalLauncher.open(directory / "logs") as launcher,
+        MemoryWatch(launcher.nursery_pid) as memory,
+    ):
         phase = Phases(config, display, began)
+        if metrics.address is not None:
+            phase.line(f"metrics for Prometheus: {metrics.address}")
         phase.show("starting: importing torch and vLLM")
         imported = await launcher.ready()
         phase.line(f"worker libraries imported in {imported:.1f} s")
         model = await warm_model(config, environment, launcher, phase.warm_up)
-        session = _Session(config, environment, display, phase, launcher, model, began, before)
+        session = _Session(config, environment, display, phase, launcher, metrics, model, began, before)
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
         main = asyncio.create_task(session.run(memory))
         broken: list[BaseException] = []
@@ -101,7 +109,8 @@ class _Watcher:
 
     def __init__(self, recorder: Recorder, phase: Phases) -> None:
         self._recorder, self._phase = recorder, phase
-        self.role, self.moved, self.weights = recorder.role, recorder.moved, recorder.weights
+        self.role, self.moved = recorder.role, recorder.moved
+        self.load, self.weights, self.joined = recorder.load, recorder.weights, recorder.joined
         self.planners: list[Callable[[], None]] = []
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
@@ -121,13 +130,14 @@ class _Session:
         display: Display,
         phase: Phases,
         launcher: Launcher,
+        metrics: MetricsEndpoint,
         model: Path,
         began: float,
         before: Interrupted | None,
     ) -> None:
         self._config, self._environment, self._display, self._phase = config, environment, display, phase
         self._model, self._began, self._before = model, began, before
-        self._launcher = launcher
+        self._launcher, self._metrics = launcher, metrics
         self._directory = config.run_directory
         self._files = ExitStack()
         self._recorder: Recorder
@@ -139,6 +149,7 @@ class _Session:
         journal = self._open(Journal(directory / "journal.jsonl"))
         episode_file = self._open(EpisodeFile(directory, history.step, history.groups))
         recorder = self._recorder = self._open(Recorder(directory, before.seconds if before is not None else 0.0))
+        self._metrics.recorder = recorder
         for episode in missing_trajectories(directory, history.finished):
             recorder.episode(episode)
         for damage in recorded.damaged:
@@ -150,6 +161,7 @@ class _Session:
         )
         cluster = config.cluster
         pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
+        recorder.meet(pool.all())
         allocation = self._first_allocation(pool)
         fleet = Fleet(policy, allocation)
         watcher = _Watcher(recorder, self._phase)
@@ -174,14 +186,8 @@ class _Session:
         with writing(directory / "profile.json"):
             save_profile(directory / "profile.json", profile)
         replanner = Replanner(config, profile, environment.turn_tokens)
-
-        def on_turn(report: TurnReport) -> None:
-            recorder.turn(report)
-            if report.worker in {entry.handle.name for entry in fleet.instances()}:
-                recorder.running_turns(report.worker, fleet.handle(report.worker).running)
-
         rollout = Rollout(
-            environment, config.environment.tools, codec, fleet, executor.longest_context, on_turn, recorder.now
+            environment, config.environment.tools, codec, fleet, executor.longest_context, recorder, recorder.now
         )
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
@@ -229,6 +235,8 @@ class _Session:
         recorder.summary(summary)
         journal.commit(End(training.step))
         await executor.stop()
+        if words := device_words(recorder.tally.device_seconds):
+            self._phase.line(f"{words} (while steps were made)")
         return summary
 
     def close(self) -> None:
@@ -304,6 +312,7 @@ class _Session:
             logprob_gap=gap,
             versions=_versions(),
             allocation_mode=self._config.allocation,
+            device_seconds=total(self._recorder.device_seconds().values()),
         )
 
 

@@ -90,6 +90,8 @@ async def _train(
             seed=config.seed,
             share=float(len(cores)),
             cores=cores,
+            processes=training.processes,
+            sharding=training.sharding,
         )
     )
     for step in range(settings.steps):
@@ -119,6 +121,8 @@ def _key(config: RunConfig, environment: Environment) -> str:
         "model": config.model.model_dump(mode="json"),
         "warm_up": config.warm_up.model_dump(),
         "precision": config.training.precision,
+        "processes": config.training.processes,
+        "sharding": config.training.sharding,
         "environment": {"kind": config.environment.kind, "options": config.environment.options, "source": source},
         "torch": version("torch"),
     }

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
 
 from libra.gateway.engines import EngineBehind, Engines
 from libra.gateway.gateway_file import GatewayFile
@@ -38,6 +38,7 @@ _CONNECT_DEADLINE = 5.0  # seconds until an engine takes a connection
 _DATA, _EVENT = b"data: ", b"\n\n"
 _GONE = {502, 503, 504}  # statuses of a server that cannot
 _JSON = {"Content-Type": "application/json"}
+_UNSAID = ("Accept", "Accept-Encoding", "User-Agent")  # an answer is to come as it is, to be read on its way
 _PASSED = ("Content-Type", "Server-Timing")  # headers of an answer
 
 
@@ -77,9 +78,13 @@ class Gateway:
         return app
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        connector = TCPConnector(limit=0)
-        timeout = ClientTimeout(total=None, sock_connect=_CONNECT_DEADLINE)
-        async with ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as own:
+        async with ClientSession(
+            connector=TCPConnector(limit=0),
+            cookie_jar=DummyCookieJar(),
+            skip_auto_headers=_UNSAID,
+            timeout=ClientTimeout(total=None, sock_connect=_CONNECT_DEADLINE),
+            auto_decompress=False,
+        ) as own:
             self._session = own
             engines = list(self.engines.all.values())
             await asyncio.gather(*map(self._look_at, engines))

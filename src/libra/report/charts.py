@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libra.report.axes import Axis
-from libra.report.markup import Markup, join, tag, text
+from libra.report.markup import NOTHING, Markup, join, tag, text
 from libra.report.paper import (
     FULL,
     HALF,
@@ -91,13 +91,13 @@ def line_chart(
 def stacked_chart(
     xs: Sequence[float],
     layers: Sequence[Layer],
-    overlay: Series,
+    overlay: Series | None,
     x_axis: Axis,
     y_axis: Axis,
     markers: Sequence[Marker] = (),
     paper: Paper = HALF,
 ) -> Markup:
-    """Columns of parts that add up, one for each x, with one line across them."""
+    """Columns of parts that add up, one for each x, and a line across them if there is one."""
     rows = thin([(x, *(layer.values[i] for layer in layers)) for i, x in enumerate(xs)], MAX_COLUMNS)
     width = (paper.x_end - paper.left) / len(rows)
     bar = min(40.0, width if width < 5 else width - 1)
@@ -119,7 +119,7 @@ def stacked_chart(
         draw_x_ticks(x_axis, paper),
         join(*columns),
         draw_markers(markers, x_axis, paper),
-        _series(overlay, x_axis, y_axis, paper),
+        _series(overlay, x_axis, y_axis, paper) if overlay is not None else NOTHING,
     )
 
 

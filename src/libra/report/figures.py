@@ -6,10 +6,11 @@ plot. Roles and what they do have the same colour in every figure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
+from libra.report.causes import CAUSES, WAITING, Cause, total
 from libra.report.charts import (
     MAX_COLUMNS,
     MAX_POINTS,
@@ -26,16 +27,17 @@ from libra.report.charts import (
 from libra.report.lanes import Lane, Span, lane_chart
 from libra.report.markers import decision_markers, evaluation_marker, loss_markers, loss_text, marker_note
 from libra.report.markup import Markup, join, tag, text
-from libra.report.paper import Marker
+from libra.report.paper import FULL, Marker
 from libra.report.records import StepRecord
 from libra.report.roles import ROLES, role_styles
 from libra.report.run_log import RunLog
 from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import duration, signed_percent
+from libra.report.words import duration, percent, signed_percent
 
 _QUANTILES = ("#56b4e9", "#0072b2", "#003f63")
 _REWARD, _TOKENS = "#0072b2", "#00795a"
 _PREDICTED, _MEASURED = "#aab4bf", "#0072b2"
+_CHECKPOINT, _REDONE, _HELD = (CAUSES[cause].colour for cause in (Cause.CHECKPOINTING, Cause.REDOING, Cause.BOUNDARY))
 _STEP_AXIS = "optimiser step"
 
 
@@ -45,6 +47,10 @@ class Figure:
     note: str
     body: Markup
     wide: bool = False
+
+
+def device_figures(log: RunLog) -> tuple[Figure, ...]:
+    return devices_figure(log), devices_over_time_figure(log)
 
 
 def learning_figures(log: RunLog) -> tuple[Figure, ...]:
@@ -113,9 +119,13 @@ def seconds_figure(log: RunLog) -> Figure:
         Layer("train", ROLES["train"].colour, tuple(step.train_seconds for step in log.steps)),
         Layer("exchange gradients", "#8c5a00", tuple(step.exchange_seconds for step in log.steps)),
         Layer("publish weights", ROLES["draining"].colour, tuple(step.publish_seconds for step in log.steps)),
+        Layer("checkpoint", _CHECKPOINT, tuple(step.checkpoint_seconds for step in log.steps)),
+        Layer("made again after a loss", _REDONE, tuple(step.redone_seconds for step in log.steps)),
+        Layer("held for a join", _HELD, tuple(step.held_seconds for step in log.steps)),
         Layer("wait for a batch", ROLES["idle"].colour, tuple(step.wait_seconds for step in log.steps)),
         Layer("other", "#8a949e", tuple(_other_seconds(step) for step in log.steps)),
     ]
+    layers = [layer for layer in layers if any(layer.values)]
     busiest = tuple((float(step.step), step.generate_seconds) for step in log.steps)
     overlay = Series("busiest engine generates (meanwhile)", _MEASURED, busiest)
     steps = [float(step.step) for step in log.steps]
@@ -172,6 +182,51 @@ def prediction_figure(log: RunLog) -> Figure:
     return Figure(title, note, join(shown, chart), wide=True)
 
 
+def devices_figure(log: RunLog) -> Figure:
+    """One bar a worker, and one for all of them: shares of the time in which steps were made."""
+    title = "Where the device time went"
+    workers = device_time(log.steps)
+    if not workers:
+        return _missing(title, "No step was finished, so no device time is known.", wide=True)
+    everybody = total(workers.values())
+    lanes = [Lane(name, _shares(name, causes), ()) for name, causes in (("all devices", everybody), *workers.items())]
+    axis = running_axis("% of the time in which steps were made", 0.0, 100.0)
+    shown = legend((CAUSES[cause].words, CAUSES[cause].colour) for cause in everybody)
+    note = "Full colours make tokens or gradients, or are needed for it; pale ones wait. " + " ".join(
+        f"{CAUSES[cause].words.capitalize()}: {CAUSES[cause].meaning}." for cause in everybody if cause in WAITING
+    )
+    return Figure(title, note, join(shown, lane_chart(lanes, axis)), wide=True)
+
+
+def devices_over_time_figure(log: RunLog) -> Figure:
+    title = "Where the device time went, step by step"
+    if not device_time(log.steps):
+        return _missing(title, "No step was finished, so no device time is known.", wide=True)
+    sums = [total(step.device_seconds.values()) for step in log.steps]
+    wholes = [sum(row.values()) or 1.0 for row in sums]
+    layers = [
+        Layer(
+            CAUSES[cause].words,
+            CAUSES[cause].colour,
+            tuple(100 * row.get(cause, 0.0) / whole for row, whole in zip(sums, wholes, strict=True)),
+        )
+        for cause in total(sums)
+    ]
+    steps = [float(step.step) for step in log.steps]
+    chart = stacked_chart(
+        steps,
+        layers,
+        None,
+        running_axis(_STEP_AXIS, steps[0] - 0.5, steps[-1] + 0.5, whole=True),
+        measured_axis("% of the device time of a step", [100.0]),
+        decision_markers(log, None),
+        FULL,
+    )
+    shown = legend((layer.name, layer.colour) for layer in layers)
+    note = marker_note(log) + _thinned(log, MAX_COLUMNS, "column")
+    return Figure(title, note, join(shown, chart), wide=True)
+
+
 def roles_figure(log: RunLog) -> Figure:
     title = "Who did what"
     if not log.steps:
@@ -203,6 +258,23 @@ def roles_figure(log: RunLog) -> Figure:
     shown = legend((role.replace("rollout:", "rollout, "), style.colour) for role, style in styles.items())
     note = "One lane a worker. " + marker_note(log)
     return Figure(title, note, join(shown, lane_chart(lanes, axis, decision_markers(log, scale))), wide=True)
+
+
+def device_time(steps: Sequence[StepRecord]) -> dict[str, dict[Cause, float]]:
+    """What the time of each worker went to, over these steps."""
+    workers = sorted({worker for step in steps for worker in step.device_seconds})
+    return {worker: total(step.device_seconds.get(worker, {}) for step in steps) for worker in workers}
+
+
+def _shares(name: str, causes: Mapping[Cause, float]) -> tuple[Span, ...]:
+    """A bar of 100 %, a part for each cause."""
+    whole, at, spans = sum(causes.values()), 0.0, []
+    for cause, seconds in causes.items():
+        share, style = seconds / whole, CAUSES[cause]
+        title = f"{name}: {percent(share)} {style.words} ({style.meaning}), {duration(seconds)}"
+        spans.append(Span(at, at + 100 * share, percent(share, 0), title, style.colour, style.ink))
+        at += 100 * share
+    return tuple(spans)
 
 
 def role_spans(steps: Sequence[StepRecord], worker: str) -> list[tuple[str, float, float]]:
@@ -279,4 +351,5 @@ def _step_axis(log: RunLog) -> Axis:
 
 def _other_seconds(step: StepRecord) -> float:
     known = step.train_seconds + step.exchange_seconds + step.publish_seconds + step.wait_seconds
+    known += step.checkpoint_seconds + step.redone_seconds + step.held_seconds
     return max(0.0, step.step_seconds - known)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from libra.report.figures import learning_figures, roles_figure, speed_figures
+from libra.report.figures import device_figures, learning_figures, roles_figure, speed_figures
 from libra.report.markup import Markup, tag, text
 from libra.report.page import cards, page, section, tile_row
 from libra.report.run_log import RunLog, read_run
@@ -41,6 +41,8 @@ def _sections(log: RunLog) -> Iterable[Markup]:
     yield cards(learning_figures(log))
     yield tag("h2", text("How fast it was"))
     yield cards(speed_figures(log))
+    yield tag("h2", text("Why devices were idle"))
+    yield cards(device_figures(log))
     yield tag("h2", text("Who did what, and why it changed"))
     yield cards((roles_figure(log),))
     yield section("Decisions", decisions_table(log))

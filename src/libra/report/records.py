@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from libra.plan.problem import Bottleneck
+from libra.report.causes import Cause
 from libra.report.roles import check_role
 
 
@@ -39,7 +40,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord(Record):
-    """One optimiser step. `train`, `exchange`, `publish` and `wait` are disjoint parts of `step_seconds`."""
+    """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
+    of `step_seconds`; what they leave is the controller's own."""
 
     step: int
     time: float  # when the step ended
@@ -51,6 +53,9 @@ class StepRecord(Record):
     publish_seconds: float  # new weights handed to the engines
     load_seconds: float  # mean over engines: one engine takes the new weights
     wait_seconds: float  # the trainer waited for a batch
+    checkpoint_seconds: float  # a checkpoint was written after the step before
+    held_seconds: float  # the step boundary was held for somebody who joined or left
+    redone_seconds: float  # attempts at this step that failed as a replica was lost, and regrouping
     reward_mean: float
     groups: int
     groups_without_signal: int  # all samples of the prompt earned the same
@@ -59,6 +64,7 @@ class StepRecord(Record):
     trained_tokens: int
     staleness_mean: float  # versions between generation and training
     staleness_max: int
+    staleness: tuple[int, ...]  # trajectories that are 0, 1, ... versions old
     behaviour_weight_mean: float  # mean of min(pi_prox / mu, 2)
     prox_gap_mean: float  # mean over tokens of |log pi_prox - log mu|: how far the policy moved since generation
     clip_share: float  # of tokens whose ratio was clipped
@@ -70,11 +76,15 @@ class StepRecord(Record):
     predicted_seconds: float | None  # of the step, by the plan in force; None: no plan was in force
     allocation: str
     roles: Mapping[str, str]  # worker -> role
+    device_seconds: Mapping[str, Mapping[Cause, float]]  # worker -> what its `step_seconds` went to
 
     def __post_init__(self) -> None:
         _require_finite(self)
         if self.step_seconds <= 0:
             raise ValueError("step_seconds must be > 0")
+        for worker, causes in self.device_seconds.items():
+            if not math.isclose(sum(causes.values()), self.step_seconds, rel_tol=1e-6, abs_tol=1e-6):
+                raise ValueError(f"device_seconds of {worker} are {sum(causes.values()):g}, not {self.step_seconds:g}")
         for role in self.roles.values():
             check_role(role)
 
@@ -145,6 +155,8 @@ class EventRecord(Record):
     kind: str
     worker: str | None
     text: str
+    seconds: float | None = None  # that a move took, or a join from the start of the process
+    held_seconds: float | None = None  # for which a join held the step boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +190,7 @@ class RunSummary(Record):
     trajectories_trained: int
     trajectories_unfinished: int
     logprob_gap: float | None  # largest |engine - trainer| log-probability seen; None: never compared
+    device_seconds: Mapping[Cause, float]  # what the workers' time in this sitting went to, from start-up to the end
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
 

@@ -5,9 +5,10 @@ overlap. Memory holds the open role and the last end of each lane and nothing el
 `max_events` events, a note where it had to stop, and the names of lanes and the last role of each besides.
 
 Open the file in https://ui.perfetto.dev or chrome://tracing. Groups, top to bottom: `roles` (one lane a worker, and
-the trainer's steps), `moves` (from one role to another, as a whole; one lane a worker), `work` (batches, weight loads;
-one lane a worker), `running turns` (one counter a worker: hundreds of turns overlap in an engine, and their number is
-what can be read).
+the trainer's steps), `moves` (from one role to another, as a whole; one lane a worker), `where the time goes` (its
+cause; one lane a worker), `work` (batches, weight loads, joins; one lane a worker), `running turns` (one counter a
+worker: hundreds of turns overlap in an engine, and their number is what can be read), `staleness` (of the trajectories
+of each step).
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from libra.report.causes import CAUSES, Cause
 from libra.report.roles import check_role, role_styles
 
 MAX_EVENTS = 500_000  # about 60 MB of JSON, which the viewers still open
 
-_ROLES, _MOVES, _WORK, _TURNS = 1, 2, 3, 4
-_GROUPS = {_ROLES: "roles", _MOVES: "moves", _WORK: "work", _TURNS: "running turns"}
+_ROLES, _MOVES, _CAUSES, _WORK, _TURNS, _STEPS = 1, 2, 3, 4, 5, 6
+_GROUPS = {
+    _ROLES: "roles",
+    _MOVES: "moves",
+    _CAUSES: "where the time goes",
+    _WORK: "work",
+    _TURNS: "running turns",
+    _STEPS: "staleness",
+}
 _STEPS_LANE = "training steps"
 
 JsonValue = str | int | float
@@ -100,6 +109,16 @@ class Timeline:
         """An engine serves a new version of the weights from now on."""
         self._instant(_ROLES, worker, f"weights v{version}", at, "t", {"version": version})
 
+    def cause(self, worker: str, cause: Cause, start: float, end: float) -> None:
+        """What the worker's time went to."""
+        style = CAUSES[cause]
+        self._slice(_CAUSES, worker, style.words, start, end, {}, style.chrome)
+
+    def staleness(self, mean: float, largest: int, at: float) -> None:
+        """Of the trajectories of a step that ends now, in versions."""
+        self._see(at)
+        self._write(_counter(_STEPS, "staleness", at, {"mean": mean, "max": largest}))
+
     def lost(self, worker: str, at: float, text: str) -> None:
         """The worker is gone: its role is `failed`, and the moment is marked across all lanes."""
         self.role(worker, "failed", at)
@@ -113,7 +132,7 @@ class Timeline:
             return
         self._turns[worker] = running
         self._see(at)
-        self._write({"ph": "C", "pid": _TURNS, "name": worker, "ts": _microseconds(at), "args": {"turns": running}})
+        self._write(_counter(_TURNS, worker, at, {"turns": running}))
 
     def close(self) -> None:
         """End what is open and finish the file; closing twice does nothing."""
@@ -218,6 +237,10 @@ class Timeline:
         separator = "\n" if self._first else ",\n"
         self._first = False
         self._file.write(separator + json.dumps(event, separators=(",", ":"), allow_nan=False))
+
+
+def _counter(pid: int, name: str, at: float, values: Mapping[str, JsonValue]) -> dict[str, Any]:
+    return {"ph": "C", "pid": pid, "name": name, "ts": _microseconds(at), "args": dict(values)}
 
 
 def _microseconds(seconds: float) -> int:

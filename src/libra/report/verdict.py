@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.plan.problem import Bottleneck
+from libra.report.causes import WAITED_FOR, WAITING, WORK, total
 from libra.report.records import Evaluation, PeriodRecord, StepRecord
 from libra.report.run_log import RunLog, outcomes, prediction_error
 from libra.report.words import count, duration, percent, plain, plural, signed_duration, size
@@ -33,7 +34,7 @@ def headline(log: RunLog) -> str:
     """The run in one short paragraph."""
     if not log.steps:
         return "No step was finished, so there is nothing to judge yet."
-    return " ".join((_learned(log), _speed(log), _decided(log)))
+    return " ".join(said for said in (_learned(log), _speed(log), _devices(log), _decided(log)) if said)
 
 
 def tiles(log: RunLog) -> tuple[Tile, ...]:
@@ -147,6 +148,21 @@ def _speed(log: RunLog) -> str:
     name, share = found
     bound = f"{BOTTLENECK_WORDS[name]} was the bottleneck {percent(share, 0)} of the time by prediction"
     return f"{rate}; {bound}, and {waited}."
+
+
+def _devices(log: RunLog) -> str:
+    """How much of the device time was work, and what most of the rest was. Empty where the steps do not tell."""
+    seconds = total(row for step in log.steps for row in step.device_seconds.values())
+    whole = sum(seconds.values())
+    if not whole:
+        return ""
+    work = sum(seconds.get(cause, 0.0) for cause in WORK)
+    waits = {cause: seconds[cause] for cause in WAITING if cause in seconds}
+    said = f"Devices generated or computed {percent(work / whole, 0)} of the time"
+    if not waits:
+        return f"{said}."
+    most = max(waits, key=lambda cause: waits[cause])
+    return f"{said}; what they waited for most was {WAITED_FOR[most]} ({percent(waits[most] / whole, 0)})."
 
 
 def _decided(log: RunLog) -> str:

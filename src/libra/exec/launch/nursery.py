@@ -15,14 +15,13 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from typing import Any
+from typing import Any, NoReturn
 
-from libra.exec.launch.forked import die_with
+from libra.exec.launch.forked import die_with, serve_and_leave
 from libra.exec.wire.channel import WorkerChannel
-from libra.exec.wire.messages import Failure, StartEngine, StartTrainer
+from libra.exec.wire.messages import StartEngine, StartTrainer
 
-_PR_SET_NAME = 15  # linux/prctl.h
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 
 
 def main(control_descriptor: int, weights_descriptor: int) -> None:
@@ -32,9 +31,9 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
     _import_everything()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # the kernel reaps; the controller sees a death on the worker's socket
+    # The kernel reaps, also those whom a worker forked and left behind; the controller sees a death on its socket.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control.sendall(json.dumps({"ready": time.monotonic() - began}).encode() + b"\n")
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
@@ -56,7 +55,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
         control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
 
 
-def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> None:
+def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> NoReturn:
     """Run one worker in the forked child, and leave without the nursery's clean-up handlers."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -64,22 +63,7 @@ def _become_worker(connection: socket.socket, order: dict[str, Any], weights_des
     os.dup2(log, 1)
     os.dup2(log, 2)
     channel = WorkerChannel(connection)
-    status = 0
-    try:
-        serve(channel, weights_descriptor)
-    except ConnectionError:
-        pass  # the controller went away: nothing is left to serve
-    except Exception as error:  # noqa: BLE001 - the process boundary: everything becomes a message and a log entry
-        traceback.print_exc()
-        status = 1
-        try:
-            channel.send(Failure(f"{type(error).__name__}: {error}"))
-        except OSError:
-            pass
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    serve_and_leave(lambda: serve(channel, weights_descriptor), channel)
 
 
 def serve(channel: WorkerChannel, weights_descriptor: int) -> None:

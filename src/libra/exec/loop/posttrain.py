@@ -19,6 +19,7 @@ from libra.environments.protocol import Environment, Prompt
 from libra.exec.loop.batch import Batch, make_batch, quantile
 from libra.exec.loop.checkpoint import RunState, save_checkpoint
 from libra.exec.loop.counters import EngineCounters
+from libra.exec.loop.device_time import Phase, Seconds
 from libra.exec.loop.recorder import Recorded, Recorder
 from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
@@ -72,6 +73,7 @@ class PostTraining:
         self._generated = 0
         self._engine_counters = counters
         self._rewards: list[float] = []
+        self._checkpoint_seconds = 0.0  # since the last step
         steering.changed = self._progress.set
 
     @property
@@ -96,11 +98,13 @@ class PostTraining:
             self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
             await self._make_again()
             self._steering.begin(self._step)
+            self._recorder.phase(Phase.WAITING)
             self._take_up_groups()
-            ended = self._recorder.now()
+            ended = self._begin_steps()
             while self._step < self._config.training.steps:
                 ended = await self._one_step(ended)
                 await self._between_steps()
+            self._recorder.phase(Phase.OUTSIDE)
             await self._steering.finish()
         finally:
             await self._steering.cancel()
@@ -126,12 +130,16 @@ class PostTraining:
         """The steps after the checkpoint. Only a step whose record is missing, the last one, is recorded."""
         if not self._history.batches:
             return
-        ended = self._recorder.now()
+        self._recorder.phase(Phase.AGAIN)
+        began = ended = self._begin_steps()
         for taken in self._history.batches:
             batch = make_batch(list(group.episodes.values()) for group in taken.groups)
             ended = await self._train_on(batch, ended)
         self._recorder.event(
-            "resumed", None, f"made steps {self._history.step + 1} to {self._step} again, from their own trajectories"
+            "resumed",
+            None,
+            f"made steps {self._history.step + 1} to {self._step} again, from their own trajectories",
+            ended - began,
         )
         await self._checkpoint()  # so that nothing is made a third time
 
@@ -144,6 +152,13 @@ class PostTraining:
                 raise ConfigError(f"training: {error}; resume with the file that the run was started with") from None
             missing = set(range(self._config.training.samples_per_prompt)) - set(group.episodes)
             self._run_episodes(group.number, group.started_at, sorted(missing))
+
+    def _begin_steps(self) -> float:
+        """What was before is of no step; returns when the first one begins."""
+        began = self._recorder.now()
+        self._recorder.take_device_seconds(began)
+        self._checkpoint_seconds = 0.0
+        return began
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -169,11 +184,15 @@ class PostTraining:
 
     async def _train_on(self, batch: Batch, last_end: float) -> float:
         """Make one step of a batch, and publish the weights; returns when the step ended."""
+        again = self._step < self._history.version
+        if not again:
+            self._recorder.phase(Phase.STEPPING)
         trained_at = self._recorder.now()
         result = await self._executor.trainers.step(
             self._step + 1, batch.samples, len(batch.episodes), batch.generated_tokens
         )
         stepped_at = self._recorder.now()
+        self._recorder.stepped(result)
         loads = await self._executor.publish(result.version, result.buffer, result.checksum)
         self._step += 1
         if self._step > self._history.version:
@@ -181,9 +200,13 @@ class PostTraining:
             self._feed()
         self._replanner.observe_training(result, len(batch.episodes))
         self._replanner.observe_engines(self._engine_counters.gained(self._executor.fleet.instances()))
+        if not again:
+            self._recorder.phase(Phase.WAITING)
         ended = self._recorder.now()
+        spent = self._recorder.take_device_seconds(ended)
         if self._step > self._recorded.step:
-            self._record(batch, result, loads, last_end, trained_at, stepped_at, ended)
+            self._record(batch, result, loads, last_end, trained_at, stepped_at, ended, spent)
+        self._checkpoint_seconds = 0.0
         return ended
 
     async def _between_steps(self) -> None:
@@ -202,8 +225,10 @@ class PostTraining:
             self._episodes.started(number, version)
             self._admission.start(_group_name(number))
             self._run_episodes(number, version, range(training.samples_per_prompt))
+        self._recorder.hold_back(self._groups_started < training.steps * training.prompts_per_step)
 
     def _run_episodes(self, group: int, started_at: int, indices: Sequence[int]) -> None:
+        self._recorder.tally.started(len(indices))
         prompt, due = self._prompt(group), self._due(started_at)
         for index in indices:
             task = asyncio.create_task(self._run_episode(group, index, prompt, due))
@@ -250,6 +275,8 @@ class PostTraining:
         self._steering.require_sound()
 
     async def _checkpoint(self) -> None:
+        began = self._recorder.now()
+        self._recorder.phase(Phase.CHECKPOINTING)
         async with self._executor.trainers.boundary:
             state = RunState(
                 step=self._step,
@@ -263,7 +290,9 @@ class PostTraining:
             path = await save_checkpoint(self._recorder.directory, self._executor.trainers, state)
         self._journal.commit(Checkpoint(self._step))
         self._episodes.forget_older()
-        self._recorder.event("checkpoint", None, f"wrote {path.name}")
+        self._recorder.phase(Phase.WAITING)
+        self._checkpoint_seconds = self._recorder.now() - began
+        self._recorder.event("checkpoint", None, f"wrote {path.name}", self._checkpoint_seconds)
 
     def _record(
         self,
@@ -274,6 +303,7 @@ class PostTraining:
         trained_at: float,
         stepped_at: float,
         ended: float,
+        spent: Seconds,
     ) -> None:
         stale = batch.staleness(result.version)
         contexts = sorted(episode.trajectory.final_context for episode in batch.episodes)
@@ -289,7 +319,10 @@ class PostTraining:
             exchange_seconds=result.exchange_seconds,
             publish_seconds=result.publish_seconds + (ended - stepped_at),
             load_seconds=fmean(loads) if loads else 0.0,
-            wait_seconds=trained_at - last_end,
+            wait_seconds=trained_at - last_end - self._checkpoint_seconds,
+            checkpoint_seconds=self._checkpoint_seconds,
+            held_seconds=result.held_seconds,
+            redone_seconds=result.redone_seconds,
             reward_mean=fmean(episode.reward for episode in batch.episodes),
             groups=batch.groups,
             groups_without_signal=batch.without_signal,
@@ -298,6 +331,7 @@ class PostTraining:
             trained_tokens=result.forward_tokens,
             staleness_mean=fmean(stale),
             staleness_max=max(stale),
+            staleness=tuple(stale.count(versions) for versions in range(max(stale) + 1)),
             behaviour_weight_mean=result.behaviour_weight_mean,
             prox_gap_mean=result.prox_gap_mean,
             clip_share=result.clip_share,
@@ -309,6 +343,7 @@ class PostTraining:
             predicted_seconds=self._steering.periods.predicted_seconds,
             allocation=describe(allocation) if allocation is not None else "",
             roles=dict(self._recorder.roles),
+            device_seconds=spent,
         )
         self._generated = tokens
         self._recorder.step(record)

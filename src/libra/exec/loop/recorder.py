@@ -18,9 +18,13 @@ import msgspec
 
 from libra.disk import write_whole, writing
 from libra.exec.line_file import LineFile, drop_partial_line, whole_lines
+from libra.exec.loop.device_time import DeviceTime, Phase, Seconds, step_parts
+from libra.exec.loop.tally import Tally
 from libra.exec.pool.mover import Moved
 from libra.exec.pool.pool import Worker
 from libra.exec.rollout.rollout import Episode, TurnReport
+from libra.exec.train.joint_step import StepResult
+from libra.report.causes import Cause
 from libra.report.records import (
     DecisionRecord,
     EventRecord,
@@ -36,6 +40,7 @@ from libra.trajectory import dump_trajectory
 _FILES = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
 _EPISODE_LANE = "one episode at a time"
 _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
+_SPAN_SECONDS = 0.005  # a shorter span of one cause is not drawn on the timeline: nobody would see it
 
 
 class Recorder:
@@ -55,6 +60,8 @@ class Recorder:
         with writing(self._timeline_path):
             self._timeline = Timeline(self._timeline_path)
         self.roles: dict[str, str] = {}
+        self.tally = Tally()
+        self._devices = DeviceTime(self._spent)
         self.lost_workers: dict[str, None] = {}  # in the order of their first loss
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
@@ -70,8 +77,10 @@ class Recorder:
 
     def step(self, record: StepRecord) -> None:
         self._write("metrics", record)
+        self.tally.step(record)
         with self._drawing() as (timeline, now):
             timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
+            timeline.staleness(record.staleness_mean, record.staleness_max, now)
 
     def period(self, record: PeriodRecord) -> None:
         self._write("periods", record)
@@ -79,8 +88,15 @@ class Recorder:
     def decision(self, record: DecisionRecord) -> None:
         self._write("decisions", record)
 
-    def event(self, kind: str, worker: str | None, text: str) -> None:
-        self._write("events", EventRecord(self.now(), kind, worker, text))
+    def event(
+        self,
+        kind: str,
+        worker: str | None,
+        text: str,
+        seconds: float | None = None,
+        held_seconds: float | None = None,
+    ) -> None:
+        self._write("events", EventRecord(self.now(), kind, worker, text, seconds, held_seconds))
         if kind != "weights":
             self.messages.append(f"{worker}: {text}" if worker else text)
 
@@ -109,27 +125,63 @@ class Recorder:
             }
             self._files["routing"].append(json.dumps(entry).encode())
 
-    def running_turns(self, worker: str, running: int) -> None:
-        """How many turns an engine holds, thinned out for the timeline."""
-        with self._drawing() as (timeline, now):
-            if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
-                self._counted[worker] = now
-                timeline.turns(worker, running, now)
+    def turns(self, worker: str, change: int) -> None:
+        """An engine has so many turns more, or less."""
+        self._count(worker, self._devices.turns(worker, change, self._moment()))
+
+    def tools(self, worker: str, change: int) -> None:
+        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        self._devices.tools(worker, change, self._moment())
+
+    def meet(self, workers: Iterable[Worker]) -> None:
+        """These are the workers: their time begins."""
+        moment = self._moment()
+        for worker in workers:
+            self._devices.role(worker.id, worker.role, moment)
+            self.role(worker)
 
     def role(self, worker: Worker) -> None:
         label = str(worker.duty)
         self.roles[worker.id] = label
+        self._devices.role(worker.id, worker.role, self._moment())
         with self._drawing() as (timeline, now):
             timeline.role(worker.id, label, now)
+
+    def phase(self, phase: Phase) -> None:
+        """The training side does this from now on."""
+        self._devices.phase(phase, self._moment())
+
+    def stepped(self, result: StepResult) -> None:
+        """The trainers have made a step; its weights are published from now on."""
+        self._devices.stepped(step_parts(result), result.publish_seconds, self._moment())
+
+    def hold_back(self, held_back: bool) -> None:
+        """Whether there are groups that staleness does not let start yet."""
+        self._devices.hold_back(held_back, self._moment())
+
+    def device_seconds(self) -> Seconds:
+        """What every worker's time in this sitting went to."""
+        return self._devices.seconds(self._moment())
+
+    def under_way(self) -> dict[str, tuple[int, int]]:
+        """Turns that every engine has, and tools that are called for episodes which it served last."""
+        return self._devices.under_way()
+
+    def take_device_seconds(self, until: float) -> Seconds:
+        """The same, since the last call and until this second of reinforcement learning, which is just over."""
+        assert self._began is not None
+        return self._devices.take(until - self._seconds_before + self._began - self._started)
 
     def moved(self, moved: Moved) -> None:
         """A move that ended: when it is not done, the event says what became of the worker."""
         move = moved.move
+        self.tally.moved(moved)
         if moved.outcome == "done":
-            self.event("role_change", move.worker, f"{move} in {moved.seconds:.1f} s")
+            self.event("role_change", move.worker, f"{move} in {moved.seconds:.1f} s", moved.seconds)
         else:
             left = f"it is {move.before} again" if moved.outcome == "undone" else "it does nothing"
-            self.event("move_failed", move.worker, f"{move} failed after {moved.seconds:.1f} s, {left}: {moved.why}")
+            text = f"{move} failed after {moved.seconds:.1f} s, {left}: {moved.why}"
+            self.event("move_failed", move.worker, text, moved.seconds)
         details: dict[str, JsonValue] = {
             "worker": move.worker,
             "from": str(move.before),
@@ -143,12 +195,28 @@ class Recorder:
     def lost(self, worker: str, why: str, retired: bool) -> None:
         """A worker that did something went away."""
         self.lost_workers[worker] = None
+        self.tally.lost(worker)
         what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"
         self.event("worker_lost", worker, f"{why}; {what_next}")
         with self._drawing() as (timeline, now):
             timeline.lost(worker, now, why)
 
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        """A replica takes part in training, so long after its start; for its entry the step boundary was held."""
+        self.tally.joined(seconds, held_seconds)
+        text = f"takes part in training {seconds:.1f} s after its start; the others waited {held_seconds:.3f} s for it"
+        self.event("joined", worker, text, seconds, held_seconds)
+        with self._drawing() as (timeline, now):
+            details: dict[str, JsonValue] = {"seconds": round(seconds, 3), "held_seconds": round(held_seconds, 4)}
+            timeline.work(worker, "join training", max(0.0, now - seconds), now, details)
+
+    def load(self, worker: str) -> None:
+        """An engine is told to take new weights."""
+        self._devices.load(worker, self._moment())
+
     def weights(self, worker: str, version: int, seconds: float) -> None:
+        """It has taken them, and stood still for so long."""
+        self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)
             timeline.weights(worker, version, now)
@@ -163,13 +231,30 @@ class Recorder:
             for file in self._files.values():
                 stack.callback(file.close)
             stack.enter_context(writing(self._timeline_path))
-            self._timeline.close()
+            stack.callback(self._timeline.close)
+            self._devices.take(self._moment())  # draws what is not over
 
     @contextmanager
     def _drawing(self) -> Iterator[tuple[Timeline, float]]:
         """The timeline and the moment on it."""
         with writing(self._timeline_path):
-            yield self._timeline, time.monotonic() - self._started
+            yield self._timeline, self._moment()
+
+    def _moment(self) -> float:
+        """Seconds of this sitting."""
+        return time.monotonic() - self._started
+
+    def _spent(self, worker: str, cause: Cause, start: float, end: float) -> None:
+        if end - start >= _SPAN_SECONDS:
+            with self._drawing() as (timeline, _):
+                timeline.cause(worker, cause, start, end)
+
+    def _count(self, worker: str, running: int) -> None:
+        """How many turns an engine has, thinned out for the timeline."""
+        with self._drawing() as (timeline, now):
+            if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
+                self._counted[worker] = now
+                timeline.turns(worker, running, now)
 
     def _write(self, name: str, record: Record) -> None:
         self._files[name].append(record.to_json().encode())

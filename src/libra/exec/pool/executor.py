@@ -15,7 +15,7 @@ from libra.disk import writing
 from libra.exec.launch.handles import WorkerLostError
 from libra.exec.launch.launcher import Launcher
 from libra.exec.loop.checkpoint import save_weights
-from libra.exec.pool import mover
+from libra.exec.pool import mover, processes
 from libra.exec.pool.journal import Journal, Start, Step
 from libra.exec.pool.mover import Applied, Mover
 from libra.exec.pool.moves import Move
@@ -29,10 +29,8 @@ from libra.plan.request import longest_context
 _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
 
 
-class Watcher(mover.Watcher, Protocol):
-    """Who is told of changes of the pool, and of engines that take new weights."""
-
-    def weights(self, worker: str, version: int, seconds: float) -> None: ...
+class Watcher(mover.Watcher, processes.Watcher, Protocol):
+    """Who is told of changes of the pool, and of what its processes do."""
 
 
 class Executor:
@@ -65,7 +63,7 @@ class Executor:
             version,
             checkpoint,
             self._lost,
-            watcher.weights,
+            watcher,
         )
         longest = {name for name, shape in config.engines.items() if shape.max_model_len == self.longest_context}
         self._mover = Mover(pool, self._processes, journal, watcher, longest, self.longest_context)

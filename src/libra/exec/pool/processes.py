@@ -8,8 +8,10 @@ weights, or is about to take them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from libra.config import RunConfig
 from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
@@ -37,6 +39,22 @@ from libra.plan.problem import Allocation
 _GRACE_SECONDS = 1.0
 
 
+class Watcher(Protocol):
+    """Who is told what processes do beside their orders."""
+
+    def load(self, worker: str) -> None:
+        """An engine is told to take new weights."""
+        ...
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        """It has taken them, and stood still for so long."""
+        ...
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        """A replica takes part in training, so long after its start; for its entry the step boundary was held."""
+        ...
+
+
 class Processes:
     """The hands of a `Mover`, with real processes. `version` and `checkpoint` are where training begins."""
 
@@ -52,14 +70,13 @@ class Processes:
         version: int,
         checkpoint: Path | None,
         lost: Callable[[str, str], None],
-        loaded: Callable[[str, int, float], None],
+        watcher: Watcher,
     ) -> None:
-        """`lost` is told the name of a worker that went away, and why; `loaded` the name of an engine, the version that
-        it took, and the seconds that it stood still for it."""
+        """`lost` is told the name of a worker that went away, and why."""
         self._launcher, self._pool, self._config, self._journal = launcher, pool, config, journal
         self._model_directory, self._kv_bytes = model_directory, kv_bytes
         self._version, self._checkpoint = version, checkpoint
-        self._lost, self._loaded = lost, loaded
+        self._lost, self._watcher = lost, watcher
         self._layout: Ready
         self._current: LoadWeights
         self.fleet = fleet
@@ -140,7 +157,7 @@ class Processes:
         return link
 
     async def _start_trainer(self, name: str) -> None:
-        training = self._config.training
+        training, began = self._config.training, time.monotonic()
         handle = self._handles[name] = Handle(await self._spawn(name), self._lost)
         ready = await handle.start(
             StartTrainer(
@@ -155,11 +172,14 @@ class Processes:
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
+                processes=training.processes,
+                sharding=training.sharding,
             )
         )
         self._layout = ready
         if self._trainers is not None:
-            await self._trainers.join(handle, core=self._pool[name].allowed == {Role.TRAIN})
+            held_seconds = await self._trainers.join(handle, core=self._pool[name].allowed == {Role.TRAIN})
+            self._watcher.joined(name, time.monotonic() - began, held_seconds)
         else:
             await self._open_training(handle)
 
@@ -199,8 +219,9 @@ class Processes:
 
     async def _load(self, handle: EngineHandle) -> float:
         order = self._current
+        self._watcher.load(handle.name)
         seconds = await handle.load(order)
-        self._loaded(handle.name, order.version, seconds)
+        self._watcher.weights(handle.name, order.version, seconds)
         return seconds
 
     async def _load_or_lose(self, handle: EngineHandle) -> float | None:

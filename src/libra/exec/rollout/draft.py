@@ -28,6 +28,7 @@ class Draft:
     versions: list[int] = field(default_factory=list)  # -1 where not generated
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
+    engine: str = ""  # that served it last
 
     def given(self, tokens: list[int]) -> None:
         """Tokens that no engine sampled: the prompt, what a tool returned."""

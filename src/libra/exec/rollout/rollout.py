@@ -54,6 +54,22 @@ class TurnReport:
     placement: Placement
 
 
+class Watcher(Protocol):
+    """Who is told of the turns and tools of episodes."""
+
+    def turn(self, report: TurnReport) -> None:
+        """An engine's part in a turn is over."""
+        ...
+
+    def turns(self, worker: str, change: int) -> None:
+        """An engine has so many turns more, or less."""
+        ...
+
+    def tools(self, worker: str, change: int) -> None:
+        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        ...
+
+
 class Rollout:
     """Runs episodes of one environment on a fleet."""
 
@@ -64,7 +80,7 @@ class Rollout:
         codec: Codec,
         fleet: Fleet,
         longest_context: int,
-        on_turn: Callable[[TurnReport], None],
+        watcher: Watcher,
         now: Callable[[], float],
     ) -> None:
         self._environment = environment
@@ -72,7 +88,7 @@ class Rollout:
         self._codec = codec
         self._fleet = fleet
         self._longest_context = longest_context
-        self._on_turn, self._now = on_turn, now
+        self._watcher, self._now = watcher, now
         stop = codec.encode(environment.stop)
         if len(stop) != 1:
             raise ValueError(f"the stop text {environment.stop!r} must be one token of the model, not {len(stop)}")
@@ -95,7 +111,11 @@ class Rollout:
             if call is None or last_chance:
                 return self._finish(draft, turn, text)
             began = time.monotonic()
-            status, reply = await self._call(call)
+            self._watcher.tools(draft.engine, 1)
+            try:
+                status, reply = await self._call(call)
+            finally:
+                self._watcher.tools(draft.engine, -1)
             seconds = time.monotonic() - began
             back = self._codec.encode(reply)
             if len(draft.tokens) + len(back) + self._environment.turn_tokens > self._longest_context:
@@ -115,10 +135,15 @@ class Rollout:
                 continue
             self._requests += 1
             began, before = time.monotonic(), len(draft.tokens)
-            await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
+            draft.engine = placement.instance
+            self._watcher.turns(draft.engine, 1)
+            try:
+                await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
+            finally:
+                self._watcher.turns(draft.engine, -1)
             tokens = len(draft.tokens) - before
             self.generated_tokens += tokens
-            self._on_turn(TurnReport(draft.id, placement.instance, tokens, time.monotonic() - began, placement))
+            self._watcher.turn(TurnReport(draft.id, placement.instance, tokens, time.monotonic() - began, placement))
             if turn.over:
                 draft.buckets.append(placement.bucket)
                 return draft.tokens[start:]

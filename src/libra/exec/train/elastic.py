@@ -32,13 +32,17 @@ class _Forming:
     """A membership on its way. Its group is None for a replica that is alone."""
 
     order: Prepare
+    process: int
     group: Future[ProcessGroupGloo | None] = field(default_factory=Future)
 
 
 class GradientExchange:
-    """One replica's membership. Alone (size 1) every verb is free."""
+    """One replica's membership. Alone (size 1) every verb is free.
 
-    def __init__(self) -> None:
+    Of a replica of several processes, each exchanges its part with the process of the same number in the others."""
+
+    def __init__(self, process: int = 0) -> None:
+        self._process = process
         self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
         self._deaf: OSError | None = None  # why this replica cannot listen
         self._forming: _Forming | None = None
@@ -47,7 +51,9 @@ class GradientExchange:
 
     def meet(self, order: Meet) -> int:
         """Be where replicas meet, at the same port as before if it will do. Returns the port; 0 when this replica
-        cannot listen there, and `enter` tells why."""
+        cannot listen there, and `enter` tells why. Only its first process listens."""
+        if self._process:
+            return 0
         store = self._store
         if store is None or store.host != order.host or order.port not in (0, store.port):
             try:
@@ -60,7 +66,7 @@ class GradientExchange:
 
     def prepare(self, order: Prepare) -> None:
         """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
-        self._forming = forming = _Forming(order)
+        self._forming = forming = _Forming(order, self._process)
         if order.size <= 1:
             forming.group.set_result(None)
         elif not order.port:
@@ -118,7 +124,7 @@ def _form(forming: _Forming) -> None:
         options = ProcessGroupGloo._Options()
         options._timeout = FORMING
         options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
-        store = PrefixStore(f"generation-{order.generation}", found)
+        store = PrefixStore(f"generation-{order.generation}-process-{forming.process}", found)
         forming.group.set_result(ProcessGroupGloo(store, order.rank, order.size, options))
     except Exception as error:  # noqa: BLE001 - the end of a thread: `enter` raises it
         forming.group.set_exception(error)

@@ -12,6 +12,15 @@ from libra.exec.wire.messages import Reduced, Sample, Trained
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What one replica did of a step."""
+
+    replica: str
+    compute_seconds: float
+    exchange_seconds: float  # the wait for the slowest one included
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """One optimiser step over all replicas. Seconds are those of the slowest replica unless said otherwise."""
 
@@ -29,6 +38,9 @@ class StepResult:
     behaviour_weight_mean: float
     prox_gap_mean: float
     gradient_norm: float
+    held_seconds: float = 0.0  # before it began: the step boundary was held for somebody else
+    redone_seconds: float = 0.0  # then: attempts that failed with a loss, and regrouping
+    shares: tuple[Share, ...] = ()
 
 
 def summarise(

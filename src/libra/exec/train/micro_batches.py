@@ -38,6 +38,10 @@ def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return ids, mask, behaviour, torch.tensor([[sample.advantage] for sample in samples])
 
 
+# For a process that has to take part in a micro-batch and has none: nothing in it is trained.
+IDLE = Sample("idle", [0, 0], [False, False], [0.0, 0.0], [-1, -1], 0.0)
+
+
 def made_up_sample(index: int, length: int) -> Sample:
     """To measure with."""
     tokens = [4 + (index + 5 * position) % 16 for position in range(length)]

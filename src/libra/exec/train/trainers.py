@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from libra.exec.launch.answers import STANDARD, Patience
 from libra.exec.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.exec.ratio import Ratio
 from libra.exec.train.joining import Joiner, JoinError
-from libra.exec.train.joint_step import StepResult, split_evenly, summarise, tokens_of
+from libra.exec.train.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
 from libra.exec.train.membership import FAILURES, ExchangeError, Membership
 from libra.exec.wire.messages import (
     Commit,
@@ -152,16 +153,27 @@ class Trainers:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
 
         Raises `CoreLostError`, `ExchangeError`, `DivergedError`."""
+        asked, waits = time.monotonic(), self.boundary.locked()
         async with self.boundary:
+            entered, present = time.monotonic(), self.size
             await self._members.tidy()
+            again = self.size < present
             failures, why = 0, ""
             while failures < FAILURES:
-                began = time.monotonic()
+                began, names = time.monotonic(), self.names()
                 votes = await self._vote(version, samples, sequences, tokens)
                 complete = [vote for vote in votes if vote is not None and not vote.failure]
                 if len(complete) == self.size:
-                    return await self._commit(version, complete, began)
-                why = next((vote.failure for vote in votes if vote is not None and vote.failure), "")
+                    return replace(
+                        await self._commit(version, complete, began),
+                        held_seconds=entered - asked if waits else 0.0,
+                        redone_seconds=began - entered if again else 0.0,
+                        shares=tuple(
+                            Share(name, vote.compute_seconds, vote.exchange_seconds)
+                            for name, vote in zip(names, complete, strict=True)
+                        ),
+                    )
+                again, why = True, next((vote.failure for vote in votes if vote is not None and vote.failure), "")
                 await self._discard()
                 failures += not self._members.forget_lost()
                 await self._members.regroup()

@@ -13,8 +13,10 @@ import torch
 from libra.exec.launch.pace import Pacer
 from libra.exec.train.elastic import PeerLostError
 from libra.exec.train.follower import BehindError, Follower, SilentError
+from libra.exec.train.inside import ALONE, Inside
 from libra.exec.train.publication import UnreachableError
 from libra.exec.train.relay import Relay
+from libra.exec.train.replica_processes import Channel, serve_together
 from libra.exec.train.trainer import Trainer
 from libra.exec.wire.channel import WorkerChannel
 from libra.exec.wire.messages import (
@@ -25,12 +27,12 @@ from libra.exec.wire.messages import (
     Enter,
     Entered,
     Follow,
+    FromWorker,
     Identify,
     LoadCheckpoint,
     MeasureTraining,
     Meet,
     Meeting,
-    Message,
     Prepare,
     Publish,
     Published,
@@ -54,15 +56,25 @@ _LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little besi
 
 def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, began: float) -> None:
     """Until `Stop`, or until the controller goes away."""
-    if len(start.cores) > 1:
-        torch.set_num_threads(len(start.cores))
-    trainer = Trainer(start, descriptor, Pacer(start.share, start.cores))
-    channel.send(Ready(time.monotonic() - began, trainer.layout, trainer.buffer_bytes))
-    TrainingWorker(channel, trainer).run()
+
+    def serve(channel: Channel, inside: Inside) -> None:
+        threads = len(start.cores) // start.processes
+        if threads > 1:
+            torch.set_num_threads(threads)
+        trainer = Trainer(start, descriptor, Pacer(start.share / start.processes, start.cores), inside)
+        channel.send(Ready(time.monotonic() - began, trainer.layout, trainer.buffer_bytes))
+        TrainingWorker(channel, trainer).run()
+
+    if start.processes == 1:
+        serve(channel, ALONE)
+    else:
+        serve_together(channel, start.processes, serve)
 
 
 class TrainingWorker:
-    def __init__(self, channel: WorkerChannel, trainer: Trainer) -> None:
+    """One process of a replica."""
+
+    def __init__(self, channel: Channel, trainer: Trainer) -> None:
         self._channel, self._trainer = channel, trainer
         self._follower: Follower | None = None
         self._behind = ""  # why it ceased to follow
@@ -79,7 +91,7 @@ class TrainingWorker:
             if isinstance(message, Stop):
                 return
 
-    def _answer(self, message: ToWorker) -> Message:
+    def _answer(self, message: ToWorker) -> FromWorker:
         trainer = self._trainer
         match message:
             case Train():

@@ -35,33 +35,65 @@ def _length(header: bytes) -> int:
     return length
 
 
-class WorkerChannel:
-    """The worker's end: blocking, or polled between engine iterations."""
+class _BlockingChannel:
+    """An end that waits for what it wants to read."""
+
+    _gone = ""  # what it means that the other end was closed
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._decoder = msgspec.json.Decoder(ToWorker)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def send(self, message: Message) -> None:
         self._connection.sendall(_frame(message))
 
-    def receive(self) -> ToWorker:
-        length = _length(self._read(_LENGTH.size))
-        return self._decoder.decode(self._read(length))
+    def close(self) -> None:
+        self._connection.close()
 
-    def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether a message (or the end of the connection) is waiting; None waits for one."""
-        readable, _, _ = select.select([self._connection], [], [], seconds)
-        return bool(readable)
+    def _body(self) -> bytes:
+        return self._read(_length(self._read(_LENGTH.size)))
 
     def _read(self, count: int) -> bytes:
         parts = bytearray()
         while len(parts) < count:
             part = self._connection.recv(count - len(parts))
             if not part:
-                raise ConnectionResetError("the controller closed the connection")
+                raise ConnectionResetError(self._gone)
             parts += part
         return bytes(parts)
+
+
+class WorkerChannel(_BlockingChannel):
+    """The worker's end: blocking, or polled between engine iterations."""
+
+    _gone = "the controller closed the connection"
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._decoder = msgspec.json.Decoder(ToWorker)
+
+    def receive(self) -> ToWorker:
+        return self._decoder.decode(self._body())
+
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether a message (or the end of the connection) is waiting; None waits for one."""
+        readable, _, _ = select.select([self._connection], [], [], seconds)
+        return bool(readable)
+
+
+class PeerChannel(_BlockingChannel):
+    """A worker's end of the channel to another process of its own: orders go there, answers come back."""
+
+    _gone = "the process closed the connection"
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._decoder = msgspec.json.Decoder(FromWorker)
+
+    def receive(self) -> FromWorker:
+        return self._decoder.decode(self._body())
 
 
 class ControllerChannel:

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 Precision = Literal["bf16", "fp32", "fp64"]  # of a trainer's arithmetic; bf16 is autocast over float32 parameters
+Sharding = Literal["none", "fsdp2"]  # of parameters, moments and gradients among the processes of one replica
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -56,8 +57,10 @@ class StartTrainer(Message, frozen=True):
     micro_batch_tokens: int
     precision: Precision
     seed: int
-    share: float
+    share: float  # of one core, that its processes have together
     cores: tuple[int, ...]
+    processes: int = 1
+    sharding: Sharding = "none"
 
 
 class Generate(Message, frozen=True):
@@ -164,7 +167,8 @@ class Enter(Message, frozen=True):
 
 
 class StatePlace(msgspec.Struct, frozen=True, tag=True):
-    """Where a replica publishes its state, on its own node: two files that process `pid` holds open."""
+    """Where one process of a replica publishes its part of the state, on its own node: two files that process `pid`
+    holds open."""
 
     pid: int
     board: int  # file descriptors of that process

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,9 @@ class WeightBuffer:
         self._size = size
         self._map = mmap.mmap(descriptor, BUFFERS * size)
 
-    def write(self, buffer: int, layout: Iterable[Tensor], weights: dict[str, torch.Tensor]) -> int:
-        """Store the weights as bfloat16; returns their checksum (CRC-32)."""
+    def write(self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor]) -> int:
+        """Store the weights as bfloat16, taking one at a time in the order of the layout; returns their checksum
+        (CRC-32)."""
         import torch
 
         target = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]

@@ -1,0 +1,109 @@
+"""A replica of several processes: its leader, which is the worker that the controller knows, and the leader's peers.
+
+Invariant: peers are forked by the leader before it starts a thread, and die with it. The leader ends when one of them
+does, so a replica is there with all its processes or not at all. An order to the replica is an order to each of them,
+and their answers become one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch.distributed import TCPStore
+
+from libra.exec.launch.forked import die_with, serve_and_leave
+from libra.exec.train.divided_orders import divide, join
+from libra.exec.train.inside import HOST, Inside, meet
+from libra.exec.wire.channel import PeerChannel, WorkerChannel
+from libra.exec.wire.messages import Failure, FromWorker, ToWorker
+
+
+class Channel(Protocol):
+    """Where a training worker gets its orders from."""
+
+    def send(self, answer: FromWorker) -> None: ...
+
+    def receive(self) -> ToWorker: ...
+
+    def poll(self, seconds: float | None) -> bool:
+        """Whether `receive` would return at once, after at most `seconds`."""
+
+
+class BrokenReplicaError(RuntimeError):
+    """A process of the replica is gone, or failed."""
+
+
+class ReplicaChannel:
+    """The leader's channel: what it receives is its own part of an order that its peers have got theirs of, and what it
+    sends is joined with their answers."""
+
+    def __init__(self, controller: WorkerChannel, peers: Sequence[PeerChannel]) -> None:
+        self._controller, self._peers = controller, peers
+
+    def poll(self, seconds: float | None) -> bool:
+        return bool(self._readable(seconds))
+
+    def receive(self) -> ToWorker:
+        """Raises `BrokenReplicaError` when a peer goes away meanwhile."""
+        for channel in self._readable(None):
+            if isinstance(channel, PeerChannel):
+                number = self._peers.index(channel)
+                answer = self._answer(number)
+                raise BrokenReplicaError(f"process {number + 1} of the replica sent {type(answer).__name__} unasked")
+        own, *others = divide(self._controller.receive(), 1 + len(self._peers))
+        for number, (peer, order) in enumerate(zip(self._peers, others, strict=True)):
+            try:
+                peer.send(order)
+            except ConnectionError:
+                self._answer(number)
+        return own
+
+    def send(self, answer: FromWorker) -> None:
+        """Raises `BrokenReplicaError`."""
+        self._controller.send(join([answer, *(self._answer(number) for number in range(len(self._peers)))]))
+
+    def _answer(self, number: int) -> FromWorker:
+        try:
+            answer = self._peers[number].receive()
+        except ConnectionError:
+            raise BrokenReplicaError(f"process {number + 1} of the replica is gone") from None
+        if isinstance(answer, Failure):
+            raise BrokenReplicaError(f"process {number + 1} of the replica: {answer.error}")
+        return answer
+
+    def _readable(self, seconds: float | None) -> list[WorkerChannel | PeerChannel]:
+        channels: list[WorkerChannel | PeerChannel] = [*self._peers, self._controller]
+        return select.select(channels, [], [], seconds)[0]
+
+
+def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[Channel, Inside], None]) -> None:
+    """Let this process and its forks `serve` as one replica."""
+    listener = socket.create_server((HOST, 0))
+    port, leader = listener.getsockname()[1], os.getpid()
+    peers: list[PeerChannel] = []
+    for rank in range(1, processes):
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            die_with(leader)
+            controller.close()  # so that each end is closed when its one owner is gone
+            listener.close()
+            ours.close()
+            for peer in peers:
+                peer.close()
+            own = WorkerChannel(theirs)
+            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own)
+        theirs.close()
+        peers.append(PeerChannel(ours))
+    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    serve(ReplicaChannel(controller, peers), meet(0, processes, store))
+
+
+def _serve_peer(
+    serve: Callable[[Channel, Inside], None], channel: WorkerChannel, rank: int, processes: int, port: int
+) -> None:
+    serve(channel, meet(rank, processes, TCPStore(HOST, port, is_master=False)))
