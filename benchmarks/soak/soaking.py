@@ -147,11 +147,11 @@ class Soak:
         self._segments.look()
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
             self._sampled = time.monotonic()
-            self._processes.look(sitting.pid, sitting.number, self._sampled - sitting.began)
+            self._processes.look(sitting.pid, sitting.number, sitting.ready)
 
     def _ended(self, sitting: Sitting) -> Ended:
         """Wait for its end; its last entries belong to it."""
-        self._processes.look(sitting.pid, sitting.number, time.monotonic() - sitting.began)
+        self._processes.look(sitting.pid, sitting.number, ready=False)
         status = sitting.wait()
         left = self._processes.left()
         self._look(sitting)
