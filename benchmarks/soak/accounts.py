@@ -202,7 +202,7 @@ def _versions(story: Story) -> Iterator[str]:
     made = {group: version for version, groups in story.taken.items() for group in groups}
     for (group, index), episode in story.episodes.items():
         generated = [version for version in episode["versions"] if version >= 0]
-        low, high = story.started[group], made.get(group, math.inf) - 1
+        low, high = story.started.get(group, 0), made.get(group, math.inf) - 1
         if not low <= min(generated) <= max(generated) <= high or generated != sorted(generated):
             yield f"episode {(group, index)} has tokens of {min(generated)} to {max(generated)}, not {low} to {high}"
         lengths = {len(episode[key]) for key in ("tokens", "generated", "logprobs", "versions")}

@@ -47,7 +47,7 @@ class Processes:
             family = [root, *root.children(recursive=True)]
             for process in family:
                 self._seen.setdefault((process.pid, process.create_time()), process)
-            if ready:
+            if ready and len(family) > 1:  # it has a nursery until it ends
                 memory, nursery = root.memory_info().rss, family[1].num_fds()
                 sample = Sample(sitting, time.monotonic(), root.num_fds(), root.num_threads(), memory, nursery)
                 self.samples.append(sample)
