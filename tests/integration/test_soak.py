@@ -36,6 +36,7 @@ FAULTS = (
 def test_a_short_soak(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     config = yaml.safe_load(CONFIG.read_text())
+    config["checkpoint_every"] = 3
     config["planner"]["calibration"] = str(tmp_path / "profile.json")  # measuring would take longer than the rest
     save_profile(tmp_path / "profile.json", PROFILE)
     shutil.copy(CONFIG.with_name("unruly.py"), tmp_path)
