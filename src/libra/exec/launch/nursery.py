@@ -87,8 +87,7 @@ def _import_everything() -> None:
     import vllm.model_executor.models.qwen3
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
+    import vllm.v1.worker.cpu_worker
     from vllm.model_executor.models import ModelRegistry
 
     import libra.exec.rollout.engine
