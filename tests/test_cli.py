@@ -590,6 +590,16 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
         changed(model={"directory": "no/model"}),
         "model.directory: no/model does not exist; give a directory in Hugging Face layout",
     ),
+    (
+        "through a Ray client",
+        changed(cluster={"launcher": "ray", "ray_address": "ray://head:10001"}),
+        "cluster.ray_address: ray://head:10001 is not the address of a Ray cluster; run libra on a node of the cluster",
+    ),
+    (
+        "no Ray cluster there",
+        changed(cluster={"launcher": "ray", "ray_address": "127.0.0.1:1"}),
+        "cluster.ray_address: nothing answers at 127.0.0.1:1 ([Errno 111] Connection refused); run libra on a node",
+    ),
     ("more workers than memory", slots(100_000), "cluster.slots: 100000 workers need about "),
     ("more slots than cores", changed(cluster={"share": 1000.0}), "or a smaller cluster.share"),
     (
@@ -634,6 +644,12 @@ def test_a_run_that_cannot_work_is_refused_and_leaves_nothing_behind(
 def test_too_many_workers_are_told_how_many_fit(here: Path) -> None:
     result = libra("run", write(here / "run.yaml", slots(100_000)))
     assert "GiB are free; use at most " in result.stderr
+
+
+def test_a_missing_ray_is_told_of_before_anything_starts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    result = libra("run", write(here / "run.yaml", BASE), "--launcher", "ray")
+    assert_refused(result, "Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local")
 
 
 def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:

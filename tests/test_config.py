@@ -113,6 +113,12 @@ BAD = [
     ("name leaves the directory", change("name", "../elsewhere"), "name: String should match pattern"),
     ("hidden name", change("name", ".run"), "name: String should match pattern"),
     ("endless name", change("name", "n" * 101), "name: String should have at most 100 characters"),
+    ("a cluster without Ray", change("cluster.ray_address", "auto"), "cluster: ray_address is for a Ray cluster: set"),
+    (
+        "nodes without Ray",
+        change("cluster.slots_per_node", 2),
+        "cluster: slots_per_node is for a Ray cluster: set",
+    ),
     ("slots", change("cluster.slots", 5), "cluster: slots is 5, but core + hybrid + rollout = 4: make them equal"),
     ("no engine size", change("engines", {}), "engines: Dictionary should have at least 1 item"),
     ("no bucket", change("start.buckets", []), "start.buckets: Tuple should have at least 1 item"),

@@ -23,7 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
-from libra.exec.launch.local import WORKER_ENVIRONMENT
+from libra.exec.launch.nursery_process import WORKER_ENVIRONMENT
 from libra.exec.tiny_model import kv_bytes_per_token
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.chain import Chain
@@ -54,7 +54,9 @@ class RealEngine:
         """Raises ValueError where the process is not set up for one thread."""
         wrong = [name for name, value in WORKER_ENVIRONMENT.items() if os.environ.get(name) != value]
         if wrong:
-            raise ValueError(f"{', '.join(wrong)}: start this process with libra.exec.launch.local.WORKER_ENVIRONMENT")
+            raise ValueError(
+                f"{', '.join(wrong)}: start this process with libra.exec.launch.nursery_process.WORKER_ENVIRONMENT"
+            )
         torch.set_num_threads(1)
         self.number = number
         self.clock = 0  # ticks

@@ -33,6 +33,11 @@ trace_app = typer.Typer(help="Look at trajectory logs.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 
 
+class Launcher(StrEnum):
+    local = "local"
+    ray = "ray"
+
+
 class AllocationMode(StrEnum):
     adaptive = "adaptive"
     static = "static"
@@ -48,6 +53,14 @@ def run(
     learning_rate: Annotated[float | None, typer.Option(help="0 gives the control that learns nothing.")] = None,
     allocation: Annotated[
         AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
+    ] = None,
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option(help="local: workers run on this machine. ray: on the nodes of a Ray cluster."),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Of the Ray cluster, or auto (default: one is started here for the run)."),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -71,6 +84,8 @@ def run(
         "training.steps": steps,
         "training.learning_rate": learning_rate,
         "allocation": allocation.value if allocation is not None else None,
+        "cluster.launcher": launcher.value if launcher is not None else None,
+        "cluster.ray_address": ray_address,
         "metrics.port": metrics_port,
     }
     try:

@@ -45,6 +45,9 @@ class WarmUpConfig(Section):
 class ClusterConfig(Section):
     """The devices: CPU slots of fixed speed on a machine without accelerators."""
 
+    launcher: Literal["local", "ray"] = "local"  # where workers run: here, or on the nodes of a Ray cluster
+    ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
+    slots_per_node: PositiveInt | None = None  # at most, with `ray`; None: as many as a node has devices
     slots: PositiveInt = 4
     core: PositiveInt = 1  # always train
     hybrid: int = Field(default=1, ge=0)  # train or generate
@@ -60,6 +63,13 @@ class ClusterConfig(Section):
                 f"slots is {self.slots}, but core + hybrid + rollout = {self.core + self.hybrid + self.rollout}:"
                 " make them equal"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_launcher_for_them(self) -> Self:
+        for key in ("ray_address", "slots_per_node"):
+            if self.launcher == "local" and getattr(self, key) is not None:
+                raise ValueError(f"{key} is for a Ray cluster: set launcher to ray, or remove it")
         return self
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
-from libra.exec.launch.launcher import WorkerLink
+from libra.exec.launch.launcher import SourceLostError, WorkerLink
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import (
     CatchUp,
@@ -166,12 +165,15 @@ class MadeWorker:
 class MadeLauncher:
     """Starts workers without processes; `prepared` says what the next ones do."""
 
-    nursery_pid = os.getpid()
+    hardware = "made"
 
     def __init__(self, speak: Speak = lambda tokens: []) -> None:
         self._speak = speak
         self.workers: dict[str, MadeWorker] = {}
         self.prepared: dict[str, dict[type[Message], Any]] = {}
+        self.slots_changed: Callable[[], None] = lambda: None
+        self._missing: set[int] = set()
+        self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 
     @contextlib.asynccontextmanager
@@ -183,6 +185,17 @@ class MadeLauncher:
             for worker in self.workers.values():
                 worker.die()
             await asyncio.gather(*(worker.gone.wait() for worker in self.workers.values()))
+
+    def processes(self) -> tuple[int, ...]:
+        return ()
+
+    def miss(self, *slots: int) -> None:
+        """There are no nodes for these slots from now on, and for all others."""
+        self._missing = set(slots)
+        self.slots_changed()
+
+    def offers(self, slot: int) -> bool:
+        return slot not in self._missing
 
     async def ready(self) -> float:
         return 0.0
@@ -201,6 +214,11 @@ class MadeLauncher:
 
     async def gone(self, link: WorkerLink) -> None:
         await self._by_link[link].gone.wait()
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        if self.without_weights:
+            self.without_weights -= 1
+            raise SourceLostError(f"weights v{weights.version} are lost")
 
     def exists(self, link: WorkerLink) -> bool:
         return True

@@ -1,17 +1,14 @@
-"""A real nursery that imports only what a test needs, wired to a launcher as `LocalLauncher.open` wires it."""
+"""A real nursery that imports only what a test needs."""
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from libra.exec.launch.local import WORKER_ENVIRONMENT, LocalLauncher
-from libra.exec.wire.weights import create_buffer
+from libra.exec.launch.local import LocalLauncher
+from libra.exec.launch.nursery_process import NurseryProcess
 
 BARE = """
 import sys
@@ -28,20 +25,9 @@ TRAINING = BARE.replace(
 @asynccontextmanager
 async def nursery(logs: Path, source: str = BARE) -> AsyncIterator[tuple[LocalLauncher, subprocess.Popen[bytes]]]:
     """A launcher, and the process that runs `source`."""
-    ours, theirs = socket.socketpair()
-    weights = create_buffer()
-    with open(logs / "nursery.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", source, str(theirs.fileno()), str(weights)],
-            pass_fds=(theirs.fileno(), weights),
-            env={**os.environ, **WORKER_ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-        )
-    theirs.close()
-    ours.setblocking(False)
-    launcher = LocalLauncher(process, ours, logs, weights)
+    process = NurseryProcess(logs, command=("-c", source))
+    launcher = LocalLauncher(process)
     try:
-        yield launcher, process
+        yield launcher, process._process
     finally:
         launcher.close()

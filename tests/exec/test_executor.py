@@ -61,6 +61,7 @@ class Told:
         self.moves: list[Moved] = []
         self.losses: list[tuple[str, str]] = []
         self.loads: list[tuple[str, int, float]] = []
+        self.back_again: list[str] = []
         self.joins: list[str] = []
 
     def role(self, worker: Worker) -> None:
@@ -71,6 +72,9 @@ class Told:
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self.losses.append((worker, why))
+
+    def back(self, worker: str) -> None:
+        self.back_again.append(worker)
 
     def load(self, worker: str) -> None:
         pass
@@ -307,6 +311,43 @@ def test_a_worker_that_goes_away_is_lost_and_its_slot_is_used_again(tmp_path: Pa
         applied = await made.executor.apply(FIRST)
         assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:short"]
         assert made.fleet.allocation == FIRST
+
+    started(tmp_path, scenario)
+
+
+def test_weights_that_are_lost_with_their_node_are_published_again(tmp_path: Path) -> None:
+    """By a core replica, which holds the same; unless it is ahead already."""
+
+    async def scenario(made: Made) -> None:
+        core = made.launcher.workers["core-0"]
+        made.launcher.without_weights = 1
+        assert len(await made.executor.publish(5, 1, 7)) == 2
+        assert core.orders[-1] == Publish(5, 1)
+        assert made.launcher.workers["rollout-0"].loaded == [4, 5]
+        made.launcher.without_weights = 2  # for either engine
+        core.instead[Publish] = Published(6, 8)
+        assert await made.executor.publish(6, 0, 9) == []
+        assert {worker for worker, _ in made.told.losses} == {"rollout-0", "rollout-1"}
+        assert all("could not take weights v6" in why and "core-0 is ahead" in why for _, why in made.told.losses)
+
+    started(tmp_path, scenario)
+
+
+def test_slots_without_a_node_are_left_out_until_it_is_back(tmp_path: Path) -> None:
+    async def scenario(made: Made) -> None:
+        made.launcher.miss(2, 3)  # of the engines
+        for name in ("rollout-0", "rollout-1"):
+            made.launcher.workers[name].die()
+        while len(made.told.losses) < 2:
+            await asyncio.sleep(0)
+        assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0"}
+        applied = await made.executor.apply(Allocation(1, (Bucket("long", 1, 0, 100),)))
+        assert [(moved.move.worker, moved.outcome) for moved in applied.moves] == [("hybrid-0", "done")]
+        assert made.told.back_again == []
+        made.launcher.miss(3)
+        assert made.told.back_again == ["rollout-0"]
+        assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0", "rollout-0"}
+        assert all(len(made.pool[name].losses) == 1 for name in ("rollout-0", "rollout-1"))  # nothing was tried in vain
 
     started(tmp_path, scenario)
 

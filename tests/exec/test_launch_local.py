@@ -49,7 +49,7 @@ async def gone(link: WorkerLink) -> None:
 def test_workers_are_forked_and_end_when_they_are_left_alone(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         assert await launcher.ready() >= 0
-        assert launcher.nursery_pid == process.pid
+        assert launcher.processes() == (process.pid,)
         links = [await launcher.spawn(name, 0) for name in ("core-0", "rollout-0")]
         assert [link.name for link in links] == ["core-0", "rollout-0"]
         assert len({process.pid, *(link.pid for link in links)}) == 3
@@ -121,7 +121,7 @@ def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: P
 
 
 def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.exec.launch.local._EXIT_SECONDS", 0.05)
+    monkeypatch.setattr("libra.exec.launch.nursery_process._EXIT_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
@@ -144,7 +144,7 @@ def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatc
 
 
 def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.exec.launch.local._SPAWN_SECONDS", 0.05)
+    monkeypatch.setattr("libra.exec.launch.nursery_process._SPAWN_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
@@ -184,7 +184,7 @@ def test_a_nursery_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         link = await launcher.spawn("rollout-0", 0)
-        launcher._control.close()
+        launcher._nursery._control.close()
         assert await asyncio.to_thread(process.wait, PATIENCE) == 0
         await gone(link)
 

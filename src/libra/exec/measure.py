@@ -9,11 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Coroutine, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -164,16 +161,6 @@ def _sample_lengths(count: int) -> list[int]:
     """Uneven lengths, short ones more often: length i of n is the i/n quantile of a falling distribution."""
     last = len(_SAMPLE_LENGTHS) - 1
     return [_SAMPLE_LENGTHS[int(last * (index / max(count - 1, 1)) ** 1.7)] for index in range(count)]
-
-
-def hardware_name() -> str:
-    """The processor, as the operating system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -18,10 +19,10 @@ _SECONDS = 20.0  # between two looks; one costs tens of milliseconds of CPU time
 
 
 class MemoryWatch:
-    """Watches this process, the nursery and its workers while it is entered."""
+    """Watches this process, and those under `roots`, while it is entered."""
 
-    def __init__(self, nursery: int) -> None:
-        self._nursery = nursery
+    def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
+        self._roots = roots
         self._task: asyncio.Task[None] | None = None
         self.peak_bytes = 0
 
@@ -48,9 +49,10 @@ class MemoryWatch:
 
     def _proportional_set_size(self) -> int:
         processes = [psutil.Process(os.getpid())]
-        with suppress(psutil.Error):
-            root = psutil.Process(self._nursery)
-            processes += [root, *root.children(recursive=True)]
+        for pid in self._roots():
+            with suppress(psutil.Error):
+                root = psutil.Process(pid)
+                processes += [root, *root.children(recursive=True)]
         total = 0
         for process in processes:
             with suppress(psutil.Error):  # it ended while we looked

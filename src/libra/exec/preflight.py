@@ -35,18 +35,21 @@ _RESUMED_AS_STARTED = (
     ("training", "samples_per_prompt"),
     ("training", "precision"),
 )
+_RAY_SECONDS = 10.0  # in which a cluster that is there takes a connection
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
 
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     """Raises `ConfigError`."""
+    _check_launcher(config)
     _check_model_directory(config)
-    _check_memory(config)
-    _check_cores(config)
+    if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
+        _check_memory(config)
+        _check_cores(config)
+        _check_port(config)
     _check_engines(config)
     _check_policy(config)
-    _check_port(config)
     _check_metrics(config)
     _check_run_directory(config, resume, overwrite)
 
@@ -64,6 +67,28 @@ def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> P
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     write_whole(directory / "config.json", config.model_dump_json(indent=1) + "\n")
     return directory
+
+
+def _check_launcher(config: RunConfig) -> None:
+    cluster = config.cluster
+    if cluster.launcher == "ray" and find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.launcher: Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local"
+        )
+    if cluster.ray_address not in (None, "auto"):
+        _check_ray_address(cluster.ray_address)
+
+
+def _check_ray_address(address: str) -> None:
+    """Ray itself would try a wrong one for minutes."""
+    remedy = "run libra on a node of the cluster, and give auto, or the HOST:PORT that `ray start` printed"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or address.startswith("ray://"):
+        raise ConfigError(f"cluster.ray_address: {address} is not the address of a Ray cluster; {remedy}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_RAY_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
 
 
 def _check_model_directory(config: RunConfig) -> None:

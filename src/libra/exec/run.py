@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
@@ -30,7 +30,7 @@ from libra.exec.loop.posttrain import PostTraining
 from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
-from libra.exec.measure import hardware_name, measure, profile_key
+from libra.exec.measure import measure, profile_key
 from libra.exec.memory import MemoryWatch
 from libra.exec.metrics_endpoint import MetricsEndpoint
 from libra.exec.phases import Phases
@@ -69,8 +69,8 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     before = read_interrupted(directory) if resume else None
     async with (
         MetricsEndpoint.open(config.metrics) as metrics,
-        LocalLauncher.open(directory / "logs") as launcher,
-        MemoryWatch(launcher.nursery_pid) as memory,
+        _launcher(config) as launcher,
+        MemoryWatch(launcher.processes) as memory,
     ):
         phase = Phases(config, display, began)
         if metrics.address is not None:
@@ -104,8 +104,18 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
                 session.close()
 
 
+def _launcher(config: RunConfig) -> AbstractAsyncContextManager[Launcher]:
+    logs = config.run_directory / "logs"
+    if config.cluster.launcher == "local":
+        return LocalLauncher.open(logs)
+    from libra.exec.launch.ray_launcher import open_on_ray  # its library is an extra
+
+    return open_on_ray(config.cluster, logs)
+
+
 class _Watcher:
-    """Hears of changes of the pool: they are recorded, and a loss is planned around by all `planners`."""
+    """Hears of changes of the pool: they are recorded, and all `planners` are told of losses and of slots that are
+    back."""
 
     def __init__(self, recorder: Recorder, phase: Phases) -> None:
         self._recorder, self._phase = recorder, phase
@@ -116,8 +126,16 @@ class _Watcher:
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self._recorder.lost(worker, why, retired)
         self._phase.line(f"worker {worker} is lost: {why}")
-        for worker_lost in self.planners:
-            worker_lost()
+        self._plan()
+
+    def back(self, worker: str) -> None:
+        self._recorder.event("slot_back", worker, "there is a node for its slot again")
+        self._phase.line(f"there is a node for {worker} again")
+        self._plan()
+
+    def _plan(self) -> None:
+        for workers_changed in self.planners:
+            workers_changed()
 
 
 class _Session:
@@ -268,7 +286,7 @@ class _Session:
         if config.planner.calibration is not None:
             return load_profile(config.planner.calibration)
         model_config = json.loads((self._model / "config.json").read_text())
-        hardware = hardware_name()
+        hardware = self._launcher.hardware
         key = profile_key(config, hardware, model_config)
         cached = cache_directory() / "profiles" / f"{key}.json"
         if cached.is_file():

@@ -59,6 +59,7 @@ def _become_worker(connection: socket.socket, order: dict[str, Any], weights_des
     """Run one worker in the forked child, and leave without the nursery's clean-up handlers."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(order["environment"])
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -30,7 +30,11 @@ _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
 
 
 class Watcher(mover.Watcher, processes.Watcher, Protocol):
-    """Who is told of changes of the pool, and of what its processes do."""
+    """Who is told of changes of the pool, of what its processes do, and of slots that come back."""
+
+    def back(self, worker: str) -> None:
+        """Its slot, which was lost with its node, can be used again."""
+        ...
 
 
 class Executor:
@@ -50,6 +54,8 @@ class Executor:
         checkpoint: Path | None,
     ) -> None:
         self._pool, self._journal, self._version = pool, journal, version
+        self._launcher, self._watcher = launcher, watcher
+        launcher.slots_changed = self._look_for_slots
         self._model_directory = model_directory
         self.longest_context = longest_context(config)
         self._processes = Processes(
@@ -131,6 +137,14 @@ class Executor:
 
     def _lost(self, worker: str, why: str) -> None:
         self._mover.lose(worker, why)
+
+    def _look_for_slots(self) -> None:
+        for worker in self._pool.all():
+            away = not self._launcher.offers(worker.slot)
+            if worker.away != away:
+                changed = self._pool.set_away(worker.id, away)
+                if not away and not changed.retired:
+                    self._watcher.back(worker.id)
 
     async def _watch_workers(self) -> None:
         while True:

@@ -89,6 +89,7 @@ class Worker:
     shape: str | None = None  # of its engine, in ROLLOUT (and JOINING or DRAINING one)
     since: float = 0.0  # seconds on the caller's clock
     losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
+    away: bool = False  # there is no device: its node is lost, and may come back
     most_losses: int = MOST_LOSSES
 
     @property
@@ -134,7 +135,7 @@ class Pool:
 
     def healthy(self) -> tuple[Worker, ...]:
         """Workers that do something, or could."""
-        return tuple(worker for worker in self._workers.values() if worker.role is not Role.FAILED)
+        return tuple(worker for worker in self._workers.values() if worker.role is not Role.FAILED and not worker.away)
 
     def become(self, worker: str, role: Role, now: float, shape: str | None = None) -> Worker:
         self._workers[worker] = self._workers[worker].become(role, now, shape)
@@ -142,6 +143,10 @@ class Pool:
 
     def lose(self, worker: str, now: float) -> Worker:
         self._workers[worker] = self._workers[worker].lose(now)
+        return self._workers[worker]
+
+    def set_away(self, worker: str, away: bool) -> Worker:
+        self._workers[worker] = replace(self._workers[worker], away=away)
         return self._workers[worker]
 
     def overdue(self, now: float, step_seconds: float) -> tuple[Worker, ...]:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from libra.config import RunConfig
 from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
-from libra.exec.launch.launcher import ForkError, Launcher, WorkerLink
+from libra.exec.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
 from libra.exec.pool.journal import Journal, Process
 from libra.exec.pool.pool import Duty, Pool, Role
 from libra.exec.rollout.fleet import Fleet, Instance
@@ -219,10 +219,25 @@ class Processes:
 
     async def _load(self, handle: EngineHandle) -> float:
         order = self._current
+        await self._bring(order, handle.link)
         self._watcher.load(handle.name)
         seconds = await handle.load(order)
         self._watcher.weights(handle.name, order.version, seconds)
         return seconds
+
+    async def _bring(self, order: LoadWeights, target: WorkerLink) -> None:
+        """The worker's node holds the weights when this returns."""
+        size, trainers = self._layout.buffer_bytes, self.trainers
+        try:
+            try:
+                await self._launcher.bring(order, size, trainers.publisher.link, target)
+            except SourceLostError as error:
+                # Every core replica holds the same, until the next step is made.
+                if await trainers.publish(order.version, order.buffer) != order.checksum:
+                    raise CopyError(f"{error}, and the core replica {trainers.publisher.name} is ahead") from None
+                await self._launcher.bring(order, size, trainers.publisher.link, target)
+        except CopyError as error:
+            raise WorkerFailedError(str(error)) from None
 
     async def _load_or_lose(self, handle: EngineHandle) -> float | None:
         """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""

@@ -56,6 +56,7 @@ class Trainers:
         first one's node; 0: at any free one."""
         self._patience, self._kill = patience, kill
         self._members = Membership(core, kill, patience, port)
+        self.publisher = core  # the replica on whose node the newest weights are; it may be lost by now
         self._changing = asyncio.Lock()  # one replica joins or leaves at a time
         self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
         self._step_seconds = 0.0  # of the last step
@@ -132,6 +133,12 @@ class Trainers:
                 pass
             except TimeoutError:  # the handle has declared it lost
                 self._kill(core)
+
+    async def publish(self, version: int, buffer: int) -> int:
+        """A core replica publishes what it holds, as that version; returns the checksum. Raises `CoreLostError`."""
+        published = await self.ask_core(Publish(version, buffer), Published)
+        self.publisher = self.core
+        return published.checksum
 
     async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
         """What training costs on every replica, timed together while no step is made; again by those who are left when
@@ -219,9 +226,10 @@ class Trainers:
             )
         if answers[0] is not None:
             checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
+            self.publisher = orders[0][0]
         else:  # who was to publish is lost
             asked = time.monotonic()
-            checksum = (await self.ask_core(Publish(version, buffer), Published)).checksum
+            checksum = await self.publish(version, buffer)
             publish_seconds = time.monotonic() - asked
         largest = max(vote.forward_tokens for vote in votes)
         if largest:

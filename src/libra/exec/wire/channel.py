@@ -1,4 +1,4 @@
-"""Frames on a local socket: four bytes of length, then one JSON message.
+"""Frames on a socket: four bytes of length, then one JSON message.
 
 Invariant: a frame is delivered whole or not at all; a peer that went away is `ConnectionError`, a frame that is not a
 known message is `msgspec.ValidationError`.
@@ -118,6 +118,10 @@ class ControllerChannel:
             return self._decoder.decode(await self._reader.readexactly(length))
         except asyncio.IncompleteReadError:
             raise ConnectionResetError("the worker closed the connection") from None
+
+    def sever(self, why: str) -> None:
+        """The worker went away, though the connection does not show it: `receive` fails."""
+        self._reader.set_exception(ConnectionResetError(why))
 
     def close(self) -> None:
         self._writer.close()

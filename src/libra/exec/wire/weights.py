@@ -16,7 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from libra.exec.wire.messages import Tensor
+from libra.exec.wire.shared_vectors import Vector
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +68,17 @@ class WeightBuffer:
             place = target[tensor.offset : tensor.offset + flat.numel() * _BYTES]
             place.view(torch.bfloat16).copy_(flat)
         return self.checksum(buffer)
+
+    def content(self, buffer: int) -> Vector:
+        """The bytes of a buffer, as a view."""
+        return np.frombuffer(self._map, np.uint8, self._size, buffer * self._size)
+
+    def store(self, buffer: int, content: Vector, checksum: int) -> None:
+        """Fill a buffer with what another node's holds. Raises `WeightUpdateError` when it is not that."""
+        if len(content) != self._size:
+            raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self._size}")
+        np.copyto(self.content(buffer), content)
+        self.verify(buffer, checksum)
 
     def checksum(self, buffer: int) -> int:
         with memoryview(self._map) as view:

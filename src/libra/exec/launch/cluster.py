@@ -1,0 +1,191 @@
+"""Worker processes on the nodes of a cluster.
+
+Invariant: a node is there or lost, for all of its workers at once, and a lost one has no worker. Another node takes its
+place when there is one, until then its slots offer nothing. Weights are on a node whole, or its engines are not told
+to load them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from libra.exec.launch.copies import Copies
+from libra.exec.launch.launcher import ForkError, LaunchError, WorkerLink
+from libra.exec.launch.node import NodeFacts
+from libra.exec.launch.nodes import NodeLostError, Nodes, RemoteNode
+from libra.exec.launch.places import Seat
+from libra.exec.launch.reception import Reception
+from libra.exec.wire.channel import ControllerChannel
+from libra.exec.wire.messages import LoadWeights
+
+_ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
+_MOST_FAILURES = 3  # starts of a node in a row; what fails so often does not pass by itself
+
+
+class _Place:
+    """What is in the place of one node."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.node: RemoteNode | None = None
+        self.facts: NodeFacts
+        self.generation = 0  # nodes that have been here
+        self.links: set[WorkerLink] = set()
+        self.why = "it has not started"  # there is no node
+        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def name(self) -> str:
+        """Of the node that is here; another one has another."""
+        return f"node-{self.number}.{self.generation}"
+
+
+class ClusterLauncher:
+    """See `Launcher` for its verbs. `seats` are the slots; `marks` are files that every node must see."""
+
+    def __init__(self, nodes: Nodes, seats: Sequence[Seat], reception: Reception, marks: Mapping[str, str]) -> None:
+        self._nodes, self._seats, self._reception, self._marks = nodes, seats, reception, marks
+        self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._copies = Copies()
+        self.slots_changed: Callable[[], None] = lambda: None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, nodes: Nodes, seats: Sequence[Seat], marks: Mapping[str, str]
+    ) -> AsyncIterator[ClusterLauncher]:
+        """A launcher that is starting; closed on the way out."""
+        async with Reception.open(nodes.host) as reception:
+            launcher = cls(nodes, seats, reception, marks)
+            launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
+            for keeper in launcher._keepers:
+                keeper.add_done_callback(_raise_in_loop)
+            try:
+                yield launcher
+            finally:
+                await launcher._close()
+
+    @property
+    def hardware(self) -> str:
+        kinds = sorted({place.facts.hardware for place in self._places})
+        return f"{len(self._places)} nodes of {' and '.join(kinds)}"
+
+    def processes(self) -> list[int]:
+        here = self._reception.address[0]
+        return [place.facts.nursery for place in self._places if place.node is not None and place.facts.host == here]
+
+    def offers(self, slot: int) -> bool:
+        return self._place(slot).node is not None
+
+    async def ready(self) -> float:
+        await asyncio.gather(*(place.began for place in self._places))
+        return max(place.facts.import_seconds for place in self._places)
+
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
+        place, seat = self._place(slot), self._seats[slot]
+        node, generation = place.node, place.generation
+        if node is None:
+            raise ForkError(f"worker {name} cannot start: {place.why}, and no other has slot {slot}")
+        with self._reception.expect() as (token, arrival):
+            try:
+                pid = await node.fork(name, seat.number, self._reception.address, token)
+            except (NodeLostError, LaunchError, OSError) as error:
+                raise ForkError(f"worker {name} cannot start on node {place.facts.host}: {error}") from None
+            try:
+                channel = await asyncio.wait_for(arrival, _ARRIVAL_SECONDS)
+            except TimeoutError:
+                node.kill(pid)
+                raise ForkError(f"worker {name} does not reach the controller from {place.facts.host}") from None
+        if place.generation != generation or place.node is None:
+            channel.close()
+            raise ForkError(f"worker {name} cannot start: {place.why}")
+        link = self._link(name, pid, channel, slot)
+        place.links.add(link)
+        return link
+
+    def kill(self, link: WorkerLink) -> None:
+        place = self._place_of(link)
+        if place is not None and place.node is not None:
+            place.node.kill(link.pid)
+
+    async def gone(self, link: WorkerLink) -> None:
+        place = self._place_of(link)
+        if place is None or place.node is None:
+            return  # with its node
+        with contextlib.suppress(NodeLostError):
+            await place.node.gone(link.pid)
+        place.links.discard(link)
+
+    def exists(self, link: WorkerLink) -> bool:
+        return self._place_of(link) is not None
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        if source.node == target.node:
+            return
+        await self._copies.bring(weights, size, self._end(source), self._end(target))
+
+    def _end(self, link: WorkerLink) -> tuple[str, RemoteNode | None]:
+        """The node of a worker, which may have ended there: its weights stay. None when the node is lost."""
+        for place in self._places:
+            if place.name == link.node:
+                return link.node, place.node
+        return link.node, None
+
+    def _place(self, slot: int) -> _Place:
+        return self._places[self._seats[slot].node]
+
+    def _place_of(self, link: WorkerLink) -> _Place | None:
+        return next((place for place in self._places if link in place.links), None)
+
+    def _link(self, name: str, pid: int, channel: ControllerChannel, slot: int) -> WorkerLink:
+        place = self._place(slot)
+        cores = place.facts.cores
+        # Slots of other nodes count where these are on the same machine, as in a simulated cluster.
+        before = [other for other in range(slot) if self._place(other).facts.host == place.facts.host]
+        return WorkerLink(name, pid, channel, cores, cores[len(before) % len(cores)], place.name, place.facts.host)
+
+    async def _keep(self, place: _Place) -> None:
+        """A node in this place, and another one when it is lost. After `_MOST_FAILURES` there is none any more."""
+        failures = 0
+        while failures < _MOST_FAILURES:
+            node: RemoteNode | None = None
+            try:
+                node = self._nodes.open(place.number)
+                place.facts = await node.start(self._marks)
+                place.node, place.generation, failures = node, place.generation + 1, 0
+                if not place.began.done():
+                    place.began.set_result(None)
+                self.slots_changed()
+                why = await node.ended()
+            except (NodeLostError, LaunchError) as error:
+                why = str(error)
+            finally:
+                if node is not None:
+                    node.close()
+            if not place.began.done():
+                place.began.set_exception(LaunchError(why))
+                return
+            failures += place.node is None
+            self._lose(place, why)
+
+    def _lose(self, place: _Place, why: str) -> None:
+        place.node, place.why = None, f"node {place.facts.host} is lost ({why})"
+        self.slots_changed()  # before anybody hears of the workers: they cannot be started again here
+        links, place.links = place.links, set()
+        for link in links:
+            link.channel.sever(place.why)
+
+    async def _close(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._copies.close()
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A keeper that broke must not be forgotten: what it raised goes to the loop's exception handler."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

@@ -1,0 +1,352 @@
+"""Workers on several nodes: real nurseries whose heavy imports are left out, on nodes that a test can lose."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import select
+import signal
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from far_end import PATIENCE
+from nurseries import BARE
+
+from libra.exec.launch.cluster import ClusterLauncher
+from libra.exec.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
+from libra.exec.launch.node import Node, NodeFacts
+from libra.exec.launch.nodes import NodeLostError
+from libra.exec.launch.nursery_process import NurseryProcess
+from libra.exec.launch.places import Seat
+from libra.exec.wire.messages import Failure, LoadWeights, Stop
+from libra.exec.wire.shared_vectors import Vector
+from libra.exec.wire.weights import WeightBuffer, WeightUpdateError
+
+SIZE = 4096
+
+
+class LossyNode:
+    """A `RemoteNode` in this process. `lose` ends what it started, and every verb from then on."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.reads = self.writes = 0
+        self.tear = False  # what is written here from now on
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def lose(self, why: str) -> None:
+        self.node.close()
+        self._lost.set_exception(NodeLostError(why))
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        return await self._there(self.node.start(marks))
+
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+        return await self._there(self.node.fork(name, seat, controller, token))
+
+    def kill(self, pid: int) -> None:
+        self.node.kill(pid)
+
+    async def gone(self, pid: int) -> None:
+        await self._there(self.node.gone(pid))
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Vector:
+        self.reads += 1
+        return (await self._there(self.node.read(buffer, size, checksum))).copy()
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Vector) -> None:
+        self.writes += 1
+        if self.tear:
+            content = np.concatenate([content[: size // 2], np.zeros(size - size // 2, np.uint8)])
+        await self._there(self.node.write(buffer, size, checksum, content))
+
+    async def ended(self) -> str:
+        return await self._there(self.node.ended())
+
+    def close(self) -> None:
+        self.node.close()
+
+    async def _there(self, verb: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(verb)
+        await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return self._lost.result()
+        return task.result()
+
+
+class LossyNodes:
+    """A `Nodes`. The next node in a place is what `instead` makes, if it is set."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self.opened: list[LossyNode] = []
+        self.present: dict[int, LossyNode] = {}
+        self.instead: Callable[[], LossyNode] | None = None
+
+    def open(self, number: int) -> LossyNode:
+        node = LossyNode(Node(self.host, self._logs, f"nursery-{number}"))
+        if self.instead is not None:
+            node = self.instead()
+        self.present[number] = node
+        self.opened.append(node)
+        return node
+
+
+class Waiting(LossyNode):
+    """There is no machine for it yet."""
+
+    def __init__(self, room: asyncio.Event, node: Node) -> None:
+        super().__init__(node)
+        self._room = room
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        await self._room.wait()
+        return await super().start(marks)
+
+
+class Failing(LossyNode):
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        raise NodeLostError("no memory")
+
+
+SEATS = [Seat(0, 0), Seat(1, 0), Seat(0, 1)]
+Scenario = Callable[[ClusterLauncher, LossyNodes], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def bare_nurseries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "libra.exec.launch.node.NurseryProcess", functools.partial(NurseryProcess, command=("-c", BARE))
+    )
+
+
+def on_two_nodes(logs: Path, scenario: Scenario, marks: Mapping[str, str] | None = None) -> None:
+    async def run() -> None:
+        nodes = LossyNodes(logs)
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, SEATS, marks or {}) as launcher:
+            await scenario(launcher, nodes)
+
+    asyncio.run(run())
+
+
+async def answers(link: WorkerLink) -> bool:
+    link.channel.send(Stop())
+    return isinstance(await link.channel.receive(), Failure)  # a worker begins with something else
+
+
+def test_workers_run_on_the_nodes_of_their_slots(tmp_path: Path) -> None:
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        assert await launcher.ready() >= 0
+        links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
+        assert links[0].node == links[2].node != links[1].node
+        assert {link.host for link in links} == {"127.0.0.1"}
+        cores = links[0].cores
+        assert [link.core for link in links] == [cores[slot % len(cores)] for slot in range(3)]  # one machine
+        parents = [int(Path(f"/proc/{link.pid}/stat").read_text().split()[3]) for link in links]
+        assert parents[0] == parents[2] != parents[1]
+        assert sorted(set(parents)) == sorted(launcher.processes())
+        assert launcher.hardware.startswith("2 nodes of ")
+        for link in links:
+            assert launcher.exists(link) and await answers(link)
+            await launcher.gone(link)
+            assert not launcher.exists(link)
+            assert not Path(f"/proc/{link.pid}").exists()
+        assert (tmp_path / "w1.log").read_text() and (tmp_path / "nursery-1.log").is_file()
+
+    on_two_nodes(tmp_path, scenario)
+
+
+def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(tmp_path: Path) -> None:
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        await launcher.ready()
+        links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
+        room, lost = asyncio.Event(), nodes.present[0]
+        told: list[list[bool]] = []
+        launcher.slots_changed = lambda: told.append([launcher.offers(slot) for slot in range(3)])
+        nodes.instead = lambda: Waiting(room, Node(nodes.host, tmp_path, "nursery-0"))
+        # Their connections would not tell: the machines are only unplugged.
+        lost._lost.set_exception(NodeLostError("unplugged"))
+        for link in (links[0], links[2]):
+            with pytest.raises(ConnectionError, match=r"node 127\.0\.0\.1 is lost \(unplugged\)"):
+                await link.channel.receive()
+            await launcher.gone(link)
+            launcher.kill(link)
+        assert told == [[False, True, False]]
+        assert [launcher.exists(link) for link in links] == [False, True, False]
+        with pytest.raises(ForkError, match=r"w0 cannot start: node 127\.0\.0\.1 is lost \(unplugged\), and no other"):
+            await launcher.spawn("w0", 0)
+        assert await answers(links[1])
+        room.set()
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        assert told[1] == [True, True, True]
+        again = await launcher.spawn("w0", 0)
+        assert again.node not in {link.node for link in links}
+        assert await answers(again)
+
+    on_two_nodes(tmp_path, scenario)
+
+
+def test_a_nursery_that_ends_takes_its_node_with_it(tmp_path: Path) -> None:
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        await launcher.ready()
+        link = await launcher.spawn("w1", 1)
+        os.kill(nodes.present[1].node._started.pid, signal.SIGKILL)
+        with pytest.raises(ConnectionError):
+            await link.channel.receive()
+        while len(nodes.opened) < 3 or not launcher.offers(1):
+            await asyncio.sleep(0.01)
+        assert await answers(await launcher.spawn("w1", 1))
+
+    on_two_nodes(tmp_path, scenario)
+
+
+def test_a_place_in_which_no_node_starts_is_given_up(tmp_path: Path) -> None:
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        await launcher.ready()
+        nodes.instead = lambda: Failing(Node(nodes.host, tmp_path, "nursery-0"))
+        nodes.present[0].lose("unplugged")
+        await launcher._keepers[0]
+        assert len(nodes.opened) == 2 + 3
+        with pytest.raises(ForkError, match="no memory"):
+            await launcher.spawn("w0", 0)
+        assert await answers(await launcher.spawn("w1", 1))
+
+    on_two_nodes(tmp_path, scenario)
+
+
+def test_what_keeps_the_first_nodes_from_starting_is_told(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.write_text("another run's")
+
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        with pytest.raises(LaunchError, match=rf"node 127\.0\.0\.1 does not see {tmp_path} as the controller does"):
+            await launcher.ready()
+
+    on_two_nodes(tmp_path, scenario, {str(mark): "this run's"})
+
+
+def test_nothing_is_left_when_a_launcher_is_closed(tmp_path: Path) -> None:
+    processes: list[int] = []
+
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        await launcher.ready()
+        for slot in range(3):
+            processes.append(os.pidfd_open((await launcher.spawn(f"w{slot}", slot)).pid))
+
+    on_two_nodes(tmp_path, scenario)
+    for process in processes:
+        assert select.select([process], [], [], 0)[0]  # it has ended
+        os.close(process)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def publish(node: LossyNode, version: int) -> LoadWeights:
+    """What a trainer on that node would leave there."""
+    content = np.random.default_rng(version).integers(0, 255, SIZE, dtype=np.uint8)
+    checksum = zlib.crc32(content)
+    WeightBuffer(node.node._started.weights, SIZE).store(version % 2, content, checksum)
+    return LoadWeights(version, version % 2, checksum)
+
+
+def holds(node: LossyNode, weights: LoadWeights) -> bool:
+    return WeightBuffer(node.node._started.weights, SIZE).checksum(weights.buffer) == weights.checksum
+
+
+def with_trainer_and_engines(logs: Path, scenario: Callable[..., Awaitable[None]]) -> None:
+    async def run(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        await launcher.ready()
+        links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
+        await scenario(launcher, nodes, *links)
+
+    on_two_nodes(logs, run)
+
+
+def test_weights_reach_another_node_once_and_whole(tmp_path: Path) -> None:
+    async def scenario(
+        launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
+    ) -> None:
+        for version in (4, 5, 6):
+            weights = publish(nodes.present[0], version)
+            engines = (away, away, beside)
+            await asyncio.gather(*(launcher.bring(weights, SIZE, trainer, engine) for engine in engines))
+            assert holds(nodes.present[1], weights)
+        assert (nodes.present[0].reads, nodes.present[1].writes, nodes.present[0].writes) == (3, 3, 0)
+        assert holds(nodes.present[1], publish(nodes.present[0], 5))  # the buffer of the version before is untouched
+
+    with_trainer_and_engines(tmp_path, scenario)
+
+
+def test_weights_that_arrive_torn_are_an_error_and_can_be_sent_again(tmp_path: Path) -> None:
+    async def scenario(
+        launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
+    ) -> None:
+        weights = publish(nodes.present[0], 4)
+        nodes.present[1].tear = True
+        results = await asyncio.gather(
+            *(launcher.bring(weights, SIZE, trainer, away) for _ in range(2)), return_exceptions=True
+        )
+        assert all(isinstance(each, CopyError) and "v4" in str(each) and "checksum" in str(each) for each in results)
+        nodes.present[1].tear = False
+        await launcher.bring(weights, SIZE, trainer, away)
+        assert holds(nodes.present[1], weights)
+
+    with_trainer_and_engines(tmp_path, scenario)
+
+
+def test_weights_that_nobody_has_any_more(tmp_path: Path) -> None:
+    async def scenario(
+        launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
+    ) -> None:
+        weights = publish(nodes.present[0], 4)
+        with pytest.raises(SourceLostError, match="are not on node-1"):
+            await launcher.bring(weights, SIZE, away, trainer)  # they were published on the other node
+        nodes.present[0].lose("unplugged")
+        with pytest.raises(SourceLostError, match=r"v4 are (lost with|not on) node-0"):
+            await launcher.bring(weights, SIZE, trainer, away)
+
+    with_trainer_and_engines(tmp_path, scenario)
+
+
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    buffer = WeightBuffer(os.memfd_create("weights"), SIZE)
+    with pytest.raises(WeightUpdateError, match="100 bytes for buffer 1, expected 4096"):
+        buffer.store(1, np.zeros(100, np.uint8), 0)
+
+
+SHOWING = BARE.replace(
+    "nursery.main",
+    """
+import os
+nursery.serve = lambda channel, weights: print(os.environ["CUDA_VISIBLE_DEVICES"])
+nursery.main""",
+)
+
+
+def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nursery = functools.partial(NurseryProcess, command=("-c", SHOWING))
+    monkeypatch.setattr("libra.exec.launch.node.NurseryProcess", nursery)
+
+    async def scenario() -> None:
+        nodes = LossyNodes(tmp_path)
+        nodes.instead = lambda: LossyNode(Node(nodes.host, tmp_path, "nursery", devices=("4", "7")))
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0), Seat(0, 1)], {}) as launcher:
+            await launcher.ready()
+            for slot in (0, 1):
+                link = await launcher.spawn(f"w{slot}", slot)
+                with pytest.raises(ConnectionError):
+                    await link.channel.receive()
+        assert [(tmp_path / f"w{slot}.log").read_text() for slot in (0, 1)] == ["4\n", "7\n"]
+
+    asyncio.run(scenario())
