@@ -22,10 +22,13 @@ def test_what_refers_to_itself_is_found_when_there_is_much_of_it(monkeypatch: py
     monkeypatch.setattr(rare_collection, "_GROWN", 50_000)
     collected: list[str] = []
 
+    def noted(phase: str, info: dict[str, int]) -> None:
+        collected.append(phase)
+
     async def serve() -> None:
         async with collecting_rarely():
             assert gc.get_freeze_count() > 0
-            gc.callbacks.append(lambda phase, info: collected.append(phase))
+            gc.callbacks.append(noted)
             gone = weakref.ref(Circle())
             for _ in range(20):  # requests come and go, and nothing grows
                 assert len([Circle.__new__(Circle) for _ in range(20_000)]) == 20_000
@@ -40,5 +43,5 @@ def test_what_refers_to_itself_is_found_when_there_is_much_of_it(monkeypatch: py
     try:
         asyncio.run(serve())
     finally:
-        gc.callbacks.clear()
+        gc.callbacks.remove(noted)
     assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --minutes 20 --seed 0
 
-Exit status: 0 all held, 1 something did not.
+Exit status: 0 all held, 1 something did not, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SoakError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("soak: interrupted, so nothing was checked", file=sys.stderr)
+        return 130
     console.print(make_table(soaked))
     for table in (faults_table(soaked), recoveries_table(soaked)):
         console.print(table)

@@ -19,10 +19,10 @@ _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The controller at one moment. `memory` is in bytes."""
+    """The controller at one moment, once all workers have started. `memory` is in bytes."""
 
     sitting: int
-    time: float  # seconds of its sitting
+    time: float  # seconds
     descriptors: int
     threads: int
     memory: int
@@ -33,7 +33,6 @@ class Processes:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self.everywhere: set[str] = set()  # addresses listened on that are not the loopback interface
-        self.most = 0  # of workers at once
         self._seen: dict[tuple[int, float], psutil.Process] = {}
         self._listening: set[str] = set()  # inodes
 
@@ -41,18 +40,17 @@ class Processes:
     def count(self) -> int:
         return len(self._seen)
 
-    def look(self, controller: int, sitting: int, seconds: float) -> None:
+    def look(self, controller: int, sitting: int, ready: bool) -> None:
         """Remember who is there now; no error where somebody ends meanwhile."""
         try:
             root = psutil.Process(controller)
             family = [root, *root.children(recursive=True)]
             for process in family:
                 self._seen.setdefault((process.pid, process.create_time()), process)
-            self.most = max(self.most, len(family) - 2)
-            nursery = family[1].num_fds() if len(family) > 1 else 0
-            self.samples.append(
-                Sample(sitting, seconds, root.num_fds(), root.num_threads(), root.memory_info().rss, nursery)
-            )
+            if ready and len(family) > 1:  # it has a nursery until it ends
+                memory, nursery = root.memory_info().rss, family[1].num_fds()
+                sample = Sample(sitting, time.monotonic(), root.num_fds(), root.num_threads(), memory, nursery)
+                self.samples.append(sample)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return
         self._look_for_ports(family)

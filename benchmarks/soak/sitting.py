@@ -21,7 +21,6 @@ from benchmarks.soak.faults import Kind
 from benchmarks.soak.written import Row, Tail
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_END_SECONDS = 60.0  # from a signal that ends a sitting to its end
 
 
 class Sitting:
@@ -38,7 +37,7 @@ class Sitting:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C is for the soak
-                preexec_fn=lambda: _die_with(soak),
+                preexec_fn=lambda: _begin(soak),
             )
         self.ready = False  # its first allocation is there
         self.ending: Kind | None = None  # the fault after which it may end
@@ -81,15 +80,8 @@ class Sitting:
         if self.status is None:
             self._process.send_signal(number)
 
-    def wait(self, seconds: float = _END_SECONDS) -> int | None:
-        """Its exit status; None when it does not end in time, and then it is made to."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return None
-
     def kill(self) -> None:
+        """End it at once; no error where it has ended."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
         self._process.wait()
@@ -119,7 +111,10 @@ class Sitting:
                 self.ready = True
 
 
-def _die_with(parent: int) -> None:
+def _begin(parent: int) -> None:
+    """In the child, before it becomes `libra run`: it dies with the soak, and Ctrl-C means what it means in a terminal
+    (a shell has its background jobs ignore it)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -28,6 +28,7 @@ _SAMPLE_SECONDS = 1.0  # between two looks at the processes
 _START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
 _LAST_STEPS = 10  # that are made in peace
 _LAST_SECONDS = 300.0  # for those
+_END_SECONDS = 60.0  # from a fault that ends a sitting to its end
 _MOST_WRONG_ENDS = 3  # after which the rest of the faults would find the same
 
 
@@ -147,12 +148,16 @@ class Soak:
         self._segments.look()
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
             self._sampled = time.monotonic()
-            self._processes.look(sitting.pid, sitting.number, self._sampled - sitting.began)
+            self._processes.look(sitting.pid, sitting.number, sitting.ready)
 
     def _ended(self, sitting: Sitting) -> Ended:
-        """Wait for its end; its last entries belong to it."""
-        self._processes.look(sitting.pid, sitting.number, time.monotonic() - sitting.began)
-        status = sitting.wait()
+        """Wait for its end, which is made where it does not come; its last entries belong to it."""
+        self._processes.look(sitting.pid, sitting.number, ready=False)
+        ends = time.monotonic() + _END_SECONDS
+        while sitting.status is None and time.monotonic() < ends:
+            self._look(sitting)
+        status = sitting.status
+        sitting.kill()
         left = self._processes.left()
         self._look(sitting)
         ended = Ended(

@@ -27,7 +27,7 @@ _STATUS: Mapping[Kind | None, int] = {
 }
 
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
-_SETTLED = 20.0  # seconds of a sitting after which its controller holds what it needs
+_SETTLED = 20.0  # seconds with all workers, after which a controller holds what it needs
 _LONG = 60.0  # seconds of a sitting in which growth shows
 _GROWTH = 16.0  # MiB a minute
 
@@ -96,10 +96,13 @@ def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[s
 def growth(samples: Sequence[Sample]) -> Iterator[Check]:
     """Of controllers, in sittings that were long enough."""
     sittings: dict[int, list[Sample]] = {}
+    began: dict[int, float] = {}
     for sample in samples:
-        if sample.time >= _SETTLED:
-            sittings.setdefault(sample.sitting, []).append(sample)
-    long = {number: found for number, found in sittings.items() if found[-1].time - found[0].time >= _LONG}
+        found = sittings.setdefault(sample.sitting, [])
+        began.setdefault(sample.sitting, sample.time)
+        if sample.time >= began[sample.sitting] + _SETTLED:
+            found.append(sample)
+    long = {number: found for number, found in sittings.items() if found and found[-1].time - found[0].time >= _LONG}
     counts: dict[str, Callable[[Sample], int]] = {
         "descriptors": lambda sample: sample.descriptors,
         "threads": lambda sample: sample.threads,

@@ -377,7 +377,9 @@ def test_a_peer_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_frames_arrive_as_they_were_sent() -> None:
-    ours, theirs = map(StateStream, socket.socketpair())
+    with socket.create_server((HOST, 0)) as listener:
+        ours = StateStream(socket.create_connection(listener.getsockname()))
+        theirs = StateStream(listener.accept()[0])
     shape = Shape(1 << 40, "float64", 0xFFFFFFFF)
     ours.greet(TOKEN, shape)
     assert theirs.greeting(PATIENCE) == (TOKEN.encode(), shape)

@@ -311,7 +311,7 @@ def test_workers_that_are_lost_while_they_are_measured_are_started_again(
     lost: set[str],
 ) -> None:
     """Their processes, or those that replace them as restarts are measured, break at such an order."""
-    config, real, attempts = runs.config("measured", measured=True), run_module.measure, itertools.count()
+    config, real, attempts = runs.config("measured", steps=3, measured=True), run_module.measure, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
@@ -327,7 +327,7 @@ def test_workers_that_are_lost_while_they_are_measured_are_started_again(
             return await runs.start(config)
 
     summary = asyncio.run(scenario())
-    require_whole(config.run_directory, summary)
+    require_whole(config.run_directory, summary, steps=3)
     assert set(summary.lost_workers) == lost
     again = [row for row in rows(config.run_directory, "events") if "measuring begins again" in row["text"]]
     assert len(again) == next(attempts) - 1 == (1 if broken or next_broken else 0)
@@ -336,7 +336,7 @@ def test_workers_that_are_lost_while_they_are_measured_are_started_again(
 
 
 def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:
-    config = runs.config("fewer", measured=True)
+    config = runs.config("fewer", steps=3, measured=True)
 
     async def scenario() -> RunSummary:
         task = runs.start(config)
@@ -347,7 +347,7 @@ def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:
         async with asyncio.timeout(PATIENCE):
             return await task
 
-    require_whole(config.run_directory, asyncio.run(scenario()))
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=3)
     assert (config.run_directory / "profile.json").is_file() and not runs.cached_profiles()
 
 

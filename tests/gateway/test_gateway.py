@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 
 from libra.emulate.server import Emulator
+from libra.gateway import server
 from libra.gateway.gateway_file import EngineSection, GatewayFile
 from libra.gateway.server import Gateway
 from libra.http_service import serving
@@ -249,6 +250,33 @@ def test_a_turn_waits_until_an_engine_comes_back() -> None:
         assert not turn.done() and stage.gateway.engines.all["e0"].in_flight == 0
         engines.come("e0")
         assert (await turn)[0] == 200
+
+    staged(test, engines=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(server, "_LOOK_DEADLINE", 1.0)
+    monkeypatch.setattr(server, "_LOOK_WELL", 0.01)
+    looks: list[str] = []
+
+    async def health(emulator: Emulator, _: web.Request) -> web.Response:
+        looks.append("late")
+        if len(looks) > 1:
+            await asyncio.sleep(60)
+        return web.Response()
+
+    monkeypatch.setattr(Emulator, "_health", health)
+
+    async def test(stage: Stage) -> None:
+        body = {"prompt": [5] * 9, "max_tokens": 450 if stream else 2, "stream": stream}
+        async with asyncio.timeout(30):
+            while len(looks) < 3:  # the second one came to its end
+                async with stage.session.post("/v1/completions", json=body) as response:
+                    assert response.status == 200 and await response.read()
+            assert "gone e0" not in stage.policy.told
+            while "gone e0" not in stage.policy.told:  # now it does nothing at all
+                await asyncio.sleep(0.01)
 
     staged(test, engines=1)
 

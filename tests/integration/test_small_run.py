@@ -47,7 +47,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns) -> None:
+def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns, cache: Path) -> None:
     before = shared_memory_files()
     process = small_runs.start("--json")
     wait_for(lambda: len(small_runs.rows("metrics")) >= 2, "the second step", process)
@@ -56,6 +56,7 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns) -> None
     assert status == 0, err[-3000:]
     assert all_gone(running)
     assert shared_memory_files() == before
+    assert not list(cache.rglob("modelinfos"))  # no engine had a process started that looks at the model
 
     summary = json.loads(out)
     assert summary["finished"] and summary["steps"] == 8 and summary["lost_workers"] == []

@@ -36,6 +36,16 @@ def test_the_same_problem_gives_the_same_answer(problem: Problem, seed: int) -> 
     assert repr(solve(problem, seed=seed)) == repr(solve(problem, seed=seed))
 
 
+def test_ctrl_c_means_the_same_after_solving_as_before() -> None:
+    code = (
+        "import signal; from libra.plan.solve import solve; from oracles.small_problem import PROBLEM; solve(PROBLEM)\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('interrupted')"
+    )
+    tests = str(Path(__file__).parents[1])
+    told = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": tests}, capture_output=True)
+    assert (told.returncode, told.stdout) == (0, b"interrupted\n")
+
+
 def test_another_process_gives_the_same_answer() -> None:
     code = "from libra.plan.solve import solve; from oracles.small_problem import PROBLEM; print(solve(PROBLEM))"
     tests = str(Path(__file__).parents[1])

@@ -37,6 +37,7 @@ def episode(group: int, index: int, version: int) -> Row:
 def made_run() -> Rows:
     """Four steps in two sittings; the second begins at the checkpoint of step 2 and makes step 3 again."""
     segments: dict[str, list[Row]] = {"episodes-00000": [{"kind": "segment", "step": 0, "groups": []}]}
+    signal = {"groups": SIZES.groups, "groups_without_signal": 0}
     out, metrics, trajectories = segments["episodes-00000"], [], []
     for step in range(1, SIZES.steps + 1):
         for group in (2 * step - 2, 2 * step - 1):
@@ -47,11 +48,11 @@ def made_run() -> Rows:
                 trajectories.append(dict(made["trajectory"]))
         out.append({"kind": "taken", "version": step, "groups": [2 * step - 2, 2 * step - 1]})
         tokens = sum(len(row["episode"]["tokens"]) for row in out[-7:] if row["kind"] == "finished")
-        metrics.append({"step": step, "trained_tokens": tokens, "reward_mean": 0.5})
+        metrics.append({"step": step, "trained_tokens": tokens, "reward_mean": 0.5, **signal})
         if step == 2:
             out = segments["episodes-00001"] = [{"kind": "segment", "step": 2, "groups": []}]
     total = SIZES.steps * SIZES.groups * SIZES.samples
-    join = [
+    join: list[Row] = [
         {"kind": "plan", "wanted": {}, "before": None},
         {"kind": "intend", "worker": "core-0", "before": IDLE, "after": TRAIN},
         {"kind": "worker", "worker": "core-0", "pid": 7},
@@ -102,7 +103,7 @@ def wrong(directory: Path, rows: Rows) -> set[str]:
 
 ONCE = "every trajectory is started, finished and trained once"
 STEPS = "the run made the steps of its configuration"
-TRAINED = "each step trained on the tokens and rewards of its trajectories"
+TRAINED = "each step trained on its trajectories"
 RECORDED = "trajectories.jsonl has each finished trajectory once"
 VERSIONS = "tokens are of versions between the start of their group and its step"
 JOURNAL = "the journal is consistent"
@@ -146,7 +147,7 @@ FIRST, SECOND = "episodes-00000", "episodes-00001"
         (drop(SECOND, kind="finished", group=4, index=1), {ONCE, TRAINED, RECORDED}),
         (repeat(FIRST, kind="started", group=3), {ONCE}),
         (put(FIRST, "groups", [0, 0], kind="taken", version=1), {ONCE, TRAINED}),
-        (put(SECOND, "groups", [1, 5], kind="taken", version=3), {ONCE, TRAINED}),
+        (put(SECOND, "groups", [1, 5], kind="taken", version=3), {ONCE}),
         (put(SECOND, "groups", [4], kind="taken", version=3), {ONCE, TRAINED}),
         (drop(SECOND, kind="taken", version=4), {ONCE, TRAINED}),
         (put(SECOND, "version", 3, kind="taken", version=4), {ONCE, TRAINED, VERSIONS}),
@@ -154,8 +155,11 @@ FIRST, SECOND = "episodes-00000", "episodes-00001"
         (lambda rows: rows[FIRST].clear(), {ONCE, TRAINED, RECORDED}),
         (lambda rows: rows[SECOND][2]["episode"].update(versions=[-1] + [3] * 6), {VERSIONS}),
         (lambda rows: rows[SECOND][2]["episode"].update(versions=[-1, 2]), {VERSIONS}),
-        (lambda rows: rows[SECOND][2]["episode"].update(tokens=[1, 2, 3, 4]), {TRAINED, VERSIONS}),
+        (lambda rows: rows[SECOND][2]["episode"].update(tokens=[1, 2, 3, 4]), {VERSIONS}),
         (put("metrics", "trained_tokens", 9, step=2), {TRAINED}),
+        (put("metrics", "trained_tokens", 99, step=2), {TRAINED}),
+        (put("metrics", "groups", 3, step=2), {TRAINED}),
+        (put("metrics", "groups_without_signal", 1, step=2), {TRAINED}),
         (put("metrics", "reward_mean", 0.25, step=2), {TRAINED}),
         (drop("metrics", step=2), {STEPS}),
         (repeat("metrics", step=2), {STEPS}),

@@ -15,7 +15,7 @@ from libra.gateway.gateway_file import EngineSection
 class EngineBehind:
     """One server. A live `route.policy.Instance`."""
 
-    __slots__ = ("bucket", "capacity_tokens", "failures", "id", "in_flight", "load_tokens", "section", "turns")
+    __slots__ = ("bucket", "capacity_tokens", "failures", "heard", "id", "in_flight", "load_tokens", "section", "turns")
 
     token_seconds: float | None = None  # the server does not say
 
@@ -24,6 +24,7 @@ class EngineBehind:
         self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
         self.load_tokens = 0  # contexts of the turns that it has
         self.in_flight = self.turns = self.failures = 0
+        self.heard = 0.0  # when something of an answer came, by the event loop's clock
 
 
 class Engines:

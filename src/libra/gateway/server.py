@@ -203,6 +203,7 @@ class Gateway:
                 if body.stream and answer.status == 200:
                     return await self._stream(request, engine, answer, hide_usage=body.stream_options is None)
                 whole = await answer.read()
+                engine.heard = self._loop.time()
                 headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
                 usage = usage_of(whole) if answer.status == 200 else None
                 engine.turns += usage is not None
@@ -226,6 +227,7 @@ class Gateway:
                 message = refusal(f"engine {engine.id} went away: {error}; ask again from what has come", 503)
                 await _write(response, _DATA + message + _EVENT)
                 return response, None
+            engine.heard = self._loop.time()
             if not chunk:
                 engine.turns += usage is not None
                 await _write(response, rest)
@@ -285,10 +287,14 @@ class Gateway:
                 self.counts.forgotten += 1
 
     async def _look_at(self, engine: EngineBehind) -> None:
+        """One that has much to do may say late that it is well; what it generates meanwhile says so, too."""
+        began = self._loop.time()
         try:
             async with self._session.get(engine.section.health, timeout=ClientTimeout(total=_LOOK_DEADLINE)) as answer:
                 well = answer.status < 500
-        except (ClientError, OSError, TimeoutError):
+        except TimeoutError:
+            well = engine.heard >= began
+        except (ClientError, OSError):
             well = False
         if well:
             self.engines.come(engine.id)

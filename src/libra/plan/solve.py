@@ -160,6 +160,8 @@ class _Search:
         solver.parameters.max_presolve_iterations = 1
         solver.parameters.cp_model_probing_level = 0
         solver.parameters.symmetry_level = 0
+        # It would leave the process without a handler, so that Ctrl-C kills it from then on.
+        solver.parameters.catch_sigint_signal = False
         status = solver.solve(model.cp)
         self._left -= solver.response_proto.deterministic_time
         self.complete = self.complete and status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)

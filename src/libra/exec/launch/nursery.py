@@ -88,10 +88,15 @@ def _import_everything() -> None:
     import vllm.model_executor.models.qwen3
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker
+    from vllm.model_executor.models import ModelRegistry
 
     import libra.exec.rollout.engine
     import libra.exec.train.training_worker  # noqa: F401
+
+    # A model that it knows by its name only, vLLM looks at in a process of its own, once for every engine until one has
+    # kept the result: that takes as long as importing vLLM, and outlives a worker that is killed meanwhile.
+    ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ class StateStream:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # finds a dead host between two requests
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small and waited for
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small and waited for
 
     def close(self) -> None:
         self._connection.close()
