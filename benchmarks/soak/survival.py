@@ -171,7 +171,7 @@ def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:
 
 
 def _until_new_step(fault: Struck, seen: Sequence[Seen]) -> float | None:
-    """Steps that are made again are none. A sitting that is killed as it starts is a part of the time."""
-    steps = [(entry.time, entry.row["version"]) for entry in seen if entry.row["kind"] == "step"]
-    before = max((version for time, version in steps if time <= fault.time), default=0)
-    return next((time - fault.time for time, version in steps if time > fault.time and version > before), None)
+    """In a later sitting; steps that are made again are none. One that is killed as it starts is a part of the time."""
+    steps = [entry for entry in seen if entry.row["kind"] == "step"]
+    before = max((entry.row["version"] for entry in steps if entry.sitting <= fault.sitting), default=0)
+    return next((entry.time - fault.time for entry in steps if entry.row["version"] > before), None)
