@@ -125,7 +125,7 @@ def growth(samples: Sequence[Sample]) -> Iterator[Check]:
     yield checked(
         "the controller's memory does not run away",
         (f"sitting {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH),
-        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sittings of two minutes and more",
+        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sittings of two minutes",
     )
 
 
