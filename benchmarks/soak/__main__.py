@@ -69,7 +69,8 @@ def make_table(soaked: Soaked) -> Table:
 
 
 def faults_table(soaked: Soaked) -> Table:
-    table = Table(title=f"{len(soaked.struck)} faults; {soaked.moves} moves; {soaked.processes} processes")
+    title = f"{len(soaked.struck)} faults, and {soaked.passed} that found nobody to strike"
+    table = Table(title=f"{title}; {soaked.moves} moves; {soaked.processes} processes")
     table.add_column("fault")
     table.add_column("times", justify="right")
     for kind, count in Counter(entry.kind for entry in soaked.struck).most_common():
@@ -101,6 +102,7 @@ def result(soaked: Soaked, options: argparse.Namespace) -> dict[str, object]:
         "seconds": soaked.seconds,
         "moves": soaked.moves,
         "processes": soaked.processes,
+        "passed": soaked.passed,
         "faults": dict(Counter(str(entry.kind) for entry in soaked.struck)),
         "checks": [asdict(check) for check in soaked.checks],
         "recoveries": [asdict(each) for each in soaked.recoveries],

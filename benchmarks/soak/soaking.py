@@ -41,6 +41,7 @@ class Soaked:
     checks: tuple[Check, ...]
     recoveries: tuple[Recovery, ...]
     struck: tuple[Struck, ...]
+    passed: int  # faults that found nobody to strike
     moves: int  # changes of role or shape that were made
     steps: int
     sittings: int
@@ -88,6 +89,7 @@ class Soak:
             tuple(self._checks(storm, steps, files)),
             tuple(recoveries(storm.struck, self._seen)),
             tuple(storm.struck),
+            storm.passed,
             sum(entry.row["kind"] == "done" for entry in self._seen),
             steps,
             len(self._ends),

@@ -67,7 +67,7 @@ class Storm:
         elif now >= self._due:
             if self._strike(sitting, self._next, now):
                 self._take(now)
-            elif now >= self._due + _PATIENCE:
+            elif sitting.ready and now >= self._due + _PATIENCE:
                 self.passed += 1
                 self._take(now)
 

@@ -29,6 +29,7 @@ _STATUS: Mapping[Kind | None, int] = {
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
 _SETTLED = 20.0  # seconds with all workers, after which a controller holds what it needs
 _LONG = 60.0  # seconds of a sitting in which growth shows
+_LONGER = 120.0  # seconds in which growth of memory does: at first there is some that ends
 _GROWTH = 16.0  # MiB a minute
 
 
@@ -119,11 +120,12 @@ def growth(samples: Sequence[Sample]) -> Iterator[Check]:
     rates = {
         number: (found[-1].memory - found[0].memory) / 2**20 / ((found[-1].time - found[0].time) / 60)
         for number, found in long.items()
+        if found[-1].time - found[0].time >= _LONGER
     }
     yield checked(
         "the controller's memory does not run away",
         (f"sitting {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH),
-        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute",
+        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sittings of two minutes",
     )
 
 
@@ -171,7 +173,7 @@ def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:
 
 
 def _until_new_step(fault: Struck, seen: Sequence[Seen]) -> float | None:
-    """Steps that are made again are none. A sitting that is killed as it starts is a part of the time."""
-    steps = [(entry.time, entry.row["version"]) for entry in seen if entry.row["kind"] == "step"]
-    before = max((version for time, version in steps if time <= fault.time), default=0)
-    return next((time - fault.time for time, version in steps if time > fault.time and version > before), None)
+    """In a later sitting; steps that are made again are none. One that is killed as it starts is a part of the time."""
+    steps = [entry for entry in seen if entry.row["kind"] == "step"]
+    before = max((entry.row["version"] for entry in steps if entry.sitting <= fault.sitting), default=0)
+    return next((entry.time - fault.time for entry in steps if entry.row["version"] > before), None)

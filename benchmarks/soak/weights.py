@@ -16,7 +16,9 @@ def _wrong(model: Path) -> Iterator[str]:
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tensors = load_file(model / "model.safetensors")
     yield from (f"{name} is not finite" for name, tensor in tensors.items() if not torch.isfinite(tensor).all())
     loaded = AutoModelForCausalLM.from_pretrained(model)

@@ -235,6 +235,22 @@ def test_a_step_that_is_made_again_says_what_that_took(runs: Runs) -> None:
     assert "redoing" in summary.device_seconds
 
 
+def test_a_slot_is_not_used_again_once_it_has_lost_as_many_as_the_configuration_allows(runs: Runs) -> None:
+    config = runs.config("retired", steps=40)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"losses_per_hour": 1})})
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        await until(lambda: len(rows(config.run_directory, "metrics")) >= 2, task)
+        runs.launcher.workers["rollout-1"].die()
+        return await task
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=40)
+    [loss] = [row for row in rows(config.run_directory, "journal") if row["kind"] == "lost"]
+    assert (loss["worker"], loss["retired"]) == ("rollout-1", True)
+    assert rows(config.run_directory, "metrics")[-1]["roles"]["rollout-1"] == "failed"
+
+
 def test_the_slot_of_a_lost_core_is_used_again(runs: Runs) -> None:
     config = runs.config("core-loss", steps=60, cores=2)
 

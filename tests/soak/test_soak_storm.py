@@ -97,7 +97,12 @@ def test_a_core_that_is_back_counts_again(sitting: MadeSitting) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.KILL_CONTROLLER])
 def test_nothing_happens_before_all_workers_are_there(sitting: MadeSitting, kind: Kind) -> None:
     sitting.ready = False
-    assert weather(sitting, kills(kind)) == []
+    struck: list[Struck] = []
+    storm = Storm(iter([kills(kind)]), struck.append)
+    for _ in range(5):
+        storm.tick(cast(Sitting, sitting))
+        storm._due -= 10.0
+    assert (struck, storm.passed) == ([], 0)  # it waits for them
 
 
 def test_who_is_stopped_goes_on(sitting: MadeSitting) -> None:

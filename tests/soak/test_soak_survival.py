@@ -98,8 +98,10 @@ def test_recovery_is_from_the_fault_to_what_makes_it_good() -> None:
         Seen(10.1, 1, lost("rollout-1")),
         Seen(10.5, 1, lost("rollout-0")),
         Seen(14.0, 1, done),
+        Seen(20.5, 1, {"kind": "step", "version": 6}),  # before the end that the fault brings
         Seen(30.0, 2, {"kind": "step", "version": 5}),  # made again
-        Seen(32.0, 2, {"kind": "step", "version": 6}),
+        Seen(31.0, 2, {"kind": "step", "version": 6}),
+        Seen(32.0, 2, {"kind": "step", "version": 7}),
     ]
     assert list(recoveries(faults, seen)) == [
         Recovery("killed engine: its turns are given to others", 1, 0.5, 0.5),
