@@ -91,7 +91,7 @@ def test_what_the_target_cannot_use_is_told() -> None:
         parcel, change = await scene.saved()
         scene.target_far.send(Fetched(parcel.number, 0))
         await scene.free(FRAMES)
-        assert (change.handed_tokens, change.why) == (0, "none of it could be used")
+        assert (change.handed_tokens, change.why) == (0, "none of it was taken")
 
     play(scenario)
 

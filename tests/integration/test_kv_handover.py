@@ -221,12 +221,12 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(tmp_path: Path) -> 
                 await two.publish(2, two.a, two.b)
                 engine.interrupt(turn)
 
-            old = await told(two, "old", updated, fresh=False)
-            same(old, whole)
-            assert old.change is not None and old.change.why == "the engine had forgotten it"
             new = await told(two, "new", interrupted, fresh=False)
             same(new, whole)
             assert new.change is not None and new.change.handed_tokens > 0
+            old = await told(two, "old", updated, fresh=False)
+            same(old, whole)
+            assert old.change is not None and old.change.why == "the engine had forgotten it"
 
             fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
             fleet.add(Instance(two.a, "any", LONGEST))

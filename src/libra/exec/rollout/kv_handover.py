@@ -96,7 +96,7 @@ class KVHandover:
             self._written(saving, parcel, source)
             change.why = "the engine went away" if saved is None else "the engine had forgotten it"
             return None, change
-        change.why = "none of it could be used"
+        change.why = "none of it was taken"
 
         def done(fetched: asyncio.Future[Fetched | None]) -> None:
             self.leases.release(parcel)
