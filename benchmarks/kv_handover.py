@@ -39,7 +39,6 @@ from libra.exec.wire.messages import (
     Done,
     Generate,
     KVPlace,
-    MeasureEngine,
     Parcel,
     Piece,
     Ready,
@@ -68,8 +67,8 @@ class Size:
 FULL = Size(
     ModelConfig(hidden_size=768, layers=10, heads=12, kv_heads=4, head_dim=64),
     (48, 80, 144, 272, 528, 1040, 2064),
-    repeats=9,
-    rounds=12,
+    repeats=5,
+    rounds=6,
 )
 QUICK = Size(ModelConfig(hidden_size=256, layers=4, heads=4, kv_heads=2, head_dim=64), (48, 144, 528), 3, 2)
 
@@ -115,7 +114,7 @@ class Engines:
         await self._launcher.ready()
         trainer = Handle(await self._launcher.spawn("trainer"), lambda name, why: None)
         self._ready = await trainer.start(
-            StartTrainer(str(self._model), 1e-3, (0.8, 1.28), "tokens", 1.0, 256, "bf16", 0, 1.0, (0,))
+            StartTrainer(str(self._model), 1e-3, (0.8, 1.28), "tokens", 1.0, 1.0, 256, "bf16", 0, 1.0, (0,))
         )
         await trainer.ask(SaveCheckpoint(str(self._model), optimiser=False), Done)
         await trainer.stop()
@@ -240,32 +239,38 @@ async def _while_saving(handover: KVHandover, engine: EngineHandle, tokens: int,
 
 
 async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]:
-    """Iterations of an engine that could hand KV over, and of one that could not, one after the other on one core."""
-    points = [(1, 64), (8, 64)]
+    """Iterations of an engine that could hand KV over, and of one that could not, in turn. In processor time, which is
+    mostly free of what the neighbours do."""
     async with LocalLauncher.open(directory / "logs") as launcher:
         engines = Engines(launcher, directory / "model", 256)
         await engines.write_model(_TINY)
         handover = KVHandover(kv_bytes_per_token(directory / "model"), 256)
         with_hooks = await engines.start("with", cores[0], handover.place)
         without = await engines.start("without", cores[0], None)
-        seconds: dict[str, dict[int, list[float]]] = {"with": {}, "without": {}}
-        for _ in range(size.rounds):
-            for engine in (with_hooks, without):
-                found = await engine.measure(MeasureEngine(points, 3))
-                for sequences, context, prefilled, mean in found.iterations:
-                    if prefilled == 0 and context > 0:
-                        seconds[engine.name].setdefault(int(sequences), []).append(mean)
-    rows = []
-    for sequences, measured in seconds["with"].items():
-        bare = seconds["without"][sequences]
-        case = f"an iteration of {sequences} sequences, tiny model"
-        added = median(a - b for a, b in zip(measured, bare, strict=True))
-        rows += [
-            Row(case, "without hooks, median", median(bare) * 1e6, "us"),
-            Row(case, "with hooks, median", median(measured) * 1e6, "us"),
-            Row(case, "hooks, median of differences", added * 1e6, "us"),
-        ]
+        rows = []
+        for sequences in (1, 8):
+            seconds: dict[str, list[float]] = {"with": [], "without": []}
+            for number in range(2 * size.rounds):
+                for engine in (with_hooks, without) if number % 2 else (without, with_hooks):
+                    seconds[engine.name].append(await _iteration(engine, sequences, f"{sequences}-{number}"))
+            bare = median(seconds["without"])
+            added = median(a - b for a, b in zip(seconds["with"], seconds["without"], strict=True))
+            case = f"processor time of an iteration, {sequences} sequences, tiny model"
+            rows += [
+                Row(case, "without hooks, median", bare * 1e6, "us"),
+                Row(case, "hooks, median of differences", added * 1e6, "us"),
+                Row(case, "hooks / without", added / bare, "ratio"),
+            ]
     return rows
+
+
+async def _iteration(engine: EngineHandle, sequences: int, tag: str) -> float:
+    """Mean seconds of processor time while so many turns decode."""
+    process = psutil.Process(engine.pid)
+    requests = [Generate(f"{tag}-{n}", [4 + n] * 16, 200, 0.0, -1, 0, f"{tag}-{n}") for n in range(sequences)]
+    began, before = sum(process.cpu_times()[:2]), engine.iterations
+    await asyncio.gather(*(engine.generate(request, lambda piece: None) for request in requests))
+    return (sum(process.cpu_times()[:2]) - began) / (engine.iterations - before)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ async def scene(directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scen
         await launcher.ready()
         trainer = Handle(await launcher.spawn("trainer"), lambda name, why: None)
         ready = await trainer.start(
-            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 256, "bf16", 0, 0.9, (0,))
+            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, "bf16", 0, 0.9, (0,))
         )
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)
         engines = [EngineHandle(await launcher.spawn(name), lambda name, why: None) for name in "ab"]
