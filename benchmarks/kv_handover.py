@@ -8,8 +8,9 @@ whatever the machine does meanwhile happens to both.
 Two engines of one Qwen3 with random weights (10 layers, hidden size 768, 10 kB of KV a token), each on a core of its
 own and as fast as it can be. One has computed a context and the other has not. "Computed" is the time of a request for
 one token to the other engine; "handed over" begins with the order to the first engine to save the KV, and ends with
-that token. Then: what is left of the speed of a turn on the first engine while it saves, and what the hooks of vLLM's
-connector cost an iteration where nothing is handed over, with a model as small as that of the example.
+that token. Processor time is that of both engines, and mostly free of what the neighbours do. Then: what is left of the
+speed of a turn on the first engine while it saves, and what the hooks of vLLM's connector cost an iteration where
+nothing is handed over, with a model as small as that of the example.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -74,11 +76,24 @@ QUICK = Size(ModelConfig(hidden_size=256, layers=4, heads=4, kv_heads=2, head_di
 
 
 @dataclass(slots=True)
-class Context:
-    """Seconds of one context length."""
+class Timed:
+    """Seconds of one way with one context length."""
 
-    computed: list[float] = field(default_factory=list)
-    handed: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)  # of both engines
+
+    @contextmanager
+    def once(self, *engines: EngineHandle) -> Iterator[None]:
+        began, before = time.monotonic(), _processor(engines)
+        yield
+        self.wall.append(time.monotonic() - began)
+        self.processor.append(_processor(engines) - before)
+
+
+@dataclass(slots=True)
+class Context:
+    computed: Timed = field(default_factory=Timed)
+    handed: Timed = field(default_factory=Timed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,63 +166,68 @@ async def _contexts(size: Size, directory: Path, cores: Sequence[int]) -> list[R
             await engines.start(name, core, handover.place) for name, core in (("a", cores[0]), ("b", cores[-1]))
         ]
         measured = {tokens: Context() for tokens in size.contexts}
-        for repeat in range(size.repeats + 1):
+        for tokens in measured:
+            await _compare(Context(), tokens, -1, handover, first, other)  # pays for what is set up once
+        for repeat in range(size.repeats):
             for tokens, context in measured.items():
-                prompt = [4 + (tokens + repeat + 7 * place) % 12 for place in range(tokens)]
-                computed = await _computed(other, prompt, f"c{repeat}-{tokens}")
-                handed = await _handed(handover, first, other, prompt, f"h{repeat}-{tokens}")
-                if repeat > 0:  # the first time pays for what is set up once
-                    context.computed.append(computed)
-                    context.handed.append(handed)
+                await _compare(context, tokens, repeat, handover, first, other)
         slowed = await _while_saving(handover, first, size.contexts[-1], size.repeats)
     rows: list[Row] = []
     for tokens, context in measured.items():
+        computed, handed = context.computed, context.handed
         case = f"{tokens} tokens, {tokens * kv_bytes / 2**20:.2f} MiB"
         rows += [
-            Row(case, "computed, median", median(context.computed) * 1e3, "ms"),
-            Row(case, "handed over, median", median(context.handed) * 1e3, "ms"),
-            Row(case, "handed over / computed", median(context.handed) / median(context.computed), "ratio"),
+            Row(case, "computed, median", median(computed.wall) * 1e3, "ms"),
+            Row(case, "handed over, median", median(handed.wall) * 1e3, "ms"),
+            Row(case, "handed over / computed", median(handed.wall) / median(computed.wall), "ratio"),
+            Row(case, "computed, processor time, median", median(computed.processor) * 1e3, "ms"),
+            Row(case, "handed over, processor time of both engines, median", median(handed.processor) * 1e3, "ms"),
         ]
-    pays = [tokens for tokens, context in measured.items() if median(context.handed) < median(context.computed)]
+    wall = [tokens for tokens, c in measured.items() if median(c.handed.wall) < median(c.computed.wall)]
+    processor = [tokens for tokens, c in measured.items() if median(c.handed.processor) < median(c.computed.processor)]
     shortest, longest_measured = size.contexts[0], size.contexts[-1]
-    spread = median(measured[longest_measured].handed) - median(measured[shortest].handed)
+    added = median(measured[longest_measured].handed.processor) - median(measured[shortest].handed.processor)
     case = "in all"
     return [
         *rows,
-        Row(case, "shortest context measured that is better handed over", min(pays, default=float("inf")), "tokens"),
-        Row(case, "handing over, both engines", (longest_measured - shortest) * kv_bytes / 1e9 / spread, "GB/s"),
-        Row(case, "speed of a turn at the first engine while it saves", slowed, "ratio"),
+        Row(case, "shortest context that is better handed over", min(wall, default=float("inf")), "tokens"),
+        Row(case, "the same in processor time", min(processor, default=float("inf")), "tokens"),
+        Row(case, "KV handed over in processor time", (longest_measured - shortest) * kv_bytes / 1e9 / added, "GB/s"),
+        Row(case, "speed of a turn at the first engine while it saves all the time", slowed, "ratio"),
     ]
 
 
-async def _computed(engine: EngineHandle, prompt: list[int], salt: str) -> float:
-    return await _first_token(engine, Generate(salt, prompt, 1, 0.0, -1, 0, salt))
-
-
-async def _handed(
-    handover: KVHandover, first: EngineHandle, other: EngineHandle, prompt: list[int], salt: str
-) -> float:
-    await _computed(first, prompt, salt)
-    began = time.monotonic()
-    parcel, change = await handover.bring(prompt, salt, first, other)
-    await _first_token(other, Generate(salt, prompt, 1, 0.0, -1, 0, salt, parcel))
-    seconds = time.monotonic() - began
-    expected = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+async def _compare(
+    context: Context, tokens: int, repeat: int, handover: KVHandover, first: EngineHandle, other: EngineHandle
+) -> None:
+    """Both ways once, with contexts that have nothing in common."""
+    prompt = [4 + (tokens + repeat + 7 * place) % 12 for place in range(tokens)]
+    computed, handed = f"computed-{tokens}-{repeat}", f"handed-{tokens}-{repeat}"
+    with context.computed.once(first, other):
+        await _first_token(other, prompt, computed)
+    await _first_token(first, prompt, handed)
+    with context.handed.once(first, other):
+        parcel, change = await handover.bring(prompt, handed, first, other)
+        await _first_token(other, prompt, handed, parcel)
+    expected = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     if change.handed_tokens != expected:
         raise RuntimeError(f"{change.handed_tokens} of {expected} tokens were handed over: {change.why}")
-    return seconds
 
 
-async def _first_token(engine: EngineHandle, request: Generate) -> float:
-    began = time.monotonic()
-    await engine.generate(request, lambda piece: None)
-    return time.monotonic() - began
+async def _first_token(engine: EngineHandle, prompt: list[int], salt: str, parcel: Parcel | None = None) -> None:
+    await engine.generate(Generate(salt, prompt, 1, 0.0, -1, 0, salt, parcel), lambda piece: None)
+
+
+def _processor(engines: Sequence[EngineHandle]) -> float:
+    """Seconds that their threads have been on a processor."""
+    files = (file for engine in engines for file in Path(f"/proc/{engine.pid}/task").glob("*/schedstat"))
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 async def _while_saving(handover: KVHandover, engine: EngineHandle, tokens: int, repeats: int) -> float:
     """Tokens a second of a turn while the engine saves the longest context, over those while it does not."""
     prompt = [4 + (tokens + 7 * place) % 12 for place in range(tokens)]
-    await _computed(engine, prompt, "saved")
+    await _first_token(engine, prompt, "saved")
     arrived: list[tuple[float, int]] = []
 
     def take(piece: Piece) -> None:
@@ -266,11 +286,10 @@ async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]
 
 async def _iteration(engine: EngineHandle, sequences: int, tag: str) -> float:
     """Mean seconds of processor time while so many turns decode."""
-    process = psutil.Process(engine.pid)
     requests = [Generate(f"{tag}-{n}", [4 + n] * 16, 200, 0.0, -1, 0, f"{tag}-{n}") for n in range(sequences)]
-    began, before = sum(process.cpu_times()[:2]), engine.iterations
+    began, before = _processor([engine]), engine.iterations
     await asyncio.gather(*(engine.generate(request, lambda piece: None) for request in requests))
-    return (sum(process.cpu_times()[:2]) - began) / (engine.iterations - before)
+    return (_processor([engine]) - began) / (engine.iterations - before)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +148,17 @@ async def told(
     return Told(draft, turn.change)
 
 
+async def next_turn(scene: Scene, told: Told) -> None:
+    """A tool has returned, and the turn after it is made by `a`."""
+    fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, LONGEST),)), scene.handover)
+    fleet.add(Instance(scene.a, "any", LONGEST))
+    told.draft.given([5, 6, 7])
+    turn = RunningTurn(told.draft, "test", fleet, 20, -1)
+    await _serve(turn, f"{told.draft.id}-next")
+    assert turn.over
+    told.change = turn.change
+
+
 async def _serve(turn: RunningTurn, name: str) -> None:
     placement = turn.place()
     assert placement is not None
@@ -171,25 +183,30 @@ async def measured(scene: Scene) -> None:
     assert all(seconds > 0 for _, seconds in found.contexts)
 
 
-def shared_memory() -> set[str]:
-    """KV frames that some process holds or maps, and names on the disk for shared memory."""
-    found = {str(path) for path in Path("/dev/shm").iterdir()}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                links = [str(link.readlink()) for link in (process / "fd").iterdir()]
-                maps = (process / "maps").read_text().splitlines()
-            except OSError:
-                continue  # it ended, or is somebody else's
-            found |= {f"{process.name} {line}" for line in (*links, *maps) if "memfd:libra-kv" in line}
+def holders(memory: int) -> set[int]:
+    """Processes that hold or map the frames with this inode."""
+    found = set()
+    for process in (path for path in Path("/proc").iterdir() if path.name.isdigit()):
+        inodes = set()
+        with suppress(OSError):  # it has ended, or is somebody else's
+            lines = (process / "maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if "memfd:libra-kv" in line}
+            for file in (process / "fd").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    if "memfd:libra-kv" in str(file.readlink()):
+                        inodes.add(file.stat().st_ino)
+        if memory in inodes:
+            found.add(int(process.name))
     return found
 
 
 def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(tmp_path: Path) -> None:
-    before = shared_memory()
+    named = set(Path("/dev/shm").iterdir())
 
-    async def check() -> None:
+    async def check() -> int:
         async with scene(tmp_path) as two:
+            memory = os.fstat(two.handover.place.descriptor).st_ino
+            assert holders(memory) == {os.getpid(), two.a.pid, two.b.pid}
             whole = await told(two, "whole")
             assert whole.change is None
             prefilled = two.b.prefilled_tokens
@@ -201,13 +218,23 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(tmp_path: 
             # Whole blocks came; what was computed again is the rest of the last one.
             assert moved.change.handed_tokens == (context - 1) // BLOCK_TOKENS * BLOCK_TOKENS
             assert two.b.prefilled_tokens - prefilled == context - moved.change.handed_tokens
+            await next_turn(two, whole)
+            context, prefilled = len(moved.draft.tokens), two.a.prefilled_tokens
+            await next_turn(two, moved)
+            same(moved, whole)
+            # The first engine still had what it had made, and the turn after it is handed back to where it began.
+            assert moved.change is not None and 0 < moved.change.handed_tokens < context - BLOCK_TOKENS
+            assert two.a.prefilled_tokens - prefilled < 2 * BLOCK_TOKENS
             assert two.handover.leases.free == LONGEST // BLOCK_TOKENS
             await measured(two)
             await two.a.stop()
             await two.b.stop()
+            return memory
 
-    asyncio.run(check())
-    assert shared_memory() <= before
+    memory = asyncio.run(check())
+    gc.collect()
+    assert holders(memory) == set()
+    assert set(Path("/dev/shm").iterdir()) <= named
 
 
 def test_an_engine_that_leaves_puts_down_what_its_turns_want(tmp_path: Path) -> None:
