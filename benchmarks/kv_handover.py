@@ -127,7 +127,7 @@ class Engines:
     async def write_model(self, shape: ModelConfig) -> None:
         write_tiny_model(self._model, shape, "0123456789+-*/", self._longest)
         await self._launcher.ready()
-        trainer = Handle(await self._launcher.spawn("trainer"), lambda name, why: None)
+        trainer = Handle(await self._launcher.spawn("trainer", 0), lambda name, why: None)
         self._ready = await trainer.start(
             StartTrainer(str(self._model), 1e-3, (0.8, 1.28), "tokens", 1.0, 1.0, 256, "bf16", 0, 1.0, (0,))
         )
@@ -135,7 +135,7 @@ class Engines:
         await trainer.stop()
 
     async def start(self, name: str, core: int, place: KVPlace | None) -> EngineHandle:
-        engine = EngineHandle(await self._launcher.spawn(name), lambda name, why: None)
+        engine = EngineHandle(await self._launcher.spawn(name, 0), lambda name, why: None)
         await engine.start(
             StartEngine(
                 model_directory=str(self._model),
@@ -163,7 +163,7 @@ async def _contexts(size: Size, directory: Path, cores: Sequence[int]) -> list[R
         handover = KVHandover(kv_bytes, 2 * longest)
         handover.price_by(_ALWAYS)
         first, other = [
-            await engines.start(name, core, handover.place) for name, core in (("a", cores[0]), ("b", cores[-1]))
+            await engines.start(name, core, handover.memory.place) for name, core in (("a", cores[0]), ("b", cores[-1]))
         ]
         measured = {tokens: Context() for tokens in size.contexts}
         for tokens in measured:
@@ -220,7 +220,7 @@ async def _first_token(engine: EngineHandle, prompt: list[int], salt: str, parce
 
 def _processor(engines: Sequence[EngineHandle]) -> float:
     """Seconds that their threads have been on a processor."""
-    files = (file for engine in engines for file in Path(f"/proc/{engine.pid}/task").glob("*/schedstat"))
+    files = (file for engine in engines for file in Path(f"/proc/{engine.link.pid}/task").glob("*/schedstat"))
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
@@ -265,7 +265,7 @@ async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]
         engines = Engines(launcher, directory / "model", 256)
         await engines.write_model(_TINY)
         handover = KVHandover(kv_bytes_per_token(directory / "model"), 256)
-        with_hooks = await engines.start("with", cores[0], handover.place)
+        with_hooks = await engines.start("with", cores[0], handover.memory.place)
         without = await engines.start("without", cores[0], None)
         rows = []
         for sequences in (1, 8):

@@ -110,7 +110,7 @@ def test_a_source_that_goes_away_keeps_its_frames_while_it_lives() -> None:
     async def scenario(scene: Scene) -> None:
         brought = scene.begin()
         await scene.source_far.receive()
-        scene.source.pid = 1  # a process that goes on
+        scene.source.link = replace(scene.source.link, pid=1)  # a process that goes on
         scene.source_far.close()
         parcel, change = await brought
         assert parcel is None and change.why == "the engine went away"
@@ -166,6 +166,17 @@ def test_what_is_cheaper_to_compute_is_not_asked_for(profile: DeviceProfile, why
         parcel, change = await scene.begin()
         assert (parcel, change.why) == (None, why)
         assert scene.source_far.nothing_waits() and scene.handover.leases.free == FRAMES
+
+    play(scenario)
+
+
+def test_an_engine_of_another_node_is_not_asked() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.target.link = replace(scene.target.link, node="other")
+        assert scene.handover.place(scene.target) is None and scene.handover.place(scene.source) is not None
+        parcel, change = await scene.begin()
+        assert (parcel, change.why) == (None, "an engine is on another node")
+        assert scene.source_far.nothing_waits()
 
     play(scenario)
 

@@ -89,12 +89,12 @@ async def scene(directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scen
     handover.price_by(PROFILE)
     async with LocalLauncher.open(directory / "logs") as launcher:
         await launcher.ready()
-        trainer = Handle(await launcher.spawn("trainer"), lambda name, why: None)
+        trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(
             StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, "bf16", 0, 0.9, (0,))
         )
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)
-        engines = [EngineHandle(await launcher.spawn(name), lambda name, why: None) for name in "ab"]
+        engines = [EngineHandle(await launcher.spawn(name, 0), lambda name, why: None) for name in "ab"]
         await asyncio.gather(*(engine.start(_start(model, ready, handover, refresh_kv)) for engine in engines))
         made = Scene(handover, trainer, *engines)
         await made.publish(1, *engines)
@@ -113,7 +113,7 @@ def _start(model: Path, ready: Ready, handover: KVHandover, refresh_kv: bool) ->
         share=0.9,
         cores=(0,),
         refresh_kv=refresh_kv,
-        kv=handover.place,
+        kv=handover.memory.place,
     )
 
 
@@ -205,8 +205,8 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(tmp_path: 
 
     async def check() -> int:
         async with scene(tmp_path) as two:
-            memory = os.fstat(two.handover.place.descriptor).st_ino
-            assert holders(memory) == {os.getpid(), two.a.pid, two.b.pid}
+            memory = os.fstat(two.handover.memory.place.descriptor).st_ino
+            assert holders(memory) == {os.getpid(), two.a.link.pid, two.b.link.pid}
             whole = await told(two, "whole")
             assert whole.change is None
             prefilled = two.b.prefilled_tokens
@@ -295,7 +295,7 @@ def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path) -> None:
     async def check() -> None:
         async with scene(tmp_path) as two:
             whole = await told(two, "whole")
-            frames = two.handover._memory
+            frames = two.handover.memory
             save = two.a.save
 
             def damaged(order):  # type: ignore[no-untyped-def]
@@ -318,9 +318,9 @@ def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path) -> None:
             assert turn.change is not None and turn.change.handed_tokens == 0
 
             def killed(order):  # type: ignore[no-untyped-def]
-                os.kill(two.a.pid, signal.SIGSTOP)  # it has been asked and does not come to answer
+                os.kill(two.a.link.pid, signal.SIGSTOP)  # it has been asked and does not come to answer
                 saved = save(order)
-                os.kill(two.a.pid, signal.SIGKILL)
+                os.kill(two.a.link.pid, signal.SIGKILL)
                 return saved
 
             two.a.save = killed  # type: ignore[method-assign]

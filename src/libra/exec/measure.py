@@ -140,7 +140,7 @@ async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[in
         if measured is not None:
             handover.leases.release(parcel)
         else:
-            handover.leases.release_after(entry.handle.pid, parcel)
+            handover.leases.release_after(entry.handle.link.pid, parcel)
 
 
 _Row = tuple[tuple[float, float, float, float, float], float]

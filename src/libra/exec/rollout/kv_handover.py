@@ -59,13 +59,13 @@ class KVHandover:
 
     def __init__(self, kv_bytes: int, tokens: int) -> None:
         frames = -(-tokens // BLOCK_TOKENS)
-        self._memory = OwnFrames(frames, kv_bytes * BLOCK_TOKENS)
+        self.memory = OwnFrames(frames, kv_bytes * BLOCK_TOKENS)
         self.leases = KVLeases(frames)
         self._profile: DeviceProfile | None = None
 
     def place(self, engine: EngineHandle) -> KVPlace | None:
         """Where an engine finds the memory; None where it does not: it runs on another node."""
-        return self._memory.place if engine.link.node == _NODE else None
+        return self.memory.place if engine.link.node == _NODE else None
 
     def price_by(self, profile: DeviceProfile) -> None:
         """Decide by these costs from now on; before that everything is computed again."""
@@ -127,6 +127,6 @@ class KVHandover:
     def _written(self, saved: asyncio.Future[Saved | None], parcel: Parcel, source: EngineHandle) -> None:
         """Nobody wants this parcel any more, and its writer has ended in one way or the other."""
         if saved.result() is None:
-            self.leases.release_after(source.pid, parcel)
+            self.leases.release_after(source.link.pid, parcel)
         else:
             self.leases.release(parcel)
