@@ -49,6 +49,7 @@ bench-quick: setup  ## a first look at each benchmark, a few minutes in all
 	$(VENV)/bin/python -m benchmarks.replanning --quick
 	$(VENV)/bin/python -m benchmarks.joins --quick
 	$(VENV)/bin/python -m benchmarks.role_changes --quick
+	$(VENV)/bin/python -m benchmarks.kv_handover --quick
 	$(VENV)/bin/python -m benchmarks.simulation --quick
 	$(VENV)/bin/python -m benchmarks.rollout_price --quick
 	$(VENV)/bin/python -m benchmarks.routing_speed --quick
@@ -62,6 +63,7 @@ bench: setup  ## run the benchmarks; leave the machine alone meanwhile
 	$(VENV)/bin/python -m benchmarks.replanning
 	$(VENV)/bin/python -m benchmarks.joins
 	$(VENV)/bin/python -m benchmarks.role_changes
+	$(VENV)/bin/python -m benchmarks.kv_handover
 	$(VENV)/bin/python -m benchmarks.simulation
 	$(VENV)/bin/python -m benchmarks.rollout_price
 	$(VENV)/bin/python -m benchmarks.routing_speed

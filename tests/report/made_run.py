@@ -14,6 +14,7 @@ from libra.report.records import (
     DecisionRecord,
     Evaluation,
     EventRecord,
+    MovedContexts,
     PeriodRecord,
     Record,
     RunSummary,
@@ -175,7 +176,8 @@ def make_summary(steps: list[StepRecord], error: float | None = 0.064) -> RunSum
     return RunSummary(
         name="calculator <demo>", seed=7, finished=True, wall_seconds=steps[-1].time + 95.0, steps=len(steps),
         evaluations=EVALUATIONS, prediction_error=error, lost_workers=("w3",), peak_memory_bytes=7_516_192_768,
-        trajectories_started=15_500, trajectories_trained=15_360, trajectories_unfinished=140, logprob_gap=0.0013,
+        trajectories_started=15_500, trajectories_trained=15_360, trajectories_unfinished=140,
+        moved_contexts=MovedContexts(24, 9_216, 0.31, 130, 21_870), logprob_gap=0.0013,
         device_seconds=total(row for step in steps for row in step.device_seconds.values()),
         versions={"torch": "2.13.0", "vllm": "0.32.0"}, allocation_mode="adaptive",
     )  # fmt: skip

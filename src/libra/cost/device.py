@@ -71,6 +71,17 @@ class SwitchCost:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoverCost:
+    """Seconds of two engines to hand the KV of a context over: `fixed + per_token*tokens`."""
+
+    fixed: float
+    per_token: float  # one saves, the other takes
+
+    def __post_init__(self) -> None:
+        _require_measured("HandoverCost", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceProfile:
     """Measured costs of one device (a GPU, or one CPU slot of fixed speed)."""
 
@@ -80,6 +91,7 @@ class DeviceProfile:
     train: TrainCost
     switch: SwitchCost
     heldout_error: float  # mean absolute relative error of the engine fit on held-out samples
+    handover: HandoverCost | None = None  # None: engines hand no KV over
 
     def __post_init__(self) -> None:
         _require_measured("DeviceProfile", {"heldout_error": self.heldout_error})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libra.cost.collectives import Fabric
+from libra.cost.device import DeviceProfile
 
 # checkpoint-engine's benchmark (README, vLLM 0.10.2): GLM-4.5-Air (213 GB) 3.47 s and Qwen3-235B-A22B (470 GB) 6.22 s
 # on eight H800 are 1.2 s and 93 GB/s; DeepSeek-V3.1 (689 GB) 11.33 s and Kimi-K2 (1.03 TB) 16.04 s on 256 H20 are
@@ -55,6 +56,18 @@ def kv_move_seconds(
     rate = fabric.link if same_node else fabric.network / fabric.gpus
     latency = fabric.link_latency if same_node else fabric.network_latency
     return latency + tokens * kv_bytes_per_token / (devices * rate)
+
+
+def handover_pays(profile: DeviceProfile, tokens: float) -> bool:
+    """Whether handing the KV of `tokens` tokens over takes less of the engines' time than prefilling them again.
+
+    Both as measured on the engines of a run. A hand-over also waits for the iteration that its source is in.
+    """
+    handover = profile.handover
+    if handover is None:
+        return False
+    handed = handover.fixed + tokens * handover.per_token + profile.engine.step
+    return handed < tokens * profile.engine.per_prefill_token
 
 
 def colocated_switch_seconds(leaving: float, arriving: float) -> float:

@@ -10,17 +10,27 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from statistics import fmean
 from typing import Any
 
 from libra.config import RunConfig
-from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
+from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
+from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.fit import fit_linear
 from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.pool.executor import Executor
 from libra.exec.rollout.fleet import Instance
-from libra.exec.wire.messages import Generate, MeasureEngine, MeasureTraining, TrainingMeasured
+from libra.exec.rollout.kv_handover import KVHandover
+from libra.exec.wire.messages import (
+    Generate,
+    HandoverMeasured,
+    MeasureEngine,
+    MeasureHandover,
+    MeasureTraining,
+    TrainingMeasured,
+)
 
 _REPEATS = 3
 _TURNS = 60  # of one closed-loop run: enough for each seat to serve several
@@ -42,6 +52,7 @@ async def measure(executor: Executor, config: RunConfig, hardware: str, model: s
         executor.trainers.measure(_training_points(config)),
         *(_engine_rows(entry, config) for entry in _engines(executor)),
     )
+    handover = await _handover_cost(executor)
     if executor.allocation() != workers:
         raise WorkerLostError("a worker was lost while the others were measured")
     rows: list[_Row] = [row for rows in engines for row in rows]
@@ -59,6 +70,7 @@ async def measure(executor: Executor, config: RunConfig, hardware: str, model: s
         ),
         switch=switch,
         heldout_error=fit.heldout_error,
+        handover=handover,
     )
 
 
@@ -98,6 +110,37 @@ async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     tasks = [asyncio.create_task(each) for each in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
+
+
+async def _handover_cost(executor: Executor) -> HandoverCost | None:
+    """What it costs to hand a context over; None where no engine can, or holds a context of two blocks."""
+    handover = executor.fleet.handover
+    if handover is None:
+        return None
+    rows: list[tuple[int, float]] = []
+    for entry in _engines(executor):  # one after the other: each may want most of the frames
+        rows += await _handover_rows(entry, handover)
+    if not rows:
+        return None
+    return HandoverCost(*fit_linear([(1.0, tokens) for tokens, _ in rows], [s for _, s in rows]).coefficients)
+
+
+async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[int, float]]:
+    """Tokens, and seconds to save and to take their KV."""
+    most = entry.capacity_tokens // BLOCK_TOKENS if handover.place(entry.handle) is not None else 0
+    parcel = handover.leases.lease(most) if most >= 2 else None
+    if parcel is None:
+        return []
+    contexts = sorted({BLOCK_TOKENS + 1, most * BLOCK_TOKENS // 2 + 1, (most - 1) * BLOCK_TOKENS + 1})
+    measured: HandoverMeasured | None = None
+    try:
+        measured = await entry.handle.measure_handover(MeasureHandover(contexts, _REPEATS, parcel))
+        return measured.contexts
+    finally:
+        if measured is not None:
+            handover.leases.release(parcel)
+        else:
+            handover.leases.release_after(entry.handle.link.pid, parcel)
 
 
 _Row = tuple[tuple[float, float, float, float, float], float]
@@ -176,6 +219,7 @@ def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any
         "processes": config.training.processes,
         "sharding": config.training.sharding,
         "trajectories": config.training.trajectories,
+        "costs": [field.name for field in fields(DeviceProfile)],
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

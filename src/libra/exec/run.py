@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
@@ -41,13 +42,14 @@ from libra.exec.pool.mending import Mending
 from libra.exec.pool.pool import Pool, make_pool
 from libra.exec.rollout.episode_file import EpisodeFile, History
 from libra.exec.rollout.fleet import Fleet
+from libra.exec.rollout.kv_handover import KVHandover
 from libra.exec.rollout.rollout import Rollout
 from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.report.causes import device_words, total
 from libra.report.live import Display
-from libra.report.records import Evaluation, PeriodRecord, RunSummary, read_records
+from libra.report.records import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.report.run_log import prediction_error
 from libra.route.catalogue import policy_named, policy_restored
 
@@ -181,7 +183,10 @@ class _Session:
         pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
         recorder.meet(pool.all())
         allocation = self._first_allocation(pool)
-        fleet = Fleet(policy, allocation)
+        kv_bytes = kv_bytes_per_token(self._model)
+        # Room for all that the largest engine holds, so that it can give everything away at once.
+        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
+        fleet = Fleet(policy, allocation, handover)
         watcher = _Watcher(recorder, self._phase)
         executor = Executor(
             self._launcher,
@@ -189,7 +194,7 @@ class _Session:
             fleet,
             config,
             self._model,
-            kv_bytes_per_token(self._model),
+            kv_bytes,
             journal,
             watcher,
             history.step,
@@ -203,6 +208,7 @@ class _Session:
         profile = await self._profile(executor, mending)
         with writing(directory / "profile.json"):
             save_profile(directory / "profile.json", profile)
+        handover.price_by(profile)
         replanner = Replanner(config, profile, environment.turn_tokens)
         rollout = Rollout(
             environment, config.environment.tools, codec, fleet, executor.longest_context, recorder, recorder.now
@@ -327,6 +333,7 @@ class _Session:
             trajectories_started=training.started_trajectories,
             trajectories_trained=training.trained_trajectories,
             trajectories_unfinished=training.started_trajectories - training.trained_trajectories,
+            moved_contexts=MovedContexts(**asdict(self._recorder.changes)),
             logprob_gap=gap,
             versions=_versions(),
             allocation_mode=self._config.allocation,

@@ -172,6 +172,17 @@ class Evaluation(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class MovedContexts(Record):
+    """Contexts whose trajectory went on at another engine."""
+
+    handed_over: int
+    handed_tokens: int  # taken from the engine before
+    handed_seconds: float  # from the request for the KV until it was taken, summed up
+    computed: int  # those of which nothing was taken
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary(Record):
     """The whole run in one value, written when it ends."""
 
@@ -189,6 +200,7 @@ class RunSummary(Record):
     trajectories_started: int
     trajectories_trained: int
     trajectories_unfinished: int
+    moved_contexts: MovedContexts  # of this sitting
     logprob_gap: float | None  # largest |engine - trainer| log-probability seen; None: never compared
     device_seconds: Mapping[Cause, float]  # what the workers' time in this sitting went to, from start-up to the end
     versions: Mapping[str, str]  # library -> version

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,16 +22,21 @@ from libra.exec.wire.messages import (
     Done,
     EngineMeasured,
     Failure,
+    Fetched,
     FromWorker,
     Generate,
     Generated,
+    HandoverMeasured,
     Interrupt,
     Loaded,
     LoadWeights,
     MeasureEngine,
+    MeasureHandover,
     Message,
     Piece,
     Ready,
+    Save,
+    Saved,
     StartEngine,
     StartTrainer,
     Stop,
@@ -47,6 +53,7 @@ SILENT_LOOKS = 20
 LOOK_SECONDS = 1.0
 
 Reply = TypeVar("Reply", bound=Message)
+Answer = TypeVar("Answer", Saved, Fetched)
 
 
 class WorkerLostError(ConnectionError):
@@ -172,6 +179,8 @@ class EngineHandle(Handle):
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self._turns: dict[str, _Turn] = {}
+        self._saving: dict[int, asyncio.Future[Saved | None]] = {}  # by parcel
+        self._fetching: dict[int, asyncio.Future[Fetched | None]] = {}
         self._reports = 0
         self.busy_seconds = 0.0
         self.prefilled_tokens = 0
@@ -213,6 +222,43 @@ class EngineHandle(Handle):
         if not self.lost:
             self._channel.send(Interrupt(turn))
 
+    @contextmanager
+    def expecting(self, tokens: int) -> Iterator[None]:
+        """A request of this size is on its way to the engine: it counts as one that it holds."""
+        self.load_tokens += tokens
+        try:
+            yield
+        finally:
+            self.load_tokens -= tokens
+
+    def save(self, order: Save) -> asyncio.Future[Saved | None]:
+        """Have KV put down for another engine; None when the engine goes away first."""
+        saved = self._answer(self._saving, order.parcel.number)
+        if not self.lost:
+            self._channel.send(order)
+        return saved
+
+    def fetched(self, parcel: int) -> asyncio.Future[Fetched | None]:
+        """When a parcel, that a request which is about to be sent comes with, is not needed any more; None when the
+        engine goes away first."""
+        return self._answer(self._fetching, parcel)
+
+    async def vacate(self, deadline: float) -> None:
+        """Stop all turns where they are, and wait until what they want of their KV is put down, `deadline` seconds at
+        most. A turn asks for its KV before anybody else hears that it left."""
+        for turn in self._turns:
+            self.interrupt(turn)
+        ends = time.monotonic() + deadline
+        while (left := ends - time.monotonic()) > 0:
+            waiting: list[asyncio.Future[Any]] = [turn.ended for turn in self._turns.values()]
+            waiting += self._saving.values()
+            if not waiting:
+                return
+            await asyncio.wait(waiting, timeout=left)
+
+    async def measure_handover(self, order: MeasureHandover) -> HandoverMeasured:
+        return await self.ask(order, HandoverMeasured)
+
     async def load(self, order: LoadWeights) -> float:
         """Take new weights between two iterations; returns the seconds the engine stood still for it."""
         try:
@@ -235,6 +281,12 @@ class EngineHandle(Handle):
 
     def _receive(self, message: FromWorker) -> None:
         self._reports += 1
+        if isinstance(message, Saved):
+            self._saving.pop(message.parcel).set_result(message)
+            return
+        if isinstance(message, Fetched):
+            self._fetching.pop(message.parcel).set_result(message)
+            return
         if not isinstance(message, Generated):
             super()._receive(message)
             return
@@ -257,7 +309,19 @@ class EngineHandle(Handle):
         for turn in self._turns.values():
             if not turn.ended.done():
                 turn.ended.set_exception(WorkerLostError(f"engine {self.name} went away"))
+        while self._saving:
+            self._saving.popitem()[1].set_result(None)
+        while self._fetching:
+            self._fetching.popitem()[1].set_result(None)
         self._watcher.cancel()
+
+    def _answer(self, answers: dict[int, asyncio.Future[Answer | None]], parcel: int) -> asyncio.Future[Answer | None]:
+        answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        if self.lost:
+            answer.set_result(None)
+        else:
+            answers[parcel] = answer
+        return answer
 
     async def _watch(self) -> None:
         """Take an engine for lost that has turns to make and does not go on with them."""

@@ -22,6 +22,7 @@ from libra.exec.loop.device_time import DeviceTime, Phase, Seconds, step_parts
 from libra.exec.loop.tally import Tally
 from libra.exec.pool.mover import Moved
 from libra.exec.pool.pool import Worker
+from libra.exec.rollout.kv_handover import Changes
 from libra.exec.rollout.rollout import Episode, TurnReport
 from libra.exec.train.joint_step import StepResult
 from libra.report.causes import Cause
@@ -63,6 +64,7 @@ class Recorder:
         self.tally = Tally()
         self._devices = DeviceTime(self._spent)
         self.lost_workers: dict[str, None] = {}  # in the order of their first loss
+        self.changes = Changes()
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
@@ -115,7 +117,10 @@ class Recorder:
             details: dict[str, JsonValue] = {"tokens": report.tokens, "reason": report.placement.reason}
             with self._drawing() as (timeline, now):
                 timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
-        if report.placement.migrated:
+        change = report.change
+        if change is not None:
+            self.changes.add(change)
+        if report.placement.migrated or change is not None:
             entry = {
                 "time": round(self.now(), 4),
                 "trajectory": report.trajectory,
@@ -123,6 +128,13 @@ class Recorder:
                 "bucket": report.placement.bucket,
                 "reason": report.placement.reason,
             }
+            if change is not None:
+                entry |= {
+                    "context": change.context,
+                    "kv_tokens": change.handed_tokens,
+                    "kv_seconds": round(change.seconds, 6),
+                    "kv": change.why,
+                }
             self._files["routing"].append(json.dumps(entry).encode())
 
     def turns(self, worker: str, change: int) -> None:

@@ -19,6 +19,7 @@ from libra.exec.launch.launcher import CopyError, ForkError, Launcher, SourceLos
 from libra.exec.pool.journal import Journal, Process
 from libra.exec.pool.pool import Duty, Pool, Role
 from libra.exec.rollout.fleet import Fleet, Instance
+from libra.exec.rollout.kv_handover import SAVE_SECONDS
 from libra.exec.train.trainers import Trainers
 from libra.exec.wire.messages import (
     Done,
@@ -34,9 +35,13 @@ from libra.exec.wire.weights import BUFFERS
 from libra.plan.problem import Allocation
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
-# again elsewhere, tenths of a second to seconds for all turns of an engine. Who waits about as long as stopping costs,
-# and stops then, never pays much more than twice the better of the two (ski rental; Karlin et al. 1988).
+# again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Who waits about as long
+# as stopping costs, and stops then, never pays much more than twice the better of the two (ski rental; Karlin et al.
+# 1988).
 _GRACE_SECONDS = 1.0
+
+# For which it then waits until turns have left and the KV that they want is put down; more is computed again.
+_LEAVING_SECONDS = SAVE_SECONDS
 
 
 class Watcher(Protocol):
@@ -103,7 +108,8 @@ class Processes:
         if instance is None:
             raise WorkerLostError(f"engine {worker} is not in service")
         await instance.handle.drained(_GRACE_SECONDS)
-        await instance.handle.stop()  # reports what turns have by then, and they go on elsewhere
+        await instance.handle.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
+        await instance.handle.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
         """See `Hands`."""
@@ -210,6 +216,7 @@ class Processes:
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
                 refresh_kv=self._config.training.kv_on_update == "refresh",
+                kv=self.fleet.handover.place(handle) if self.fleet.handover is not None else None,
             )
         )
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read

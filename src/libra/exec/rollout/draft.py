@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from libra.environments.protocol import Prompt
+from libra.exec.launch.handles import EngineHandle
 from libra.exec.wire.messages import Piece
 from libra.trajectory import Turn
 
@@ -29,6 +30,8 @@ class Draft:
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     engine: str = ""  # that served it last
+    home: EngineHandle | None = None  # which made the last of it, and so has the KV of what it consisted of then
+    at_home: int = 0  # tokens of it that this engine had
 
     def given(self, tokens: list[int]) -> None:
         """Tokens that no engine sampled: the prompt, what a tool returned."""

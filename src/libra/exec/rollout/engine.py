@@ -8,8 +8,10 @@ which tokens are of which version only with the end of a turn that it ended itse
 from __future__ import annotations
 
 import time
+from itertools import count
 from statistics import fmean
 
+import msgspec
 from vllm import EngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.sampling_params import RequestOutputKind
@@ -17,6 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.exec.launch.pace import Pacer
+from libra.exec.rollout.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.exec.rollout.report import Report, Sampled
 from libra.exec.rollout.weight_transfer import BACKEND
 from libra.exec.wire.channel import WorkerChannel
@@ -24,12 +27,18 @@ from libra.exec.wire.messages import (
     Done,
     EngineMeasured,
     Failure,
+    Fetched,
     Generate,
+    HandoverMeasured,
     Interrupt,
     Loaded,
     LoadWeights,
     MeasureEngine,
+    MeasureHandover,
+    Parcel,
     Ready,
+    Save,
+    Saved,
     StartEngine,
     Stop,
 )
@@ -37,7 +46,7 @@ from libra.exec.wire.weights import WeightBuffer, WeightUpdateError
 
 
 class VllmEngine:
-    """vLLM behind a handful of verbs: add, interrupt, step, load."""
+    """vLLM behind a handful of verbs: add, interrupt, step, give, load."""
 
     def __init__(self, start: StartEngine, buffer: WeightBuffer) -> None:
         self._refresh_kv = start.refresh_kv
@@ -59,21 +68,26 @@ class VllmEngine:
                 async_scheduling=False,
                 seed=start.seed,
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
             )
         )
+        # Beside the scheduler of an engine that is stepped in this process. None: it hands no KV over.
+        self._kv: FrameConnector | None = self._engine.engine_core.engine_core.scheduler.get_kv_connector()
         self._engine.collective_rpc("init_weight_transfer_engine", args=({"buffer": buffer, "layout": start.layout},))
         self.version = 0
         self._turns: set[str] = set()  # that it has to make
         self._untouched: set[str] = set()  # those of them without a token yet
 
     @property
-    def busy(self) -> bool:
+    def generating(self) -> bool:
         return self._engine.has_unfinished_requests()
 
+    @property
+    def busy(self) -> bool:
+        return self.generating or (self._kv is not None and self._kv.giving)
+
     def add(self, request: Generate) -> None:
-        salt = request.salt
-        if salt is None and self._refresh_kv:
-            salt = f"v{self.version}"
+        salt = self._salt(request.salt)
         prompt: dict[str, object] = {"prompt_token_ids": request.tokens}
         if salt is not None:
             prompt["cache_salt"] = salt
@@ -88,6 +102,7 @@ class VllmEngine:
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
+                extra_args=request_arguments(request.parcel) if request.parcel is not None else None,
             ),
             priority=request.priority,
         )
@@ -120,6 +135,19 @@ class VllmEngine:
             sampled.append(Sampled(turn, tokens, logprobs, prefilled, output.finished))
         return sampled
 
+    def give(self, order: Save) -> None:
+        """Save KV of a context for another engine, a little in each of the next steps."""
+        self._connector.give(msgspec.structs.replace(order, salt=self._salt(order.salt)))
+
+    def handed(self) -> list[Saved | Fetched]:
+        """KV that was saved for others, or that others had saved, since the last call."""
+        return self._kv.done() if self._kv is not None else []
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache is in use")
+
     def load(self, order: LoadWeights) -> None:
         """Take a new version between two iterations. On `WeightUpdateError` the old one stays: the check comes before
         vLLM's reload, which empties the layers as its first act."""
@@ -128,6 +156,18 @@ class VllmEngine:
         self._engine.collective_rpc("update_weights", args=({"buffer": order.buffer, "checksum": order.checksum},))
         self._engine.collective_rpc("finish_weight_update")
         self.version = order.version
+        if self._kv is not None:
+            self._kv.version = order.version
+
+    @property
+    def _connector(self) -> FrameConnector:
+        if self._kv is None:
+            raise RuntimeError("this engine was started without frames for KV")
+        return self._kv
+
+    def _salt(self, asked: str | None) -> str | None:
+        """The namespace in the prefix cache of a request that asked for this one."""
+        return f"v{self.version}" if asked is None and self._refresh_kv else asked
 
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
@@ -155,8 +195,12 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                         continue
                     pacer.pace()
                     channel.send(Loaded(message.version, time.monotonic() - began))
+                case Save():
+                    engine.give(message)
                 case MeasureEngine():
                     channel.send(measure(engine, message, pacer))
+                case MeasureHandover():
+                    channel.send(measure_handover(engine, message, pacer))
                 case Stop():
                     # Turns that run go on elsewhere, from where this report leaves them.
                     channel.send(report.take(time.monotonic(), busy_seconds))
@@ -164,9 +208,14 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                     return
                 case _:
                     raise TypeError(f"{type(message).__name__} is not a message for an engine")
-        if engine.busy:
+        worked = engine.busy
+        if engine.generating:
             report.iteration(engine.step(), engine.version)
-        elif not report.due(began):
+        elif worked:
+            engine.step()  # which saves KV and is no iteration
+        for handed in engine.handed():
+            channel.send(handed)
+        if not worked and not report.due(began):
             continue
         if report.due(now := time.monotonic()):
             channel.send(report.take(now, busy_seconds))
@@ -202,3 +251,40 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
         decoding = sequences * (context + tokens / 2)
         iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
     return EngineMeasured(iterations)
+
+
+def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
+    """Time what the two engines of a hand-over do, with one that is both: it saves a context, forgets it, and takes it.
+    What taking costs is what the request takes longer than one that finds its context in the prefix cache."""
+    numbers = count(order.parcel.number)
+
+    def first_token(context: list[int], name: str, parcel: Parcel | None = None) -> float:
+        engine.add(Generate(name, context, 1, 1.0, -1, 0, parcel=parcel))
+        began = time.monotonic()
+        while engine.busy:
+            engine.step()
+        engine.handed()
+        pacer.pace()
+        return time.monotonic() - began
+
+    rows: list[tuple[int, float]] = []
+    for repeat in range(order.repeats + 1):
+        for length in order.contexts:
+            context = [4 + (repeat + 7 * position) % 16 for position in range(length)]
+            name = f"handover-{repeat}-{length}"
+            first_token(context, f"{name}-computed")
+            found = first_token(context, f"{name}-found")
+            parcel = Parcel(next(numbers), order.parcel.frames[: length // BLOCK_TOKENS])
+            began = time.monotonic()
+            engine.give(Save(context, None, parcel))
+            while engine.busy:
+                engine.step()
+                engine.handed()
+            pacer.pace()
+            saved = time.monotonic() - began
+            engine.forget()
+            taken = first_token(context, f"{name}-taken", parcel)
+            if repeat > 0:  # the first time pays for memory that is touched for the first time
+                rows.append((length // BLOCK_TOKENS * BLOCK_TOKENS, saved + max(0.0, taken - found)))
+    engine.forget()
+    return HandoverMeasured(rows)

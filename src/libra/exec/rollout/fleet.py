@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from libra.exec.launch.handles import EngineHandle
+from libra.exec.rollout.kv_handover import KVHandover
 from libra.plan.problem import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
@@ -24,8 +25,11 @@ class Instance:
 
 
 class Fleet:
-    def __init__(self, policy: Policy, allocation: Allocation) -> None:
+    """`handover` brings KV from one engine to another; None: they compute contexts that come to them."""
+
+    def __init__(self, policy: Policy, allocation: Allocation, handover: KVHandover | None = None) -> None:
         self.policy = policy
+        self.handover = handover
         self._allocation = allocation
         self._instances: dict[str, Instance] = {}
         self._changed = asyncio.Event()

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
 from libra.exec.rollout.draft import Draft
 from libra.exec.rollout.fleet import Fleet
+from libra.exec.rollout.kv_handover import Change
 from libra.exec.rollout.running_turn import RunningTurn
 from libra.route.policy import Placement, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
@@ -52,6 +53,7 @@ class TurnReport:
     tokens: int
     seconds: float  # at the engine, its queue included
     placement: Placement
+    change: Change | None  # of engines, before this one made something of it
 
 
 class Watcher(Protocol):
@@ -143,7 +145,8 @@ class Rollout:
                 self._watcher.turns(draft.engine, -1)
             tokens = len(draft.tokens) - before
             self.generated_tokens += tokens
-            self._watcher.turn(TurnReport(draft.id, placement.instance, tokens, time.monotonic() - began, placement))
+            seconds = time.monotonic() - began
+            self._watcher.turn(TurnReport(draft.id, placement.instance, tokens, seconds, placement, turn.change))
             if turn.over:
                 draft.buckets.append(placement.bucket)
                 return draft.tokens[start:]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from libra.exec.launch.handles import EngineHandle, WorkerLostError
 from libra.exec.rollout.draft import Draft
 from libra.exec.rollout.fleet import Fleet
-from libra.exec.wire.messages import Generate, Piece
+from libra.exec.rollout.kv_handover import Change
+from libra.exec.wire.messages import Generate, Parcel, Piece
 from libra.route.policy import Placement, Request, ToolReturn
 
 
@@ -39,6 +40,7 @@ class RunningTurn:
         self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
         self._engine: EngineHandle  # that makes it, or did last
         self._name: str  # of the request there
+        self.change: Change | None = None  # how its context came to the engine that was last asked; None: it was there
 
     @property
     def over(self) -> bool:
@@ -66,6 +68,8 @@ class RunningTurn:
         draft = self._draft
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
+        salt = draft.id if draft.fresh else None
+        parcel = await self._bring(salt)
         try:
             await self._engine.generate(
                 Generate(
@@ -75,18 +79,30 @@ class RunningTurn:
                     temperature=draft.temperature,
                     stop_token=self._stop_token,
                     priority=placement.priority,
-                    salt=draft.id if draft.fresh else None,
+                    salt=salt,
+                    parcel=parcel,
                 ),
                 self._take,
             )
         except WorkerLostError:
             if self._fleet.serves(self._engine):
                 raise  # whoever is told of the loss has not taken it out of service: it would be asked for ever
+        finally:
+            draft.home, draft.at_home = self._engine, len(draft.tokens)
 
     @property
     def _room(self) -> int:
         """Tokens that the turn may yet need beyond the context of its request."""
         return self._limit - self._request.context_tokens
+
+    async def _bring(self, salt: str | None) -> Parcel | None:
+        """Have the KV of the context brought to its engine, where another one has it and that pays."""
+        draft, handover, self.change = self._draft, self._fleet.handover, None
+        if handover is None or draft.home is None or draft.home is self._engine:
+            return None
+        with self._engine.expecting(len(draft.tokens)):
+            parcel, self.change = await handover.bring(draft.tokens[: draft.at_home], salt, draft.home, self._engine)
+        return parcel
 
     def _take(self, piece: Piece) -> None:
         self._draft.sampled(piece)

@@ -1,8 +1,9 @@
 """The words that the controller and its workers exchange.
 
 Invariant: every message is a small typed struct that `msgspec` checks on arrival; nothing is ever unpickled. Tensors do
-not travel here: weights go through shared memory (`weights.py`), gradients through a process group (`elastic.py`), and
-a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
+not travel here: weights go through shared memory (`weights.py`), gradients through a process group (`elastic.py`), KV
+lies in frames (`kv_frames.py`), and a joiner reads a core's state from its board (`publication.py`) or through a relay
+(`relay.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ class Tensor(msgspec.Struct, frozen=True):
     offset: int
 
 
+class KVPlace(msgspec.Struct, frozen=True):
+    """Where KV is handed over: a file that process `pid` holds open, of `frames` blocks of KV."""
+
+    pid: int
+    descriptor: int  # of that process
+    frames: int
+    frame_bytes: int
+
+
 class StartEngine(Message, frozen=True):
     """Become a rollout engine."""
 
@@ -43,6 +53,7 @@ class StartEngine(Message, frozen=True):
     share: float  # of one core that this device may use
     cores: tuple[int, ...]
     refresh_kv: bool  # salt the prefix cache with the weight version
+    kv: KVPlace | None = None  # where it may hand KV over; None: it cannot
 
 
 class StartTrainer(Message, frozen=True):
@@ -63,6 +74,13 @@ class StartTrainer(Message, frozen=True):
     sharding: Sharding = "none"
 
 
+class Parcel(msgspec.Struct, frozen=True):
+    """KV of a context's first blocks, one in each of these frames."""
+
+    number: int
+    frames: list[int]
+
+
 class Generate(Message, frozen=True):
     """One turn, or what is left of it. Generation stops at `stop_token` or after `max_tokens`."""
 
@@ -73,12 +91,22 @@ class Generate(Message, frozen=True):
     stop_token: int
     priority: int
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
+    parcel: Parcel | None = None  # KV of its context that another engine has put down; answered by `Fetched`
 
 
 class Interrupt(Message, frozen=True):
     """Stop a turn where it is. Its last piece and its end are reported like those of any other."""
 
     id: str
+
+
+class Save(Message, frozen=True):
+    """Put down what there is of this context's KV, whole blocks from its beginning on; answered by `Saved`. Turns go on
+    meanwhile."""
+
+    tokens: list[int]
+    salt: str | None  # that of its `Generate`
+    parcel: Parcel
 
 
 class LoadWeights(Message, frozen=True):
@@ -92,6 +120,15 @@ class MeasureEngine(Message, frozen=True):
 
     points: list[tuple[int, int]]
     repeats: int
+
+
+class MeasureHandover(Message, frozen=True):
+    """Time saving contexts of these tokens into the parcel's frames, and fetching them from there, `repeats` times in
+    turn. The prefix cache is empty afterwards."""
+
+    contexts: list[int]
+    repeats: int
+    parcel: Parcel
 
 
 class MeasureTraining(Message, frozen=True):
@@ -277,6 +314,20 @@ class Generated(Message, frozen=True):
     generated_tokens: int
 
 
+class Saved(Message, frozen=True):
+    """What was ordered with this parcel is done: its first `blocks` frames are filled."""
+
+    parcel: int
+    blocks: int
+
+
+class Fetched(Message, frozen=True):
+    """The frames of this parcel are not needed any more; `tokens` of the context were taken from them."""
+
+    parcel: int
+    tokens: int
+
+
 class Loaded(Message, frozen=True):
     version: int
     seconds: float
@@ -286,6 +337,12 @@ class EngineMeasured(Message, frozen=True):
     """Mean seconds of one iteration per kind: (sequences, context tokens in all, prefilled tokens, seconds)."""
 
     iterations: list[tuple[float, float, float, float]]
+
+
+class HandoverMeasured(Message, frozen=True):
+    """(tokens, seconds to save and to fetch them) per context."""
+
+    contexts: list[tuple[int, float]]
 
 
 class TrainingMeasured(Message, frozen=True):
@@ -371,11 +428,11 @@ class Failure(Message, frozen=True):
 
 
 ToWorker = (
-    StartEngine | StartTrainer | Generate | Interrupt | LoadWeights | MeasureEngine | MeasureTraining | Train | Commit
-    | Discard | Meet | Prepare | Enter | Identify | Serve | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint
-    | LoadCheckpoint | Score | Stop
+    StartEngine | StartTrainer | Generate | Interrupt | Save | LoadWeights | MeasureEngine | MeasureHandover
+    | MeasureTraining | Train | Commit | Discard | Meet | Prepare | Enter | Identify | Serve | Follow | CatchUp | WarmUp
+    | Publish | SaveCheckpoint | LoadCheckpoint | Score | Stop
 )  # fmt: skip
 FromWorker = (
-    Ready | Generated | Loaded | EngineMeasured | TrainingMeasured | Reduced | Trained | WarmedUp | Published | Meeting
-    | Entered | Serving | Standing | Done | Scored | Failure
+    Ready | Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured | TrainingMeasured | Reduced
+    | Trained | WarmedUp | Published | Meeting | Entered | Serving | Standing | Done | Scored | Failure
 )  # fmt: skip

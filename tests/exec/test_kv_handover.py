@@ -1,0 +1,240 @@
+"""A context on its way between two engines, with the test at their ends: who is asked what, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from far_end import PATIENCE, FarEnd, connect, generated
+
+import libra.exec.rollout.kv_handover
+from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
+from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.transfer import handover_pays
+from libra.exec.launch.handles import EngineHandle
+from libra.exec.rollout.kv_handover import Change, Changes, KVHandover
+from libra.exec.wire.messages import Fetched, Generate, Interrupt, Parcel, Save, Saved
+
+FRAMES = 8
+CONTEXT = list(range(3 * BLOCK_TOKENS + 5))
+PROFILE = DeviceProfile(
+    "", "", EngineCost(0.0, 0, 0, 1e-3, 0), TrainCost(0, 0, 0), SwitchCost(0, 0, 0), 0.0, HandoverCost(0.01, 1e-4)
+)
+
+
+@dataclass
+class Scene:
+    handover: KVHandover
+    source: EngineHandle
+    source_far: FarEnd
+    target: EngineHandle
+    target_far: FarEnd
+
+    def begin(self) -> asyncio.Task[tuple[Parcel | None, Change]]:
+        return asyncio.create_task(self.handover.bring(CONTEXT, "salt", self.source, self.target))
+
+    async def saved(self) -> tuple[Parcel, Change]:
+        """A context that lies in its frames."""
+        brought = self.begin()
+        order = await self.source_far.receive()
+        assert isinstance(order, Save)
+        self.source_far.send(Saved(order.parcel.number, 3))
+        parcel, change = await brought
+        assert parcel is not None
+        return parcel, change
+
+    async def free(self, frames: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while self.handover.leases.free != frames:
+                await asyncio.sleep(0.001)
+
+
+def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def run() -> None:
+        handover = KVHandover(16, FRAMES * BLOCK_TOKENS)
+        handover.price_by(PROFILE)
+        source = await connect(EngineHandle, lambda name, why: None, "source")
+        target = await connect(EngineHandle, lambda name, why: None, "target")
+        try:
+            await asyncio.wait_for(scenario(Scene(handover, *source, *target)), PATIENCE)
+        finally:
+            for handle, far in (source, target):
+                handle.close()
+                far.close()
+
+    asyncio.run(run())
+
+
+def test_a_context_is_saved_and_taken() -> None:
+    async def scenario(scene: Scene) -> None:
+        brought = scene.begin()
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save)
+        assert (order.tokens, order.salt, len(order.parcel.frames)) == (CONTEXT[: 3 * BLOCK_TOKENS], "salt", 3)
+        assert scene.handover.leases.free == FRAMES - 3
+        scene.source_far.send(Saved(order.parcel.number, 2))  # it had forgotten the third
+        parcel, change = await brought
+        assert parcel == Parcel(order.parcel.number, order.parcel.frames[:2])
+        assert scene.handover.leases.free == FRAMES - 3
+        scene.target_far.send(Fetched(parcel.number, 2 * BLOCK_TOKENS))
+        await scene.free(FRAMES)
+        assert (change.context, change.handed_tokens, change.why) == (len(CONTEXT), 2 * BLOCK_TOKENS, "handed over")
+        assert change.seconds > 0
+
+    play(scenario)
+
+
+def test_what_the_target_cannot_use_is_told() -> None:
+    async def scenario(scene: Scene) -> None:
+        parcel, change = await scene.saved()
+        scene.target_far.send(Fetched(parcel.number, 0))
+        await scene.free(FRAMES)
+        assert (change.handed_tokens, change.why) == (0, "none of it was taken")
+
+    play(scenario)
+
+
+def test_a_target_that_goes_away_needs_nothing() -> None:
+    async def scenario(scene: Scene) -> None:
+        _, change = await scene.saved()
+        scene.target_far.close()
+        await scene.free(FRAMES)
+        assert change.handed_tokens == 0
+
+    play(scenario)
+
+
+def test_a_source_that_goes_away_keeps_its_frames_while_it_lives() -> None:
+    async def scenario(scene: Scene) -> None:
+        brought = scene.begin()
+        await scene.source_far.receive()
+        scene.source.link = replace(scene.source.link, pid=1)  # a process that goes on
+        scene.source_far.close()
+        parcel, change = await brought
+        assert parcel is None and change.why == "the engine went away"
+        assert scene.handover.leases.free == FRAMES - 3
+        again, change = await scene.begin()
+        assert again is None and change.why == "the engine was gone"
+
+    play(scenario)
+
+
+def test_a_source_that_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libra.exec.rollout.kv_handover, "SAVE_SECONDS", 0.02)
+
+    async def scenario(scene: Scene) -> None:
+        brought = scene.begin()
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save)
+        parcel, change = await brought
+        assert parcel is None and change.why.startswith("it was not saved within")
+        # It may still write there, until it says that it has.
+        assert scene.handover.leases.free == FRAMES - 3
+        scene.source_far.send(Saved(order.parcel.number, 3))
+        await scene.free(FRAMES)
+
+    play(scenario)
+
+
+def test_a_turn_that_is_given_up_meanwhile_leaves_nothing_leased() -> None:
+    async def scenario(scene: Scene) -> None:
+        brought = scene.begin()
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save)
+        brought.cancel()
+        await asyncio.gather(brought, return_exceptions=True)
+        assert scene.handover.leases.free == FRAMES - 3
+        scene.source_far.send(Saved(order.parcel.number, 3))
+        await scene.free(FRAMES)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("profile", "why"),
+    [
+        (replace(PROFILE, handover=None), "computing it again is cheaper"),
+        (replace(PROFILE, handover=HandoverCost(0.1, 0.0)), "computing it again is cheaper"),
+        (replace(PROFILE, handover=HandoverCost(0.0, 1e-3)), "computing it again is cheaper"),
+    ],
+)
+def test_what_is_cheaper_to_compute_is_not_asked_for(profile: DeviceProfile, why: str) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.handover.price_by(profile)
+        parcel, change = await scene.begin()
+        assert (parcel, change.why) == (None, why)
+        assert scene.source_far.nothing_waits() and scene.handover.leases.free == FRAMES
+
+    play(scenario)
+
+
+def test_an_engine_of_another_node_is_not_asked() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.target.link = replace(scene.target.link, node="other")
+        assert scene.handover.place(scene.target) is None and scene.handover.place(scene.source) is not None
+        parcel, change = await scene.begin()
+        assert (parcel, change.why) == (None, "an engine is on another node")
+        assert scene.source_far.nothing_waits()
+
+    play(scenario)
+
+
+def test_a_full_memory_is_not_waited_for() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.saved()
+        await scene.saved()
+        parcel, change = await scene.begin()
+        assert (parcel, change.why) == (None, "too much is being handed over")
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("tokens", "pays"), [(0, False), (11, False), (12, True), (1000, True)])
+def test_handing_over_pays_for_long_contexts(tokens: int, pays: bool) -> None:
+    """0.01 s and 0.1 ms a token against 1 ms a token: equal at 11.1."""
+    assert handover_pays(PROFILE, tokens) is pays
+
+
+def test_a_handover_also_waits_for_an_iteration() -> None:
+    slow = replace(PROFILE, engine=replace(PROFILE.engine, step=0.01))
+    assert not handover_pays(slow, 22) and handover_pays(slow, 23)
+
+
+def test_an_engine_is_vacant_when_what_its_turns_want_is_saved() -> None:
+    """A turn asks for its KV in the moment in which it hears that it has stopped."""
+
+    async def scenario(scene: Scene) -> None:
+        async def turn() -> None:
+            await scene.source.generate(Generate("t", CONTEXT, 9, 1.0, -1, 0), lambda piece: None)
+            await scene.handover.bring(CONTEXT, None, scene.source, scene.target)
+
+        turned = asyncio.create_task(turn())
+        await scene.source_far.receive()
+        vacant = asyncio.create_task(scene.source.vacate(PATIENCE))
+        assert await scene.source_far.receive() == Interrupt("t")
+        scene.source_far.send(generated(ended=["t"]))
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save) and not vacant.done()
+        scene.source_far.send(Saved(order.parcel.number, 3))
+        await vacant
+        await turned
+
+    play(scenario)
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.begin()
+        await scene.source_far.receive()
+        await scene.source.vacate(0.02)
+
+    play(scenario)
+
+
+def test_changes_add_up() -> None:
+    changes = Changes()
+    for change in (Change(100, 96, 0.5, ""), Change(40), Change(64, 32, 0.25, "")):
+        changes.add(change)
+    assert changes == Changes(2, 128, 0.75, 1, 4 + 40 + 32)
