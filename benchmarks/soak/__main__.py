@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.soak.faults import schedule
 from benchmarks.soak.soaking import Soak, Soaked, SoakError
+from libra.exec.launch.hardware import hardware_name
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -88,8 +89,6 @@ def recoveries_table(soaked: Soaked) -> Table:
 
 
 def result(soaked: Soaked, options: argparse.Namespace) -> dict[str, object]:
-    from libra.exec.measure import hardware_name
-
     return {
         "command": f"python -m benchmarks.soak --minutes {options.minutes:g} --seed {options.seed}"
         f" --pause {options.pause:g}",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.soak.__main__ import result
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.soaking import CONFIG, Soak
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
@@ -48,3 +51,5 @@ def test_a_short_soak(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPat
     assert Kind.KILL_ENGINE in struck and len(struck) >= 3
     assert soaked.sittings == 2
     assert {recovery.name for recovery in soaked.recoveries} >= {"killed engine: its turns are given to others"}
+    kept = json.loads(json.dumps(result(soaked, Namespace(minutes=1.0, seed=0, pause=4.0))))
+    assert kept["held"] and sum(kept["faults"].values()) == len(soaked.struck)
