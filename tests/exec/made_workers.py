@@ -23,12 +23,14 @@ from libra.exec.wire.messages import (
     Follow,
     Generate,
     Generated,
+    HandoverMeasured,
     Identify,
     Interrupt,
     LoadCheckpoint,
     Loaded,
     LoadWeights,
     MeasureEngine,
+    MeasureHandover,
     MeasureTraining,
     Meet,
     Meeting,
@@ -128,6 +130,8 @@ class MadeWorker:
                 return Scored([[LOGPROB] * (len(tokens) - 1) for tokens in order.sequences])
             case MeasureEngine():
                 return EngineMeasured([(n, n * context, 0.0, 1e-3 * n) for n, context in order.points])
+            case MeasureHandover():
+                return HandoverMeasured([(tokens, 1e-5 * tokens) for tokens in order.contexts] * order.repeats)
             case MeasureTraining():
                 batches = [(sum(lengths), 1e-4 * sum(lengths)) for lengths in order.batches]
                 return TrainingMeasured(batches * order.repeats, 1e-3, 1e-3)
