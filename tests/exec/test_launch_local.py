@@ -225,3 +225,29 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     assert asyncio.run(ended(nursery))
     assert asyncio.run(ended(worker))
     controller.stdout.close()
+
+
+def test_the_answer_to_a_start_that_was_given_up_is_nobody_elses(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        process.send_signal(signal.SIGSTOP)
+        given_up = asyncio.create_task(launcher.spawn("rollout-0", 0))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        process.send_signal(signal.SIGCONT)
+        link = await launcher.spawn("rollout-1", 0)
+        launcher.kill(link)
+        await gone(link)  # nobody else was killed in its place
+
+    with_launcher(tmp_path, scenario)
+
+
+def test_a_launcher_that_is_closed_twice_closes_nobody_elses_file(tmp_path: Path) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        launcher.close()
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+        launcher.close()
+        for file in files:
+            os.close(file)  # raises where it is closed already
+
+    with_launcher(tmp_path, scenario)

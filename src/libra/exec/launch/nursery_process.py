@@ -66,6 +66,7 @@ class NurseryProcess:
             )
         theirs.close()
         self._lock = asyncio.Lock()
+        self._closed = False
         self._running: dict[int, int] = {}  # process id -> descriptor: an id may be given to another process later
 
     @property
@@ -86,6 +87,10 @@ class NurseryProcess:
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
         """A worker at the other end of `connection`, which is closed here; returns its process id. Raises `ForkError`,
         and `LaunchError` where no worker can be forked any more."""
+        # Whoever gives up waiting leaves an answer behind, which has to be read: the next would take it for its own.
+        return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
+
+    async def _fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
         async with self._lock:
             log = str((self._logs / f"{name}.log").resolve())
             order = json.dumps({"name": name, "log": log, "environment": dict(environment)}).encode()
@@ -94,6 +99,7 @@ class NurseryProcess:
             try:
                 reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
             except TimeoutError:
+                self._process.kill()  # should it answer yet, nobody would know to whom
                 raise LaunchError(f"worker {name} cannot start: the nursery process does not answer") from None
             if reply is None:
                 raise LaunchError(f"worker {name} cannot start: the nursery process ended")
@@ -137,6 +143,10 @@ class NurseryProcess:
         return reply
 
     def close(self) -> None:
+        """A second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         if self._process.poll() is None:
             self._process.kill()  # its workers die with it
             self._process.wait()
@@ -146,8 +156,7 @@ class NurseryProcess:
             worker = self._running.popitem()[1]
             select.select([worker], [], [], max(0.0, deadline - time.monotonic()))  # readable when it has ended
             os.close(worker)
-        with contextlib.suppress(OSError):
-            os.close(self.weights)
+        os.close(self.weights)
 
 
 async def _ended(process: int, seconds: float | None) -> bool:
