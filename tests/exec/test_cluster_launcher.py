@@ -7,6 +7,7 @@ import functools
 import os
 import select
 import signal
+import socket
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -350,3 +351,81 @@ def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.
         assert [(tmp_path / f"w{slot}.log").read_text() for slot in (0, 1)] == ["4\n", "7\n"]
 
     asyncio.run(scenario())
+
+
+class Unwritable(LossyNode):
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        raise PermissionError(13, "Permission denied", "nursery-0.log")
+
+
+def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
+    async def run() -> None:
+        nodes = LossyNodes(tmp_path)
+        nodes.instead = lambda: Unwritable(Node(nodes.host, tmp_path, "nursery-0"))
+        async with ClusterLauncher.open(nodes, [Seat(0, 0)], {}) as launcher:
+            with pytest.raises(LaunchError, match=r"Permission denied: 'nursery-0\.log'"):
+                await asyncio.wait_for(launcher.ready(), PATIENCE)
+
+    asyncio.run(run())
+
+
+class Hanging(LossyNode):
+    """From some time on its process answers nothing, and nobody says that it is lost."""
+
+    hangs = False
+
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        return await super().fork(name, seat, controller, token)
+
+    async def gone(self, pid: int) -> None:
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        await super().gone(pid)
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.exec.launch.cluster._FORK_SECONDS", 0.05)
+    monkeypatch.setattr("libra.exec.launch.cluster._GONE_SECONDS", 0.05)
+
+    async def run() -> None:
+        nodes = LossyNodes(tmp_path)
+        hanging = Hanging(Node(nodes.host, tmp_path, "nursery-0"))
+        nodes.instead = lambda: hanging
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}) as launcher:
+            await launcher.ready()
+            link = await launcher.spawn("w0", 0)
+            hanging.hangs = True
+            with pytest.raises(TimeoutError, match=r"node 127\.0\.0\.1 does not answer"):
+                await launcher.gone(link)
+            with pytest.raises(ForkError, match=r"w0 cannot start on node 127\.0\.0\.1: it does not answer"):
+                await launcher.spawn("w0", 0)
+
+    asyncio.run(run())
+
+
+class Halfway(LossyNode):
+    """Its worker has reached the controller when the order to fork it fails."""
+
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+        self.worker = await asyncio.to_thread(socket.create_connection, controller)
+        self.worker.sendall(token)
+        await asyncio.sleep(0.05)
+        raise NodeLostError("unplugged")
+
+
+def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:
+    async def run() -> None:
+        nodes = LossyNodes(tmp_path)
+        halfway = Halfway(Node(nodes.host, tmp_path, "nursery-0"))
+        nodes.instead = lambda: halfway
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}) as launcher:
+            await launcher.ready()
+            with pytest.raises(ForkError, match="unplugged"):
+                await launcher.spawn("w0", 0)
+            with halfway.worker as worker:
+                worker.settimeout(2)
+                assert await asyncio.to_thread(worker.recv, 1) == b""
+
+    asyncio.run(run())

@@ -21,6 +21,9 @@ from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import LoadWeights
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
+# A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
+_FORK_SECONDS = 60.0
+_GONE_SECONDS = 60.0
 _MOST_FAILURES = 3  # starts of a node in a row; what fails so often does not pass by itself
 
 
@@ -91,9 +94,11 @@ class ClusterLauncher:
             raise ForkError(f"worker {name} cannot start: {place.why}, and no other has slot {slot}")
         with self._reception.expect() as (token, arrival):
             try:
-                pid = await node.fork(name, seat.number, self._reception.address, token)
-            except (NodeLostError, LaunchError, OSError) as error:
-                raise ForkError(f"worker {name} cannot start on node {place.facts.host}: {error}") from None
+                async with asyncio.timeout(_FORK_SECONDS):
+                    pid = await node.fork(name, seat.number, self._reception.address, token)
+            except (LaunchError, OSError) as error:
+                why = str(error) or "it does not answer"
+                raise ForkError(f"worker {name} cannot start on node {place.facts.host}: {why}") from None
             try:
                 channel = await asyncio.wait_for(arrival, _ARRIVAL_SECONDS)
             except TimeoutError:
@@ -115,8 +120,13 @@ class ClusterLauncher:
         place = self._place_of(link)
         if place is None or place.node is None:
             return  # with its node
-        with contextlib.suppress(NodeLostError):
-            await place.node.gone(link.pid)
+        try:
+            async with asyncio.timeout(_GONE_SECONDS):
+                await place.node.gone(link.pid)
+        except NodeLostError:
+            pass
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"node {link.host} does not answer") from None
         place.links.discard(link)
 
     def exists(self, link: WorkerLink) -> bool:
@@ -160,8 +170,12 @@ class ClusterLauncher:
                     place.began.set_result(None)
                 self.slots_changed()
                 why = await node.ended()
-            except (NodeLostError, LaunchError) as error:
+            except (LaunchError, OSError) as error:
                 why = str(error)
+            except Exception as error:
+                if not place.began.done():
+                    place.began.set_exception(error)
+                raise
             finally:
                 if node is not None:
                     node.close()

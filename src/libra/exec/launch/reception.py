@@ -41,12 +41,17 @@ class Reception:
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[ControllerChannel]]]:
-        """A token for one worker, and its channel when it comes; afterwards nobody is let in by it."""
+        """A token for one worker, and its channel when it comes; afterwards nobody is let in by it. The channel is the
+        caller's, unless this is left by an error: then it is closed, and a worker at its other end goes."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         arrival: asyncio.Future[ControllerChannel] = asyncio.get_running_loop().create_future()
         self._expected[token] = arrival
         try:
             yield token, arrival
+        except BaseException:
+            if arrival.done() and not arrival.cancelled():
+                arrival.result().close()
+            raise
         finally:
             self._expected.pop(token, None)
 
