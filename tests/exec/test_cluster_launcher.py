@@ -429,3 +429,23 @@ def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None
                 assert await asyncio.to_thread(worker.recv, 1) == b""
 
     asyncio.run(run())
+
+
+def test_a_node_without_memory_for_the_weights_costs_its_engines_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: WeightBuffer, descriptor: int, size: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    async def scenario(
+        launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
+    ) -> None:
+        weights = publish(nodes.present[0], 4)
+        monkeypatch.setattr(WeightBuffer, "__init__", full)
+        with pytest.raises(SourceLostError, match=r"v4 are not on node-0.*Cannot allocate memory"):
+            await launcher.bring(weights, SIZE, trainer, away)
+        nodes.present[0].read = lambda *order: asyncio.sleep(0, np.zeros(SIZE, np.uint8))  # type: ignore[method-assign]
+        with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*Cannot allocate memory"):
+            await launcher.bring(weights, SIZE, trainer, away)
+
+    with_trainer_and_engines(tmp_path, scenario)

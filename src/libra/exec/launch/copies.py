@@ -60,7 +60,7 @@ class Copies:
                 await target[1].write(weights.buffer, size, weights.checksum, content)
         except TimeoutError:
             raise CopyError(f"{what}: not there after {_COPY_SECONDS:.0f} s") from None
-        except (NodeLostError, WeightUpdateError) as error:
+        except (OSError, WeightUpdateError) as error:
             raise CopyError(f"{what}: {error}") from None
 
     async def _read(self, weights: LoadWeights, size: int, name: str, node: RemoteNode | None) -> Any:
@@ -68,7 +68,7 @@ class Copies:
             raise SourceLostError(f"weights v{weights.version} are lost with {name}")
         try:
             return await _once(self._reads, name, lambda: node.read(weights.buffer, size, weights.checksum))
-        except (NodeLostError, WeightUpdateError) as error:
+        except (OSError, WeightUpdateError) as error:
             raise SourceLostError(f"weights v{weights.version} are not on {name}: {error}") from None
 
 

@@ -49,7 +49,12 @@ class RayNode:
         self._actor = actor
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        facts: NodeFacts = await _answer(self._actor.start.remote(marks))
+        try:
+            facts: NodeFacts = await _answer(self._actor.start.remote(marks))
+        except NodeLostError as error:
+            raise NodeLostError(
+                f"a node of the Ray cluster did not start: {error}. Does it have the same Python environment?"
+            ) from None
         return facts
 
     async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
@@ -85,8 +90,8 @@ async def _answer(call: Any) -> Any:
 
     try:
         return await call
-    except RayTaskError as error:  # the verb raised, on its node
-        if isinstance(error.cause, ObjectLostError):
+    except RayTaskError as error:  # the verb raised, on its node; of Ray's own errors, what it says of weights
+        if isinstance(error.cause, RayError):
             raise SourceLostError(_reason(error.cause)) from None
         raise error.cause from None
     except ObjectLostError as error:
@@ -177,7 +182,7 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
 
         try:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             where = f"the Ray cluster at {address}" if address is not None else "a Ray cluster on this machine"
             raise LaunchError(f"{where} cannot be used: {str(error).splitlines()[0]}") from None
         stack.callback(ray.shutdown)
