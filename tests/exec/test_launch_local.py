@@ -251,3 +251,19 @@ def test_a_launcher_that_is_closed_twice_closes_nobody_elses_file(tmp_path: Path
             os.close(file)  # raises where it is closed already
 
     with_launcher(tmp_path, scenario)
+
+
+def test_two_may_wait_for_the_same_worker_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
+        await launcher.ready()
+        for seconds, leaves in ((PATIENCE, True), (0.05, False)):
+            monkeypatch.setattr("libra.exec.launch.nursery_process._EXIT_SECONDS", seconds)
+            link = await launcher.spawn("rollout-0", 0)
+            waiting = asyncio.gather(launcher.gone(link), launcher.gone(link))
+            await asyncio.sleep(0)
+            if leaves:
+                link.channel.close()
+            await asyncio.wait_for(waiting, PATIENCE / 4)
+            assert not Path(f"/proc/{link.pid}").exists()
+
+    with_launcher(tmp_path, scenario)

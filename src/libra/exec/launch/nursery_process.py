@@ -122,11 +122,16 @@ class NurseryProcess:
         process = self._running.get(pid)
         if process is None:
             return
-        if not await _ended(process, _EXIT_SECONDS):
-            self.kill(pid)
-            if not await _ended(process, _KILL_SECONDS):
-                raise TimeoutError(f"process {pid} does not end")
-        os.close(self._running.pop(pid))
+        watched = os.dup(process)  # one descriptor has one reader, and another caller may wait as well
+        try:
+            if not await _ended(watched, _EXIT_SECONDS):
+                self.kill(pid)
+                if not await _ended(watched, _KILL_SECONDS):
+                    raise TimeoutError(f"process {pid} does not end")
+        finally:
+            os.close(watched)
+        if self._running.get(pid) == process:
+            os.close(self._running.pop(pid))
 
     async def ended(self) -> None:
         """Returns when the nursery process itself has ended."""
