@@ -386,9 +386,6 @@ class Hanging(LossyNode):
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.exec.launch.cluster._FORK_SECONDS", 0.05)
-    monkeypatch.setattr("libra.exec.launch.cluster._GONE_SECONDS", 0.05)
-
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
         hanging = Hanging(Node(nodes.host, tmp_path, "nursery-0"))
@@ -397,6 +394,8 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
             await launcher.ready()
             link = await launcher.spawn("w0", 0)
             hanging.hangs = True
+            monkeypatch.setattr("libra.exec.launch.cluster._FORK_SECONDS", 0.05)
+            monkeypatch.setattr("libra.exec.launch.cluster._GONE_SECONDS", 0.05)
             with pytest.raises(TimeoutError, match=r"node 127\.0\.0\.1 does not answer"):
                 await launcher.gone(link)
             with pytest.raises(ForkError, match=r"w0 cannot start on node 127\.0\.0\.1: it does not answer"):
@@ -425,7 +424,7 @@ def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None
             with pytest.raises(ForkError, match="unplugged"):
                 await launcher.spawn("w0", 0)
             with halfway.worker as worker:
-                worker.settimeout(2)
+                worker.settimeout(PATIENCE)
                 assert await asyncio.to_thread(worker.recv, 1) == b""
 
     asyncio.run(run())
