@@ -12,6 +12,7 @@ import torch
 from small_states import RATE, SHAPES, make_state, parameters, step, vectors
 
 from libra.exec.train.flat import FlatLayout
+from libra.exec.train.follower import Follower
 from libra.exec.train.gradient_ring import SLOTS
 from libra.exec.train.publication import OverrunError, Shape, SharedPublication
 from libra.exec.train.train_state import TrainState
@@ -131,6 +132,38 @@ def test_a_replica_becomes_another_one() -> None:
     joiner.take_update(publication, core.number)
     assert (joiner.checksum, joiner.learning_rate) == (core.checksum, 0.125)
     assert all(torch.equal(a, b) for a, b in zip(vectors(joiner), vectors(core), strict=True))
+
+
+def test_processes_that_took_over_different_states_of_a_core_count_alike() -> None:
+    """A replica holds a state only if all its processes name the same one."""
+    core, joiners = make_state(0), [make_state(1), make_state(2)]
+    followers = []
+    for joiner in joiners:
+        followers.append(Follower(joiner.publication_at(core.place), joiner))
+        followers[-1].advance()
+        step(core)
+    for follower in followers:
+        follower.advance()
+    assert [joiner.number for joiner in joiners] == [core.number] * 2
+    reader = make_state(3)
+    third = Follower(reader.publication_at(joiners[0].place), reader)  # it may be followed itself
+    third.advance()
+    for each in (core, joiners[0]):
+        step(each)
+    third.advance()
+    assert (third.number, reader.checksum) == (core.number, core.checksum)
+
+
+def test_who_takes_over_a_state_publishes_no_update_of_its_own_past() -> None:
+    core, joiner, reader = make_state(0), make_state(1), make_state(2)
+    step(core)
+    for _ in range(2):
+        step(joiner)
+    past = joiner.number
+    joiner.take_state(joiner.publication_at(core.place))
+    publication = reader.publication_at(joiner.place)
+    assert joiner.number == core.number == past - 1
+    assert not publication.has_update(past)
 
 
 def test_an_update_is_kept_for_a_while() -> None:

@@ -2,8 +2,9 @@
 
 Invariant: the sequence number is odd while the state is being changed and even while it is whole; a change adds two. So
 a copy during which an even number stayed the same is a copy of one whole state (a sequence lock), and the owner never
-waits for those who copy. State `number` is what the number-th change since the start has left; the header holds the
-checksum of its parameters.
+waits for those who copy. State `number` is what the number-th change since the start has left; who takes over another
+replica's state goes on from that one's number, so that all processes of a replica count alike, whichever states they
+copied on their way. The header holds the checksum of the parameters.
 
 The order of stores that this needs is that of x86. On a machine that reorders them a torn copy of the parameters still
 shows in the checksum.
@@ -63,6 +64,10 @@ class StateBoard:
     def set_learning_rate(self, rate: float) -> None:
         """Of the last step."""
         self._shared.header.view(np.float64)[LEARNING_RATE] = rate
+
+    def take_over(self, number: int) -> None:
+        """The change that is being made leads to that state of another replica."""
+        self._shared.header[SEQUENCE] = 2 * number - 1
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:

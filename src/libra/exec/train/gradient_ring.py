@@ -45,7 +45,7 @@ class GradientRing:
         self._shared = OwnVectors("libra-gradients", ring_layout(length, dtype))
         self._numbers = self._shared.header.reshape(SLOTS, CELLS)
         self._doubles = self._numbers.view(np.float64)
-        self._numbers[:, NUMBER] = NONE
+        self.forget()
         self.slots = [torch.from_numpy(vector) for vector in self._shared.vectors]
 
     @property
@@ -57,6 +57,10 @@ class GradientRing:
         index = number % SLOTS
         self._numbers[index, NUMBER] = NONE
         return index
+
+    def forget(self) -> None:
+        """No slot holds an update any more."""
+        self._numbers[:, NUMBER] = NONE
 
     def publish(self, update: Update) -> None:
         """From now on the slot holds this update."""

@@ -133,6 +133,8 @@ class TrainState:
         with self.change():
             state = publication.copy_state([vector.numpy() for vector in self._board.vectors])
             if state is not None:
+                self._board.take_over(state.number)
+                self._ring.forget()  # what led to states of the same numbers here
                 self._set_steps(state.steps)
                 self.learning_rate = state.learning_rate
         return state.number if state is not None and state.checksum == self.checksum else None

@@ -400,7 +400,7 @@ class Entered(Message, frozen=True):
 class Standing(Message, frozen=True):
     """Which state a replica holds."""
 
-    number: int  # as the core counts that is followed, or else this replica; -1: none
+    number: int  # as the core counts that is or was followed, or else this replica; -1: none
     parameter_hash: int
     size: int  # bytes of its parameters; a moment of AdamW and a gradient are as large
     places: list[StatePlace]  # one for each process of the replica
