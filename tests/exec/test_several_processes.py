@@ -101,6 +101,9 @@ def test_a_process_is_killed_in_the_middle_of_step_17(
         os.kill(processes[process], signal.SIGKILL)
         assert await making == 2
         assert all(is_gone(pid) for pid in processes)
+        # The leader knows whom it misses, whatever it was about when that one left.
+        gone = "BrokenReplicaError: process 1 of the replica is gone" if process else "the worker closed the connection"
+        assert stage.lost["hybrid-0"].endswith(gone)
         assert [await step(trainers, version) for version in range(18, STEPS + 1)] == [2] * 3
         await stage.end(trainers, precision)
 

@@ -22,6 +22,8 @@ from libra.exec.train.inside import HOST, Inside, meet
 from libra.exec.wire.channel import PeerChannel, WorkerChannel
 from libra.exec.wire.messages import Failure, FromWorker, ToWorker
 
+_CLOSING_SECONDS = 1.0  # between the first connection of a process that ended to be closed and the last
+
 
 class Channel(Protocol):
     """Where a training worker gets its orders from."""
@@ -50,11 +52,9 @@ class ReplicaChannel:
 
     def receive(self) -> ToWorker:
         """Raises `BrokenReplicaError` when a peer goes away meanwhile."""
-        for channel in self._readable(None):
-            if isinstance(channel, PeerChannel):
-                number = self._peers.index(channel)
-                answer = self._answer(number)
-                raise BrokenReplicaError(f"process {number + 1} of the replica sent {type(answer).__name__} unasked")
+        for number in self._heard(None):
+            answer = self._answer(number)
+            raise BrokenReplicaError(f"process {number + 1} of the replica sent {type(answer).__name__} unasked")
         own, *others = divide(self._controller.receive(), 1 + len(self._peers))
         for number, (peer, order) in enumerate(zip(self._peers, others, strict=True)):
             try:
@@ -67,6 +67,11 @@ class ReplicaChannel:
         """Raises `BrokenReplicaError`."""
         self._controller.send(join([answer, *(self._answer(number) for number in range(len(self._peers)))]))
 
+    def look_for_broken(self) -> None:
+        """Raises `BrokenReplicaError` where a peer is gone, or has failed."""
+        for number in self._heard(_CLOSING_SECONDS):
+            self._answer(number)
+
     def _answer(self, number: int) -> FromWorker:
         try:
             answer = self._peers[number].receive()
@@ -75,6 +80,11 @@ class ReplicaChannel:
         if isinstance(answer, Failure):
             raise BrokenReplicaError(f"process {number + 1} of the replica: {answer.error}")
         return answer
+
+    def _heard(self, seconds: float | None) -> list[int]:
+        """The peers that sent something or went away, as soon as anybody did, the controller included."""
+        readable = self._readable(seconds)
+        return [number for number, peer in enumerate(self._peers) if peer in readable]
 
     def _readable(self, seconds: float | None) -> list[WorkerChannel | PeerChannel]:
         channels: list[WorkerChannel | PeerChannel] = [*self._peers, self._controller]
@@ -100,7 +110,12 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
         theirs.close()
         peers.append(PeerChannel(ours))
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    serve(ReplicaChannel(controller, peers), meet(0, processes, store))
+    channel = ReplicaChannel(controller, peers)
+    try:
+        serve(channel, meet(0, processes, store))
+    except RuntimeError:  # so torch says of a collective that a peer left, and does not say that it did
+        channel.look_for_broken()
+        raise
 
 
 def _serve_peer(
