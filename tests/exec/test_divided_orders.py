@@ -95,7 +95,7 @@ def test_a_replica_is_level_when_all_its_parts_are(
     found = join(parts)
     assert isinstance(found, Standing)
     assert (found.number, found.ready, found.behind, found.places) == (number, ready, behind, PLACES[:2])
-    assert found.size == 64
+    assert found.size == 2 * 64
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_what_a_sharded_replica_publishes_scores_and_measures(stage: Stage) -> N
         published = [(await replica.ask(Publish(0, 0), Published)).checksum for replica in (two, one)]
         assert published[0] == published[1]
         sizes = [(await replica.ask(Identify(), Standing)).size for replica in (two, one)]
-        assert sizes[0] <= 0.51 * sizes[1]
+        assert sizes[0] <= 1.02 * sizes[1]  # of both processes together
         for replica in (one, two):
             await replica.stop()
 

@@ -114,7 +114,7 @@ def _standing(standings: Sequence[Standing]) -> Standing:
     return Standing(
         number=numbers.pop() if len(numbers) == 1 else -1,
         parameter_hash=_hash(standing.parameter_hash for standing in standings),
-        size=max(standing.size for standing in standings),
+        size=sum(standing.size for standing in standings),  # copies of all parts share a way
         places=[place for standing in standings for place in standing.places],
         ready=all(standing.ready for standing in standings),
         behind=_first(standing.behind for standing in standings),

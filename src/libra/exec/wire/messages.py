@@ -402,7 +402,7 @@ class Standing(Message, frozen=True):
 
     number: int  # as the core counts that is or was followed, or else this replica; -1: none
     parameter_hash: int
-    size: int  # bytes of its parameters; a moment of AdamW and a gradient are as large
+    size: int  # bytes of the parameters that its processes hold; a moment of AdamW and a gradient are as large
     places: list[StatePlace]  # one for each process of the replica
     ready: bool = False  # to enter the membership that was asked for
     behind: str = ""  # why it ceased to follow
