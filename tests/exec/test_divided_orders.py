@@ -18,6 +18,7 @@ from libra.exec.wire.messages import (
     MeasureTraining,
     Meeting,
     Reduced,
+    Sample,
     Serving,
     Standing,
     StatePlace,
@@ -47,10 +48,13 @@ def test_demonstrations_and_lengths_are_divided_too() -> None:
     demonstrations = [([index], [True]) for index in range(5)]
     warm = divide(WarmUp(demonstrations, 0.1), 2)
     assert sorted(each for order in warm for each in order.batch) == demonstrations  # type: ignore[union-attr]
-    assert divide(MeasureTraining([[1, 2, 3], [4]], 2), 2) == [
-        MeasureTraining([[1, 3], [4]], 2),
-        MeasureTraining([[2], []], 2),
-    ]
+    measured = [[1, 2, 3], [4], [9, 6, 4, 3, 1]]
+    orders = divide(MeasureTraining(measured, 2), 2)
+    assert orders == [MeasureTraining([[3], [4], [9, 3]], 2), MeasureTraining([[2, 1], [], [6, 4, 1]], 2)]
+    for index, lengths in enumerate(measured):  # what is timed is divided like what is trained
+        samples = [Sample("", [0] * length, [], [], [], 0.0) for length in lengths]
+        shares = [[len(s.tokens) for s in order.samples] for order in divide(Train(1, samples, 0, 0, 1.0), 2)]  # type: ignore[union-attr]
+        assert shares == [order.batches[index] for order in orders]  # type: ignore[union-attr]
 
 
 def test_each_process_follows_its_own_kind() -> None:

@@ -12,7 +12,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from libra.exec.train.joint_step import split_evenly
+from libra.exec.train.joint_step import split_by, split_evenly
 from libra.exec.wire.messages import (
     Entered,
     Follow,
@@ -39,9 +39,9 @@ def divide(order: ToWorker, parts: int) -> list[ToWorker]:
         case WarmUp():
             return [replace(order, batch=order.batch[part::parts]) for part in range(parts)]
         case MeasureTraining():
-            return [
-                replace(order, batches=[lengths[part::parts] for lengths in order.batches]) for part in range(parts)
-            ]
+            # As samples are divided: what is timed is to be what a step takes.
+            divided = [split_by(lengths, parts, int) for lengths in order.batches]
+            return [replace(order, batches=[shares[part] for shares in divided]) for part in range(parts)]
         case Follow():
             if len(order.places) != parts:
                 raise ValueError(

@@ -5,10 +5,13 @@ Invariant: every sample is in exactly one share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from libra.exec.wire.messages import Reduced, Sample, Trained
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,18 @@ def summarise(
 
 
 def split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Samples to replicas so that their tokens are nearly equal: longest first, each to the part with the fewest."""
-    shares: list[list[Sample]] = [[] for _ in range(parts)]
+    """Samples to replicas so that their tokens are nearly equal."""
+    return split_by(samples, parts, lambda sample: len(sample.tokens))
+
+
+def split_by(items: Sequence[Item], parts: int, size: Callable[[Item], int]) -> list[list[Item]]:
+    """Parts of nearly equal size: the largest first, each to the part that has the least."""
+    shares: list[list[Item]] = [[] for _ in range(parts)]
     loads = [0] * parts
-    for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
+    for item in sorted(items, key=lambda item: -size(item)):
         lightest = loads.index(min(loads))
-        shares[lightest].append(sample)
-        loads[lightest] += len(sample.tokens)
+        shares[lightest].append(item)
+        loads[lightest] += size(item)
     return shares
 
 
