@@ -22,7 +22,7 @@ from libra.exec.train.inside import HOST, Inside, meet
 from libra.exec.wire.channel import PeerChannel, WorkerChannel
 from libra.exec.wire.messages import Failure, FromWorker, ToWorker
 
-_CLOSING_SECONDS = 1.0  # between the first connection of a process that ended to be closed and the last
+_CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and the last
 
 
 class Channel(Protocol):
