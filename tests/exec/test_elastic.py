@@ -20,8 +20,10 @@ from msgspec.structs import replace
 from replicas import BATCH, HOST, PATIENCE, at_once, make_trainer, order, prepare, regroup, train
 
 import libra.exec.train.elastic
+import libra.exec.train.trainer
 from libra.exec.train.elastic import GradientExchange, PeerLostError
-from libra.exec.wire.messages import Meet, Prepare
+from libra.exec.train.inside import Inside
+from libra.exec.wire.messages import MeasureTraining, Meet, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -214,3 +216,22 @@ def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Sig
     # Nothing of the failed step is left: with the others' samples it is made again, by those who remain.
     regroup([core], 2)
     assert train(core, order(BATCH)).parameter_hash == train(reference, order(BATCH)).parameter_hash
+
+
+class _OtherProcessFailed(Inside):
+    """Another process of the replica does not get its part added up."""
+
+    def largest(self, number: int) -> int:
+        return 1 if number is False else number
+
+
+def test_a_replica_of_which_one_process_failed_while_measuring_is_not_waited_for(tiny_model: Path) -> None:
+    failed, other = make_trainer(tiny_model), make_trainer(tiny_model)
+    regroup([failed, other], 1)
+    failed._inside = _OtherProcessFailed(0, 1)
+    lengths = MeasureTraining([[6, 9], [12]], 2)
+    began = time.monotonic()
+    measured = at_once(lambda: failed.measure(lengths), lambda: other.measure(lengths))
+    assert measured[0].failure == "the gradient exchange of another process failed"
+    assert "gradient exchange of 2 replicas failed" in measured[1].failure
+    assert time.monotonic() - began < libra.exec.train.trainer._MEASURING_PATIENCE / 2

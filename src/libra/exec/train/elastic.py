@@ -106,9 +106,13 @@ class GradientExchange:
         try:
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
-            self._group = None  # closes the connections, so that the others need not wait for their deadline
+            self.give_up()  # the others need not wait for their deadline
             raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
         return time.monotonic() - began
+
+    def give_up(self) -> None:
+        """This membership is over. Who still counts on this replica finds out at once."""
+        self._group = None  # closes the connections
 
     def _prepared(self, generation: int) -> _Forming:
         if self._forming is None or self._forming.order.generation != generation:

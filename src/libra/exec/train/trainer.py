@@ -225,6 +225,7 @@ class Trainer:
                 # All processes of the replica go on, or none: they meet again in the step.
                 if self._inside.largest(bool(vote.failure)):
                     self.discard()
+                    self.exchange.give_up()  # another replica may have got this sum, and be at the next one
                     raise PeerLostError(vote.failure or "the gradient exchange of another process failed")
                 self.commit(Commit(0, -1))
                 whole = time.monotonic() - began
