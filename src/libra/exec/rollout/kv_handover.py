@@ -85,10 +85,11 @@ class KVHandover:
         saving = source.save(Save(list(tokens[: blocks * BLOCK_TOKENS]), salt, parcel))
         try:
             await asyncio.wait([saving], timeout=SAVE_SECONDS)
-        finally:
-            if not saving.done():
-                saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
+        except asyncio.CancelledError:  # whether it is saved by now or not
+            saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
+            raise
         if not saving.done():
+            saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
             change.why = f"it was not saved within {SAVE_SECONDS:.0f} s"
             return None, change
         saved = saving.result()
@@ -114,8 +115,8 @@ class KVHandover:
             change.why = "the engine was gone"
         elif self.place(source) is None or self.place(target) is None:
             change.why = "an engine is on another node"
-        elif self._profile is None:
-            change.why = "nothing is measured yet"
+        elif self._profile is None or self._profile.handover is None:
+            change.why = "what it costs is not measured"
         elif not handover_pays(self._profile, blocks * BLOCK_TOKENS):
             change.why = "computing it again is cheaper"
         elif (parcel := self.leases.lease(blocks)) is None:
