@@ -71,6 +71,11 @@ class KVHandover:
         """Decide by these costs from now on; before that everything is computed again."""
         self._profile = profile
 
+    def may_pay(self, tokens: int) -> bool:
+        """Whether a context of so many tokens, or a shorter one, may be handed over. What pays for one pays for all
+        that are longer; while costs are not known it may."""
+        return self._profile is None or handover_pays(self._profile, tokens)
+
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
     ) -> tuple[Parcel | None, Change]:
