@@ -13,9 +13,15 @@ import libra.exec.rollout.kv_handover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
+from libra.environments.protocol import Prompt
 from libra.exec.launch.handles import EngineHandle
+from libra.exec.rollout.draft import Draft
+from libra.exec.rollout.fleet import Fleet, Instance
 from libra.exec.rollout.kv_handover import Change, Changes, KVHandover
+from libra.exec.rollout.running_turn import RunningTurn
 from libra.exec.wire.messages import Fetched, Generate, Interrupt, Parcel, Save, Saved
+from libra.plan.problem import Allocation, Bucket
+from libra.route.baselines import LeastLoaded
 
 FRAMES = 8
 CONTEXT = list(range(3 * BLOCK_TOKENS + 5))
@@ -152,10 +158,57 @@ def test_a_turn_that_is_given_up_meanwhile_leaves_nothing_leased() -> None:
     play(scenario)
 
 
+def test_a_turn_that_is_given_up_as_its_context_is_saved_leaves_nothing_leased() -> None:
+    async def scenario(scene: Scene) -> None:
+        save = scene.source.save
+
+        def given_up(order: Save) -> asyncio.Future[Saved | None]:
+            saved = save(order)
+            saved.add_done_callback(lambda _: brought.cancel())
+            return saved
+
+        scene.source.save = given_up  # type: ignore[method-assign]
+        brought = scene.begin()
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save)
+        scene.source_far.send(Saved(order.parcel.number, 3))
+        with pytest.raises(asyncio.CancelledError):
+            await brought
+        await scene.free(FRAMES)
+
+    play(scenario)
+
+
+def test_an_engine_that_leaves_while_a_context_is_saved_for_it_is_not_sent_the_turn() -> None:
+    """It would be one more that has to stop there, and nobody would tell it to."""
+
+    async def scenario(scene: Scene) -> None:
+        fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
+        fleet.add(Instance(scene.target, "any", 400))
+        draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
+        draft.given(list(CONTEXT))
+        draft.at_home = len(CONTEXT)
+        turn = RunningTurn(draft, "test", fleet, 9, -1)
+        placement = turn.place()
+        assert placement is not None
+        served = asyncio.create_task(turn.serve(placement, "part"))
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save)
+        fleet.remove("target")
+        scene.source_far.send(Saved(order.parcel.number, 3))
+        await served
+        assert scene.target.running == 0 and scene.target_far.nothing_waits()
+        assert turn.change is None and draft.home is scene.source
+        scene.target.close()
+        await scene.free(FRAMES)
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(
     ("profile", "why"),
     [
-        (replace(PROFILE, handover=None), "computing it again is cheaper"),
+        (replace(PROFILE, handover=None), "what it costs is not measured"),
         (replace(PROFILE, handover=HandoverCost(0.1, 0.0)), "computing it again is cheaper"),
         (replace(PROFILE, handover=HandoverCost(0.0, 1e-3)), "computing it again is cheaper"),
     ],

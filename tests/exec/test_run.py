@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from scripted import AskTool
 from test_steering import PROFILE
 
 from libra.config import ModelConfig, RunConfig
+from libra.cost.device import HandoverCost
 from libra.cost.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec import run as run_module
@@ -34,6 +36,7 @@ from libra.exec.wire.messages import (
     Generate,
     LoadWeights,
     MeasureEngine,
+    MeasureHandover,
     MeasureTraining,
     Message,
     StartEngine,
@@ -312,6 +315,8 @@ def test_engines_that_are_lost_in_an_evaluation_are_started_again(
         ({}, {}, set()),
         ({"rollout-0": {MeasureEngine: None}}, {}, {"rollout-0"}),
         ({"rollout-1": {MeasureEngine: Failure("out of memory")}}, {}, {"rollout-1"}),
+        ({"rollout-1": {MeasureHandover: None}}, {}, {"rollout-1"}),
+        ({"rollout-1": {MeasureHandover: Failure("out of memory")}}, {}, {"rollout-1"}),
         ({"rollout-0": {Generate: None}, "rollout-1": {Generate: None}}, {}, {"rollout-0", "rollout-1"}),
         ({"rollout-0": {LoadWeights: None}, "rollout-1": {LoadWeights: None}}, {}, {"rollout-0", "rollout-1"}),
         ({}, {"hybrid-0": {MeasureTraining: None}}, {"hybrid-0"}),
@@ -349,6 +354,25 @@ def test_workers_that_are_lost_while_they_are_measured_are_started_again(
     assert len(again) == next(attempts) - 1 == (1 if broken or next_broken else 0)
     [cached] = runs.cached_profiles()
     assert load_profile(cached) == load_profile(config.run_directory / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("handover", "prepared"),
+    [(None, False), (HandoverCost(0.0, 1e-4), False), (HandoverCost(0.01, 0.0), False), (HandoverCost(0.0, 0.0), True)],
+)
+def test_engines_hand_kv_over_where_that_can_pay(runs: Runs, handover: HandoverCost | None, prepared: bool) -> None:
+    """Contexts have 100 tokens at most, of 0.1 ms each."""
+    config = runs.config("known", steps=1)
+    assert config.planner.calibration is not None
+    engine = replace(PROFILE.engine, step=1e-3)
+    save_profile(config.planner.calibration, replace(PROFILE, engine=engine, handover=handover))
+
+    async def scenario() -> None:
+        await runs.start(config)
+
+    asyncio.run(scenario())
+    starts = [order for worker in runs.launcher.workers.values() for order in worker.orders]
+    assert {order.kv is not None for order in starts if isinstance(order, StartEngine)} == {prepared}
 
 
 def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:

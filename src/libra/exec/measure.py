@@ -136,6 +136,9 @@ async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[in
     try:
         measured = await entry.handle.measure_handover(MeasureHandover(contexts, _REPEATS, parcel))
         return measured.contexts
+    except WorkerFailedError as error:
+        entry.handle.declare_lost(str(error))  # as below: an engine that cannot do this will not do its work
+        raise
     finally:
         if measured is not None:
             handover.leases.release(parcel)

@@ -115,6 +115,10 @@ def _launcher(config: RunConfig) -> AbstractAsyncContextManager[Launcher]:
     return open_on_ray(config.cluster, logs)
 
 
+def _cached_profile(key: str) -> Path:
+    return cache_directory() / "profiles" / f"{key}.json"
+
+
 class _Watcher:
     """Hears of changes of the pool: they are recorded, and all `planners` are told of losses and of slots that are
     back."""
@@ -200,15 +204,21 @@ class _Session:
             history.step,
             before.checkpoint if before is not None else None,
         )
+        model_config = json.loads((self._model / "config.json").read_text())
+        key = profile_key(config, self._launcher.hardware, model_config)
+        profile = self._known_profile(key)
+        if profile is not None:
+            handover.price_by(profile)
         self._phase.show("starting engines and trainers")
         await executor.start(allocation)
         self._phase.line(f"{config.cluster.slots} workers are ready: {describe(allocation)}")
         mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
         watcher.planners.append(mending.worker_lost)
-        profile = await self._profile(executor, mending)
+        if profile is None:
+            profile = await self._measured_profile(key, executor, mending)
+            handover.price_by(profile)
         with writing(directory / "profile.json"):
             save_profile(directory / "profile.json", profile)
-        handover.price_by(profile)
         replanner = Replanner(config, profile, environment.turn_tokens)
         rollout = Rollout(
             environment, config.environment.tools, codec, fleet, executor.longest_context, recorder, recorder.now
@@ -286,18 +296,19 @@ class _Session:
             self._phase.line("the workers or engines are others than before: they begin as start says")
         return in_force or _start_allocation(self._config)
 
-    async def _profile(self, executor: Executor, mending: Mending) -> DeviceProfile:
-        """What this machine's workers cost: from a file, from an earlier run here, or measured now."""
-        config = self._config
-        if config.planner.calibration is not None:
-            return load_profile(config.planner.calibration)
-        model_config = json.loads((self._model / "config.json").read_text())
-        hardware = self._launcher.hardware
-        key = profile_key(config, hardware, model_config)
-        cached = cache_directory() / "profiles" / f"{key}.json"
-        if cached.is_file():
-            self._phase.line(f"costs measured earlier on this hardware are used ({cached})")
-            return load_profile(cached)
+    def _known_profile(self, key: str) -> DeviceProfile | None:
+        """What this machine's workers cost, from a file or from an earlier run here; None: it has to be measured."""
+        if self._config.planner.calibration is not None:
+            return load_profile(self._config.planner.calibration)
+        cached = _cached_profile(key)
+        if not cached.is_file():
+            return None
+        self._phase.line(f"costs measured earlier on this hardware are used ({cached})")
+        return load_profile(cached)
+
+    async def _measured_profile(self, key: str, executor: Executor, mending: Mending) -> DeviceProfile:
+        """What they cost now."""
+        config, hardware, cached = self._config, self._launcher.hardware, _cached_profile(key)
         self._phase.show("measuring engines and trainers, all at once")
         began = time.monotonic()
         profile = await mending.attempts("measuring", lambda: measure(executor, config, hardware, key))

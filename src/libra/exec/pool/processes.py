@@ -23,6 +23,7 @@ from libra.exec.rollout.kv_handover import SAVE_SECONDS
 from libra.exec.train.trainers import Trainers
 from libra.exec.wire.messages import (
     Done,
+    KVPlace,
     LoadCheckpoint,
     LoadWeights,
     Publish,
@@ -33,6 +34,7 @@ from libra.exec.wire.messages import (
 )
 from libra.exec.wire.weights import BUFFERS
 from libra.plan.problem import Allocation
+from libra.plan.request import longest_context
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
 # again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Who waits about as long
@@ -216,13 +218,20 @@ class Processes:
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
                 refresh_kv=self._config.training.kv_on_update == "refresh",
-                kv=self.fleet.handover.place(handle) if self.fleet.handover is not None else None,
+                kv=self._kv_place(handle),
             )
         )
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
             while handle.version != self._current.version:  # another may be published meanwhile
                 await self._load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
+
+    def _kv_place(self, handle: EngineHandle) -> KVPlace | None:
+        """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
+        handover = self.fleet.handover
+        if handover is None or not handover.may_pay(longest_context(self._config)):
+            return None
+        return handover.place(handle)
 
     async def _load(self, handle: EngineHandle) -> float:
         order = self._current

@@ -71,6 +71,11 @@ class KVHandover:
         """Decide by these costs from now on; before that everything is computed again."""
         self._profile = profile
 
+    def may_pay(self, tokens: int) -> bool:
+        """Whether a context of so many tokens, or a shorter one, may be handed over. What pays for one pays for all
+        that are longer; while costs are not known it may."""
+        return self._profile is None or handover_pays(self._profile, tokens)
+
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
     ) -> tuple[Parcel | None, Change]:
@@ -85,10 +90,11 @@ class KVHandover:
         saving = source.save(Save(list(tokens[: blocks * BLOCK_TOKENS]), salt, parcel))
         try:
             await asyncio.wait([saving], timeout=SAVE_SECONDS)
-        finally:
-            if not saving.done():
-                saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
+        except asyncio.CancelledError:  # whether it is saved by now or not
+            saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
+            raise
         if not saving.done():
+            saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
             change.why = f"it was not saved within {SAVE_SECONDS:.0f} s"
             return None, change
         saved = saving.result()
@@ -114,8 +120,8 @@ class KVHandover:
             change.why = "the engine was gone"
         elif self.place(source) is None or self.place(target) is None:
             change.why = "an engine is on another node"
-        elif self._profile is None:
-            change.why = "nothing is measured yet"
+        elif self._profile is None or self._profile.handover is None:
+            change.why = "what it costs is not measured"
         elif not handover_pays(self._profile, blocks * BLOCK_TOKENS):
             change.why = "computing it again is cheaper"
         elif (parcel := self.leases.lease(blocks)) is None:

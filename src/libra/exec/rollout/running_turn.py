@@ -64,12 +64,15 @@ class RunningTurn:
         return self._fleet.policy.tool_returned(self._request, returned, view)
 
     async def serve(self, placement: Placement, name: str) -> None:
-        """Have the engine of `placement` make it until it is over, is stopped there, or the engine is gone."""
+        """Have the engine of `placement` make it until it is over or stopped, or the engine leaves or is gone."""
         draft = self._draft
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
         salt = draft.id if draft.fresh else None
         parcel = await self._bring(salt)
+        if not self._fleet.serves(self._engine):  # it left meanwhile: its turns have been stopped already
+            self.change = None
+            return
         try:
             await self._engine.generate(
                 Generate(
