@@ -81,6 +81,9 @@ class Painter:
             worker.path.append(role)
         if role is Role.TRAIN and worker.role is not Role.TRAIN:
             worker.trains_since = self.now
+        if role is Role.FAILED and worker.role is Role.TRAIN and self.phase is Phase.STEPPING:
+            for tick in range(max(self.step_began, worker.trains_since, worker.final), self.now):
+                worker.ticks[tick] = Cause.REDOING
         worker.role, worker.told_to_load = role, None
 
     def load(self, name: str) -> None:
@@ -247,6 +250,15 @@ def test_a_step_that_was_made_again_after_a_loss(devices: DeviceTime) -> None:
     waited = {Cause.REPLICA_BOUND: 2.0, Cause.EXCHANGING: 1.0}
     assert seconds["core-0"] == {**common, Cause.COMPUTING: 4.0 + 1.5, **waited}
     assert seconds["core-1"] == {**common, Cause.COMPUTING: 6.0 + 1.5, Cause.EXCHANGING: 1.0}
+
+
+def test_what_a_lost_replica_did_of_its_last_step_is_done_again(devices: DeviceTime) -> None:
+    """It has hung in it, or what it had computed is gone."""
+    devices.role("hybrid-0", Role.TRAIN, 0.0)
+    devices.phase(Phase.STEPPING, 10.0)
+    devices.role("hybrid-0", Role.FAILED, 34.0)
+    devices.role("hybrid-0", Role.IDLE, 34.0)
+    assert devices.seconds(36.0)["hybrid-0"] == {Cause.ROLLOUT_BOUND: 10.0, Cause.REDOING: 24.0, Cause.FAILED: 2.0}
 
 
 def test_a_start_is_not_a_move_and_a_loss_lasts_until_the_next_start() -> None:

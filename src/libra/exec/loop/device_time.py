@@ -96,6 +96,8 @@ class DeviceTime:
         """A worker has this role from now on; its time begins with the first."""
         device = self._devices.setdefault(worker, _Device(now))
         device.loading = False
+        if role is Role.FAILED and device.role is Role.TRAIN and self._phase is Phase.STEPPING:
+            self._book(worker, Cause.REDOING, now)  # it hangs, or what it has computed is gone with it
         device.moving = role is Role.DRAINING or (device.moving and role in (Role.IDLE, Role.JOINING))
         device.lost = role is Role.FAILED or (device.lost and role is Role.IDLE)
         device.role = role
