@@ -15,6 +15,7 @@ from scripted import FirstInstance
 from libra.config import RunConfig
 from libra.disk import DiskError
 from libra.exec.launch.answers import STANDARD
+from libra.exec.launch.handles import WorkerLostError
 from libra.exec.launch.launcher import ForkError, WorkerLink
 from libra.exec.pool import executor as executor_module
 from libra.exec.pool.executor import Executor
@@ -153,6 +154,24 @@ def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
         assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)
 
     started(tmp_path, scenario, checkpoint)
+
+
+def test_a_worker_whose_slot_is_not_used_any_more_cannot_be_restarted(tmp_path: Path) -> None:
+    async def run() -> None:
+        made = Made(tmp_path, pool=make_pool(1, 1, 2, most_losses=1))
+        try:
+            await made.executor.start(FIRST)
+            made.launcher.workers["hybrid-0"].die()
+            while not made.told.losses:
+                await asyncio.sleep(0)
+            assert made.pool["hybrid-0"].role is Role.FAILED
+            with pytest.raises(WorkerLostError, match="worker hybrid-0 does nothing"):
+                await made.executor.restart("hybrid-0")
+        finally:
+            await made.executor.stop()
+            made.journal.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
 def test_the_slot_of_a_lost_core_is_used_again_and_its_state_comes_from_the_other_one(tmp_path: Path) -> None:

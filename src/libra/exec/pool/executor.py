@@ -19,7 +19,7 @@ from libra.exec.pool import mover, processes
 from libra.exec.pool.journal import Journal, Start, Step
 from libra.exec.pool.mover import Applied, Mover
 from libra.exec.pool.moves import Move
-from libra.exec.pool.pool import IDLE, Pool, Worker
+from libra.exec.pool.pool import Pool, Role, Worker
 from libra.exec.pool.processes import Processes
 from libra.exec.rollout.fleet import Fleet
 from libra.exec.train.trainers import Trainers
@@ -110,7 +110,7 @@ class Executor:
         """End a worker's process and bring it back into the same role; returns the seconds it was out of service.
         Raises `WorkerLostError` for one that does nothing, and what made it fail."""
         duty = self._pool[name].duty
-        if duty == IDLE:
+        if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # idle, or retired
             raise WorkerLostError(f"worker {name} does nothing that it could be restarted for")
         return await self._mover.move(Move(name, duty, duty))
 
