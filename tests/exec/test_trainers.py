@@ -388,6 +388,25 @@ def test_when_a_core_dies_during_a_join_the_joiner_follows_another(
     play(scenario, "core-1")
 
 
+def test_a_boundary_that_goes_from_hand_to_hand_was_held_before_the_step() -> None:
+    """As after a checkpoint for which a joiner has waited: nobody holds it at the moment, and it is somebody's turn."""
+
+    async def scenario(scene: Scene) -> None:
+        async def held() -> None:
+            async with scene.trainers.boundary:
+                await asyncio.sleep(0.05)
+
+        async with scene.trainers.boundary:
+            holding = asyncio.create_task(held())
+            await asyncio.sleep(0)
+        result = await scene.trainers.step(1, SAMPLES, 4, 18)
+        assert result.held_seconds >= 0.05
+        await holding
+        assert (await scene.trainers.step(2, SAMPLES, 4, 18)).held_seconds < 0.05
+
+    play(scenario)
+
+
 def test_a_membership_changes_between_two_steps() -> None:
     async def scenario(scene: Scene) -> None:
         core = scene.floor.replicas["core-0"]

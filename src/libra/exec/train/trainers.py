@@ -36,6 +36,7 @@ from libra.exec.wire.messages import (
 from libra.exec.wire.weights import BUFFERS
 
 Reply = TypeVar("Reply", bound=Message)
+_FREE = 0.001  # seconds in which a step boundary is entered that nobody holds
 
 
 class DivergedError(RuntimeError):
@@ -160,9 +161,10 @@ class Trainers:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
 
         Raises `CoreLostError`, `ExchangeError`, `DivergedError`."""
-        asked, waits = time.monotonic(), self.boundary.locked()
+        asked = time.monotonic()
         async with self.boundary:
             entered, present = time.monotonic(), self.size
+            held_seconds = entered - asked
             await self._members.tidy()
             again = self.size < present
             failures, why = 0, ""
@@ -173,7 +175,7 @@ class Trainers:
                 if len(complete) == self.size:
                     return replace(
                         await self._commit(version, complete, began),
-                        held_seconds=entered - asked if waits else 0.0,
+                        held_seconds=held_seconds if held_seconds > _FREE else 0.0,
                         redone_seconds=began - entered if again else 0.0,
                         shares=tuple(
                             Share(name, vote.compute_seconds, vote.exchange_seconds)
