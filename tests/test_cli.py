@@ -666,6 +666,11 @@ def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
     assert everything_below(here) == before
 
 
+def test_a_name_that_no_host_can_have_is_refused(here: Path) -> None:
+    config = write(here / "run.yaml", changed(metrics={"host": "no..host", "port": 29_501}))
+    assert_refused(libra("run", config), "metrics.port: 29501 cannot be used on no..host (encoding with 'idna' codec")
+
+
 def test_metrics_do_not_meet_replicas(here: Path) -> None:
     config = write(here / "run.yaml", changed(cluster={"port": 29_501}))
     result = libra("run", config, "--metrics-port", 29_501)
