@@ -23,6 +23,7 @@ from libra.cost.device import HandoverCost
 from libra.cost.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec import run as run_module
+from libra.exec.interrupted import Interrupted
 from libra.exec.launch.handles import WorkerLostError
 from libra.exec.loop.checkpoint import latest_checkpoint
 from libra.exec.rollout.episode_file import read_history
@@ -424,9 +425,16 @@ def test_a_run_ends_when_nobody_is_left_for_its_evaluation(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("steps", [4, 7, 11])
-def test_a_killed_controller_and_its_resumed_run(runs: Runs, steps: int) -> None:
+def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """What a kill leaves is what is in the directory at that moment: it is copied, and gone on with."""
     killed, resumed = runs.config(f"killed-{steps}"), runs.config(f"resumed-{steps}")
+    real = run_module.read_interrupted
+
+    def an_hour_later(directory: Path) -> Interrupted:
+        before = real(directory)
+        return replace(before, recorded=replace(before.recorded, time=3600.0))
+
+    monkeypatch.setattr(run_module, "read_interrupted", an_hour_later)
 
     async def scenario() -> RunSummary:
         task = runs.start(killed)
@@ -450,3 +458,5 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, steps: int) -> None
     assert [row["text"] for row in resumed_events] == again
     assert all(row["seconds"] > 0 for row in resumed_events)
     assert ("redoing" in summary.device_seconds) == bool(again)
+    assert summary.wall_seconds > rows(directory, "metrics")[-1]["time"] > 3600
+    assert sum(summary.device_seconds.values()) < 3600  # they are of the sitting

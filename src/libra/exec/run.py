@@ -330,14 +330,15 @@ class _Session:
         gap: float,
         memory: MemoryWatch,
     ) -> RunSummary:
+        before = self._before
         return RunSummary(
             name=self._config.name,
             seed=self._config.seed,
             finished=True,
-            wall_seconds=time.monotonic() - self._began,
+            # Of all sittings, as everything else that a resumed run sums up.
+            wall_seconds=(before.seconds if before is not None else 0.0) + time.monotonic() - self._began,
             steps=training.step,
             evaluations=evaluations,
-            # Of all sittings, as everything else that a resumed run sums up.
             prediction_error=prediction_error(read_records(PeriodRecord, self._directory / "periods.jsonl")),
             lost_workers=tuple(self._recorder.lost_workers),
             peak_memory_bytes=memory.peak_bytes,
