@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import socket
 from collections import defaultdict
@@ -151,6 +152,29 @@ def test_a_run_that_is_asked_while_it_goes_on(runs: Runs, monkeypatch: pytest.Mo
     assert sum(summary.device_seconds.values()) >= sum(wholes)
     assert documented_metrics() == {name + "_total" * (kind == "counter") for name, kind in types.items()}
     assert (types["libra_device_seconds"], types["libra_staleness_versions"]) == ("counter", "histogram")
+
+
+def test_a_run_outlives_visitors_that_it_cannot_let_in(runs: Runs, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """They hold all files that the process may open: nothing of the run has failed, and asyncio lets them in later."""
+    config = runs.config("visited", steps=1).model_copy(update={"metrics": MetricsConfig(port=port)})
+    real, accept = run_module.evaluate, socket.socket.accept
+
+    def full(listening: socket.socket) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def visited_first(*arguments: Any) -> Any:
+        monkeypatch.setattr(socket.socket, "accept", full)
+        with socket.create_connection(("127.0.0.1", port)):
+            await asyncio.sleep(0.1)
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        return await real(*arguments)
+
+    monkeypatch.setattr(run_module, "evaluate", visited_first)
+
+    async def scenario() -> RunSummary:
+        return await runs.start(config)
+
+    assert asyncio.run(scenario()).steps == 1
 
 
 def test_a_run_that_nobody_asks_opens_no_port() -> None:

@@ -87,6 +87,8 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         broken: list[BaseException] = []
 
         def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if "socket" in context:
+                return  # no callback: a visitor could not be let in, as too many files are open; asyncio tries again
             broken.append(context.get("exception") or RuntimeError(context["message"]))
             main.cancel()
 
