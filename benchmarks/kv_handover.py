@@ -236,7 +236,9 @@ async def _while_saving(handover: KVHandover, engine: EngineHandle, tokens: int,
     turn = asyncio.create_task(engine.generate(Generate("other", prompt[:16], 400, 0.0, -1, 0, "other"), take))
     while sum(count for _, count in arrived) < 20:
         await asyncio.sleep(0.01)
-    idle, saving, parts = [], [], 0
+    idle: list[float] = []
+    saving: list[float] = []
+    parts = 0
     while not turn.done() and parts < 4 * repeats:
         parts += 1
         parcel = handover.leases.lease(tokens // BLOCK_TOKENS)
@@ -255,7 +257,7 @@ async def _while_saving(handover: KVHandover, engine: EngineHandle, tokens: int,
         handover.leases.release(parcel)
     engine.interrupt("other")
     await turn
-    return median(saving) / median(idle)
+    return float(median(saving) / median(idle))
 
 
 async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]:

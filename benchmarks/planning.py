@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 from benchmarks.rows import Row, report
 from libra.cluster import GPUS, Cluster, NodeClass
@@ -46,6 +47,8 @@ LARGEST_GAP = 1e-3
 _ETHERNET = 25e9  # bytes/s of a node: 200 Gb/s
 _OBSERVED = 2000  # trajectories behind each plan
 _DRIFT = 1.15  # factor on the median length from plan to plan
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ def _cold_start_row(plans: int) -> Row:
     return Row("48 A800, 512 trajectories", "median time of `libra plan`", typical, "s", "under 3 s", typical < 3)
 
 
-def _apart(function, *arguments):  # type: ignore[no-untyped-def]
+def _apart(function: Callable[..., _Found], *arguments: Any) -> _Found:
     with multiprocessing.get_context("spawn").Pool(1) as process:
         return process.apply(function, arguments)
 

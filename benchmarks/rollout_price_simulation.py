@@ -72,6 +72,9 @@ class Oracle:
         trajectory = self._trajectories[request.trajectory_id]
         return self._put(trajectory, self._own(trajectory), fleet)
 
+    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        return None
+
     def finished(self, trajectory: Trajectory) -> None:
         self._load[self._homes.pop(trajectory.id).instance] -= trajectory.generated_tokens
 

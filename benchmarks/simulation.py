@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from benchmarks.rows import Row, report
@@ -184,12 +184,10 @@ CASES: dict[str, Case] = {
     "10,000 engines, 40,000 requests": Case(lambda: static(10_000, 40_000), 1.0),
 }
 GROWTH: dict[str, Case] = {
+    **{f"growth: 1 engine, {n:,} requests at 80 % load": Case(partial(poisson, n)) for n in (12_500, 25_000, 50_000)},
+    **{f"growth: {n:,} engines, 32,768 mixed requests": Case(partial(mixed, n, 32_768)) for n in (16, 64, 256)},
     **{
-        f"growth: 1 engine, {n:,} requests at 80 % load": Case(lambda n=n: poisson(n)) for n in (12_500, 25_000, 50_000)
-    },
-    **{f"growth: {n:,} engines, 32,768 mixed requests": Case(lambda n=n: mixed(n, 32_768)) for n in (16, 64, 256)},
-    **{
-        f"growth: 1 engine, 10,000 requests of {n:,} tokens": Case(lambda n=n: poisson(10_000, n))
+        f"growth: 1 engine, 10,000 requests of {n:,} tokens": Case(partial(poisson, 10_000, n))
         for n in (32, 128, 512, 2048)
     },
 }
