@@ -32,6 +32,7 @@ from libra.config import RunConfig, load_config
 from libra.environments.registry import load_environment
 from libra.exec.launch.handles import EngineHandle, WorkerLostError
 from libra.exec.launch.local import LocalLauncher
+from libra.exec.pool.beginning import Beginning
 from libra.exec.pool.executor import Executor
 from libra.exec.pool.journal import Journal
 from libra.exec.pool.mover import Moved
@@ -123,12 +124,9 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[E
             make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
             Fleet(policy_named("least-loaded", seed=0), training),
             config,
-            model,
-            kv_bytes_per_token(model),
+            Beginning(model, kv_bytes_per_token(model), version=0, checkpoint=None),
             Journal(directory / "journal.jsonl"),
             _Silent(),
-            0,
-            None,
         )
         try:
             await executor.start(training)

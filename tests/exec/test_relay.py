@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import psutil
@@ -239,6 +240,21 @@ def test_an_address_of_another_machine_is_told() -> None:
 
 
 # --- ends that go --------------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_killed_before_it_reads_its_order_is_gone_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, joiner = make_state(0), make_state(1)
+    start = subprocess.Popen
+
+    def start_and_kill(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started = start(*command, **options)
+        started.kill()
+        started.wait()
+        return started
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
+    with relay_of(core) as relay, pytest.raises(ConnectionRefusedError):
+        joiner.publication_at(place(relay))
 
 
 def test_it_ends_with_its_core() -> None:

@@ -36,6 +36,7 @@ from libra.exec.memory import MemoryWatch
 from libra.exec.metrics_endpoint import MetricsEndpoint
 from libra.exec.phases import Phases
 from libra.exec.pool.assignment import describe
+from libra.exec.pool.beginning import Beginning
 from libra.exec.pool.executor import Executor
 from libra.exec.pool.journal import End, Journal
 from libra.exec.pool.mending import Mending
@@ -194,18 +195,9 @@ class _Session:
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
         fleet = Fleet(policy, allocation, handover)
         watcher = _Watcher(recorder, self._phase)
-        executor = Executor(
-            self._launcher,
-            pool,
-            fleet,
-            config,
-            self._model,
-            kv_bytes,
-            journal,
-            watcher,
-            history.step,
-            before.checkpoint if before is not None else None,
-        )
+        checkpoint = before.checkpoint if before is not None else None
+        beginning = Beginning(self._model, kv_bytes, history.step, checkpoint)
+        executor = Executor(self._launcher, pool, fleet, config, beginning, journal, watcher)
         model_config = json.loads((self._model / "config.json").read_text())
         key = profile_key(config, self._launcher.hardware, model_config)
         profile = self._known_profile(key)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from libra.config import ConfigError
-from libra.disk import DiskError, writing
-from libra.exec.launch.handles import WorkerFailedError
+from libra.disk import writing
+from libra.exec.train.saving import save_weights
 from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import Done, SaveCheckpoint
 from libra.report.records import Evaluation, parse_record
 
 _STATE = "state.json"
@@ -70,16 +69,6 @@ def latest_checkpoint(directory: Path) -> tuple[Path, RunState]:
         raise ConfigError(f"name: {path} is of another format; start again with --overwrite")
     started = parse_record(Evaluation, json.dumps(state["started"]), str(path / _STATE))
     return path, RunState(state["step"], state["seconds"], state["tracker"], state["policy"], started)
-
-
-async def save_weights(trainers: Trainers, directory: Path, optimiser: bool) -> None:
-    """What a core replica holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file then."""
-    try:
-        await trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Done)
-    except WorkerFailedError as error:  # it was alive, and could not do it
-        for part in directory.glob("*.part"):
-            part.unlink(missing_ok=True)  # it takes space that somebody may need now
-        raise DiskError(directory, OSError(0, str(error))) from None
 
 
 def _dump(state: RunState) -> str:

@@ -14,14 +14,15 @@ from libra.config import RunConfig
 from libra.disk import writing
 from libra.exec.launch.handles import WorkerLostError
 from libra.exec.launch.launcher import Launcher
-from libra.exec.loop.checkpoint import save_weights
 from libra.exec.pool import mover, processes
+from libra.exec.pool.beginning import Beginning
 from libra.exec.pool.journal import Journal, Start, Step
 from libra.exec.pool.mover import Applied, Mover
 from libra.exec.pool.moves import Move
 from libra.exec.pool.pool import Pool, Role, Worker
 from libra.exec.pool.processes import Processes
 from libra.exec.rollout.fleet import Fleet
+from libra.exec.train.saving import save_weights
 from libra.exec.train.trainers import Trainers
 from libra.plan.problem import Allocation
 from libra.plan.request import longest_context
@@ -38,39 +39,21 @@ class Watcher(mover.Watcher, processes.Watcher, Protocol):
 
 
 class Executor:
-    """`version` and `checkpoint` are where training begins; None: at the model's own weights."""
-
     def __init__(
         self,
         launcher: Launcher,
         pool: Pool,
         fleet: Fleet,
         config: RunConfig,
-        model_directory: Path,
-        kv_bytes: int,
+        beginning: Beginning,
         journal: Journal,
         watcher: Watcher,
-        version: int,
-        checkpoint: Path | None,
     ) -> None:
-        self._pool, self._journal, self._version = pool, journal, version
-        self._launcher, self._watcher = launcher, watcher
+        self._launcher, self._pool, self._beginning = launcher, pool, beginning
+        self._journal, self._watcher = journal, watcher
         launcher.slots_changed = self._look_for_slots
-        self._model_directory = model_directory
         self.longest_context = longest_context(config)
-        self._processes = Processes(
-            launcher,
-            pool,
-            fleet,
-            config,
-            model_directory,
-            kv_bytes,
-            journal,
-            version,
-            checkpoint,
-            self._lost,
-            watcher,
-        )
+        self._processes = Processes(launcher, pool, fleet, config, beginning, journal, watcher, self._lost)
         longest = {name for name, shape in config.engines.items() if shape.max_model_len == self.longest_context}
         self._mover = Mover(pool, self._processes, journal, watcher, longest, self.longest_context)
         self._watch: asyncio.Task[None] | None = None
@@ -93,7 +76,7 @@ class Executor:
 
     async def start(self, allocation: Allocation) -> None:
         """Bring up the first allocation."""
-        self._journal.commit(Start(self._version))
+        self._journal.commit(Start(self._beginning.version))
         self._watch = asyncio.create_task(self._watch_workers())
         self._watch.add_done_callback(_raise_in_loop)
         await self._mover.start(allocation)
@@ -127,7 +110,7 @@ class Executor:
         """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
         await save_weights(self.trainers, directory, optimiser=False)
         with writing(directory):
-            shutil.copy(self._model_directory / "tokenizer.json", directory / "tokenizer.json")
+            shutil.copy(self._beginning.model / "tokenizer.json", directory / "tokenizer.json")
 
     async def stop(self) -> None:
         """End all workers in order; the launcher ends whatever does not go."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from libra.config import RunConfig
 from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
+from libra.exec.pool.beginning import Beginning
 from libra.exec.pool.journal import Journal, Process
 from libra.exec.pool.pool import Duty, Pool, Role
 from libra.exec.rollout.fleet import Fleet, Instance
@@ -63,7 +63,7 @@ class Watcher(Protocol):
 
 
 class Processes:
-    """The hands of a `Mover`, with real processes. `version` and `checkpoint` are where training begins."""
+    """The hands of a `Mover`, with real processes."""
 
     def __init__(
         self,
@@ -71,19 +71,14 @@ class Processes:
         pool: Pool,
         fleet: Fleet,
         config: RunConfig,
-        model_directory: Path,
-        kv_bytes: int,
+        beginning: Beginning,
         journal: Journal,
-        version: int,
-        checkpoint: Path | None,
-        lost: Callable[[str, str], None],
         watcher: Watcher,
+        lost: Callable[[str, str], None],
     ) -> None:
         """`lost` is told the name of a worker that went away, and why."""
-        self._launcher, self._pool, self._config, self._journal = launcher, pool, config, journal
-        self._model_directory, self._kv_bytes = model_directory, kv_bytes
-        self._version, self._checkpoint = version, checkpoint
-        self._lost, self._watcher = lost, watcher
+        self._launcher, self._pool, self._config, self._beginning = launcher, pool, config, beginning
+        self._journal, self._watcher, self._lost = journal, watcher, lost
         self._layout: Ready
         self._current: LoadWeights
         self.fleet = fleet
@@ -169,7 +164,7 @@ class Processes:
         handle = self._handles[name] = Handle(await self._spawn(name), self._lost)
         ready = await handle.start(
             StartTrainer(
-                model_directory=str(self._model_directory),
+                model_directory=str(self._beginning.model),
                 learning_rate=training.learning_rate,
                 clip=training.clip,
                 denominator=training.denominator,
@@ -193,11 +188,12 @@ class Processes:
 
     async def _open_training(self, core: Handle) -> None:
         """The first core replica: it has the state to begin with, and knows the layout of the weights."""
-        if self._checkpoint is not None:
-            await core.ask(LoadCheckpoint(str(self._checkpoint)), Done)
-        buffer = self._version % BUFFERS
-        first = await core.ask(Publish(self._version, buffer), Published)
-        self._current = LoadWeights(self._version, buffer, first.checksum)
+        version, checkpoint = self._beginning.version, self._beginning.checkpoint
+        if checkpoint is not None:
+            await core.ask(LoadCheckpoint(str(checkpoint)), Done)
+        buffer = version % BUFFERS
+        first = await core.ask(Publish(version, buffer), Published)
+        self._current = LoadWeights(version, buffer, first.checksum)
         self._trainers = Trainers(
             core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port
         )
@@ -208,10 +204,10 @@ class Processes:
         self._handles[name] = handle
         await handle.start(
             StartEngine(
-                model_directory=str(self._model_directory),
+                model_directory=str(self._beginning.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
-                kv_cache_bytes=size.kv_tokens * self._kv_bytes,
+                kv_cache_bytes=size.kv_tokens * self._beginning.kv_bytes,
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self._config.seed * 1000 + self._pool[name].slot,

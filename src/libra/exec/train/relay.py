@@ -7,6 +7,7 @@ It needs no torch, so it is there in tenths of a second.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -49,7 +50,8 @@ class Relay:
             )
             order = RelayOrder(listener.fileno(), serve, place, shape)
         assert self._process.stdin is not None
-        with self._process.stdin as standard_input:
+        # Killed before it read its order is like killed later: its reader finds nobody, and asks again.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as standard_input:
             standard_input.write(msgspec.json.encode(order))
 
     def end(self) -> None:

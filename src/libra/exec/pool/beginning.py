@@ -1,0 +1,14 @@
+"""What the workers of a run begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    model: Path  # its directory
+    kv_bytes: int  # that one token takes in an engine
+    version: int  # of the weights: optimiser steps made before
+    checkpoint: Path | None  # that holds them; None: they are the model's own
