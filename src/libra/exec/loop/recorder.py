@@ -214,9 +214,9 @@ class Recorder:
             timeline.lost(worker, now, why)
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry the step boundary was held."""
+        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
         self.tally.joined(seconds, held_seconds)
-        text = f"takes part in training {seconds:.1f} s after its start; the others waited {held_seconds:.3f} s for it"
+        text = f"takes part in training {seconds:.1f} s after its start; a step waited {held_seconds:.3f} s for it"
         self.event("joined", worker, text, seconds, held_seconds)
         with self._drawing() as (timeline, now):
             details: dict[str, JsonValue] = {"seconds": round(seconds, 3), "held_seconds": round(held_seconds, 4)}
