@@ -61,6 +61,12 @@ def test_what_is_no_http_is_refused_without_noise(
     assert capfd.readouterr().err == ""
 
 
+def test_a_body_that_nobody_reads_may_be_damaged(caplog: pytest.LogCaptureFixture) -> None:
+    sent = b"GET / HTTP/1.1\r\nHost: me\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
+    assert [line.split()[1] for line in asyncio.run(answers(sent))] == [b"200"]
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+
+
 def test_a_fault_of_ours_is_told(caplog: pytest.LogCaptureFixture) -> None:
     [line] = asyncio.run(answers(b"GET /broken HTTP/1.1\r\nHost: me\r\n\r\n"))
     assert line.split()[1] == b"500"

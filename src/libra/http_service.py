@@ -28,8 +28,8 @@ class _NotOurFault(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            _LOG.debug("%s: %s", record.getMessage(), error.message)
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            _LOG.debug("%s: %s", record.getMessage(), error)
             return False
         return True
 
