@@ -114,7 +114,8 @@ def test_charts_show_every_step_period_and_worker(made_run: MadeRun) -> None:
     assert f">{100 * (2.5 / first.measured_seconds - 1):+.0f}<" in prediction
     lanes = figure(source, "Who did what")
     assert lanes.count('class="role"') == 1 + 4 + 1 + 1  # w1 trains, drains, joins, generates
-    assert lanes.count('class="cross"') == 1
+    assert lanes.count('class="cross"') == 1 and "Crosses: it was lost." in lanes
+    assert figure(source, "Generation speed").count(">lost<") == 1
     assert lanes.count(">D1<") == lanes.count(">D2<") == 1
 
 
@@ -191,6 +192,8 @@ def test_many_losses_are_one_line_and_a_table_further_down(made_run: MadeRun) ->
     opening = source[notices : source.index('class="tiles"')]
     assert "4 workers were lost, 60 times in all: when and why is in “Lost workers” below." in opening
     assert opening.count("<li>") == 1
+    assert "lost<" not in figure(source, "Generation speed") and "The 60 losses" in figure(source, "Generation speed")
+    assert figure(source, "Who did what").count('class="cross"') == 60
     rows = source[table : source.index("</section>", table)]
     assert rows.count("<tr>") == 1 + len(losses)
     assert all(event.text in rows for event in losses)

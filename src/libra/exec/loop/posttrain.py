@@ -277,7 +277,8 @@ class PostTraining:
 
     async def _checkpoint(self) -> None:
         boundary, due = self._executor.trainers.boundary, self._recorder.now()
-        if boundary.locked():
+        held = boundary.locked()
+        if held:
             self._recorder.phase(Phase.HELD)
         async with boundary:
             began = self._recorder.now()
@@ -295,7 +296,8 @@ class PostTraining:
         self._journal.commit(Checkpoint(self._step))
         self._episodes.forget_older()
         self._recorder.phase(Phase.WAITING)
-        self._held_seconds, self._checkpoint_seconds = began - due, self._recorder.now() - began
+        self._held_seconds = began - due if held else 0.0
+        self._checkpoint_seconds = self._recorder.now() - began
         self._recorder.event("checkpoint", None, f"wrote {path.name}", self._checkpoint_seconds)
 
     def _record(
