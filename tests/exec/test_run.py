@@ -416,6 +416,31 @@ def test_costs_are_those_of_engines_as_they_will_run(
     assert {start.kv is not None for [start] in filter(None, starts)} == {prepared}
 
 
+@pytest.mark.parametrize("order", [MeasureEngine, StartEngine])
+def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_started_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, order: type[Message]
+) -> None:
+    config, real, attempts = runs.config("plain", steps=3, measured=True), run_module.measure_plain, itertools.count()
+
+    async def measured(*arguments: Any) -> Any:
+        if next(attempts) == 0:
+            runs.launcher.prepared["rollout-1"] = {order: None}
+        return await real(*arguments)
+
+    monkeypatch.setattr(run_module, "measure_plain", measured)
+
+    async def scenario() -> RunSummary:
+        async with asyncio.timeout(PATIENCE):
+            return await runs.start(config)
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=3)
+    assert next(attempts) == 2
+    [again] = [row["text"] for row in rows(config.run_directory, "events") if "begins again" in row["text"]]
+    assert again.startswith("measuring engines that hand no KV over begins again: ")
+    for worker in runs.launcher.workers.values():
+        assert all(start.kv is None for start in worker.orders if isinstance(start, StartEngine))
+
+
 def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:
     config = runs.config("fewer", steps=3, measured=True)
 
