@@ -70,7 +70,7 @@ class Step:
 class Measured:
     before: list[Step] = field(default_factory=list)
     during: list[Step] = field(default_factory=list)
-    held: list[float] = field(default_factory=list)  # seconds of the step boundary, by each join
+    held: list[float] = field(default_factory=list)  # seconds that a step waited at its boundary, by each join
     joins: list[float] = field(default_factory=list)  # seconds from the order to the entry
     relay: float | None = None  # mean seconds of processor time of a relay
 

@@ -6,6 +6,7 @@ Invariant: it answers by the time that its address is known, and when it ends th
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -13,11 +14,28 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from libra.rare_collection import collecting_rarely
 
 _KINDS = {404: "not_found_error", 503: "service_unavailable"}  # others: the request's own fault
 _SHUTDOWN = 1.0  # seconds for those who are being answered
+
+
+class _NotOurFault(logging.Filter):
+    """aiohttp logs a request that is no HTTP with a traceback, as if it were an error of the application. Its sender is
+    told so with 400; here it is worth a line to who debugs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            _LOG.debug("%s: %s", record.getMessage(), error)
+            return False
+        return True
+
+
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(_NotOurFault())
 
 
 def refusal(message: str, status: int) -> bytes:
@@ -33,7 +51,9 @@ def refused(message: str, status: int) -> web.Response:
 @asynccontextmanager
 async def serving(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """The address that it answers at; port 0 asks for any that is free. Raises OSError where it is taken."""
-    runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN)
+    runner = web.AppRunner(
+        application, handler_cancellation=True, access_log=None, logger=_LOG, shutdown_timeout=_SHUTDOWN
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, backlog=4096).start()

@@ -54,6 +54,7 @@ from libra.exec.wire.messages import (
 )
 
 LOGPROB = -1.0  # of every token
+NO_PROCESS = 1 << 23  # a process number that Linux gives to nobody
 
 Speak = Callable[[list[int]], list[int]]
 """What an engine says to a context: the tokens of its turn."""
@@ -209,7 +210,7 @@ class MadeLauncher:
         ours, theirs = socket.socketpair()
         worker = self.workers[name] = MadeWorker(FarEnd(theirs), self._speak)
         worker.instead = self.prepared.pop(name, {})
-        link = WorkerLink(name, 4711, await ControllerChannel.open(ours), (0,), 0)
+        link = WorkerLink(name, NO_PROCESS, await ControllerChannel.open(ours), (0,), 0)
         self._by_link[link] = worker
         return link
 

@@ -60,6 +60,7 @@ class Painter:
                 Phase.WAITING: Cause.ROLLOUT_BOUND,
                 Phase.STEPPING: Cause.COMPUTING,
                 Phase.PUBLISHING: Cause.PUBLISHING,
+                Phase.HELD: Cause.BOUNDARY,
                 Phase.CHECKPOINTING: Cause.CHECKPOINTING,
             }[self.phase]
         if worker.turns > 0:
@@ -131,7 +132,7 @@ EVENTS = st.lists(
 )
 # What is most of a run is drawn most often: a step with all its parts needs several events in their order.
 ROLES = (Role.ROLLOUT, Role.TRAIN, Role.FAILED, Role.DRAINING, Role.JOINING, Role.IDLE, Role.TRAIN, Role.ROLLOUT)
-PHASES = (Phase.STEPPING, Phase.WAITING, Phase.OUTSIDE, Phase.CHECKPOINTING, Phase.PUBLISHING, Phase.AGAIN)
+PHASES = (Phase.STEPPING, Phase.WAITING, Phase.OUTSIDE, Phase.CHECKPOINTING, Phase.PUBLISHING, Phase.AGAIN, Phase.HELD)
 
 
 @settings(max_examples=300, deadline=None)

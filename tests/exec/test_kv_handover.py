@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from far_end import PATIENCE, FarEnd, connect, generated
+from far_end import PATIENCE, FarEnd, connect, generated, piece
 
 import libra.exec.rollout.kv_handover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
@@ -201,6 +201,38 @@ def test_an_engine_that_leaves_while_a_context_is_saved_for_it_is_not_sent_the_t
         assert turn.change is None and draft.home is scene.source
         scene.target.close()
         await scene.free(FRAMES)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("made", [[], [7]])
+def test_kv_is_where_it_was_until_the_next_engine_has_made_something(made: list[int]) -> None:
+    """An engine that is lost with the context still ahead of it never had any of its KV."""
+
+    async def scenario(scene: Scene) -> None:
+        fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
+        fleet.add(Instance(scene.target, "any", 400))
+        draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
+        draft.given(list(CONTEXT))
+        draft.at_home = len(CONTEXT)
+        draft.given([1, 2])  # of a tool
+        turn = RunningTurn(draft, "test", fleet, 9, -1)
+        placement = turn.place()
+        assert placement is not None
+        served = asyncio.create_task(turn.serve(placement, "part"))
+        order = await scene.source_far.receive()
+        assert isinstance(order, Save)
+        scene.source_far.send(Saved(order.parcel.number, 3))
+        assert isinstance(await scene.target_far.receive(), Generate)
+        if made:
+            scene.target_far.send(generated(piece("part", *made)))
+        fleet.remove("target")
+        scene.target_far.close()
+        await served
+        if made:
+            assert (draft.home, draft.at_home) == (scene.target, len(CONTEXT) + 2 + len(made))
+        else:
+            assert (draft.home, draft.at_home) == (scene.source, len(CONTEXT))
 
     play(scenario)
 

@@ -23,6 +23,7 @@ from libra.exec.loop.posttrain import PostTraining
 from libra.exec.pool.journal import read_journal
 from libra.exec.rollout.rollout import Episode, Rollout
 from libra.exec.train.membership import CoreLostError
+from libra.report.causes import Cause
 from libra.report.records import StepRecord, read_records
 from libra.trajectory import read_trajectories
 
@@ -125,6 +126,35 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
     with pytest.raises(RuntimeError, match="an episode broke"):
         asyncio.run(next_step(sitting.training))
     sitting.close()
+
+
+def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: Path) -> None:
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+    training, trainers = sitting.training, sitting.training._executor.trainers
+    held: list[asyncio.Task[None]] = []
+
+    async def hold() -> None:
+        async with trainers.boundary:
+            await asyncio.sleep(0.1)
+
+    async def between() -> None:
+        if not held:
+            held.append(asyncio.create_task(hold()))  # as a joiner that is at the boundary after the first step
+            await asyncio.sleep(0)
+        await training._checkpoint()
+
+    training._between_steps = between  # type: ignore[method-assign]
+    asyncio.run(training.run())
+    sitting.close()
+    first, second, third, *_ = read_records(StepRecord, tmp_path / "metrics.jsonl")
+    assert first.held_seconds == third.held_seconds == 0.0
+    assert 0.1 <= second.held_seconds < second.step_seconds
+    assert second.checkpoint_seconds <= second.step_seconds - second.held_seconds
+    assert second.wait_seconds >= 0.0
+    assert second.device_seconds["core-0"][Cause.BOUNDARY] == pytest.approx(second.held_seconds, abs=0.01)
+    assert second.device_seconds["core-0"][Cause.CHECKPOINTING] <= second.checkpoint_seconds + 0.01
+    [event, *_] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert event["kind"] == "checkpoint" and event["seconds"] == second.checkpoint_seconds
 
 
 def test_a_loss_before_the_first_step_is_steered_around_before_it_is_waited_for(

@@ -54,6 +54,7 @@ def spans(directory: Path) -> list[dict[str, Any]]:
     ("moved", "kind", "text"),
     [
         (Moved(Move("w", TRAIN, LONG), 2.25, "done"), "role_change", "train -> rollout:long in 2.2 s"),
+        (Moved(Move("w", LONG, LONG), 2.25, "done"), "role_change", "rollout:long again in 2.2 s"),
         (
             Moved(Move("w", TRAIN, LONG), 12.0, "undone", "out of memory"),
             "move_failed",
@@ -85,6 +86,9 @@ def test_a_join_says_how_long_it_took_and_who_waited(recorder: Recorder) -> None
     recorder.joined("w", 2.25, 0.0125)
     [event] = rows(recorder.directory, "events")
     assert (event["kind"], event["worker"], event["seconds"], event["held_seconds"]) == ("joined", "w", 2.25, 0.0125)
+    assert event["text"] == "takes part in training 2.2 s after its start; a step waited 0.013 s for it"
+    recorder.joined("w", 2.25, 0.0)
+    assert rows(recorder.directory, "events")[1]["text"].endswith("; no step waited for it")
 
 
 def test_the_timeline_has_a_lane_of_causes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,16 @@ import itertools
 import json
 import random
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from far_end import PATIENCE
-from made_workers import MadeLauncher
+from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
 from test_steering import PROFILE
 
@@ -32,9 +34,12 @@ from libra.exec.run import run
 from libra.exec.tiny_model import TokenizerCodec, write_tiny_model
 from libra.exec.train.membership import CoreLostError
 from libra.exec.wire.messages import (
+    EngineMeasured,
     Failure,
     Follow,
     Generate,
+    Generated,
+    HandoverMeasured,
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
@@ -374,6 +379,66 @@ def test_engines_hand_kv_over_where_that_can_pay(runs: Runs, handover: HandoverC
     asyncio.run(scenario())
     starts = [order for worker in runs.launcher.workers.values() for order in worker.orders]
     assert {order.kv is not None for order in starts if isinstance(order, StartEngine)} == {prepared}
+
+
+@pytest.mark.parametrize(("fixed", "prepared"), [(1.0, False), (0.0, True)])
+def test_costs_are_those_of_engines_as_they_will_run(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, fixed: float, prepared: bool
+) -> None:
+    """An engine that is prepared to hand KV over is twice as slow here, and nobody pays for that in vain."""
+    config, answer = runs.config("as-run", steps=3, measured=True), MadeWorker._answer
+    busy: dict[MadeWorker, float] = defaultdict(float)
+
+    async def slower(worker: MadeWorker, order: Message) -> Message | None:
+        said = await answer(worker, order)
+        slow = any(isinstance(start, StartEngine) and start.kv is not None for start in worker.orders)
+        each = 2e-3 if slow else 1e-3
+        if isinstance(order, MeasureHandover):
+            return HandoverMeasured([(tokens, fixed + 1e-9 * tokens) for tokens in order.contexts] * order.repeats)
+        if isinstance(order, MeasureEngine):
+            return EngineMeasured([(n, 0.0, n * c, each * (n + 0.1 * n * c)) for n, c in order.points])
+        if isinstance(said, Generated):
+            busy[worker] += each * (sum(len(piece.tokens) for piece in said.pieces) + 0.1 * len(order.tokens))
+            return msgspec.structs.replace(said, busy_seconds=busy[worker])
+        return said
+
+    monkeypatch.setattr(MadeWorker, "_answer", slower)
+
+    async def scenario() -> RunSummary:
+        return await runs.start(config)
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=3)
+    profile = load_profile(config.run_directory / "profile.json")
+    assert profile.handover is not None and profile.handover.fixed == pytest.approx(fixed, abs=1e-3)
+    assert profile.engine.per_sequence == pytest.approx(2e-3 if prepared else 1e-3, rel=1e-3)
+    assert profile.engine.per_prefill_token == pytest.approx(2e-4 if prepared else 1e-4, rel=1e-3)
+    starts = [[o for o in worker.orders if isinstance(o, StartEngine)] for worker in runs.launcher.workers.values()]
+    assert {start.kv is not None for [start] in filter(None, starts)} == {prepared}
+
+
+@pytest.mark.parametrize("order", [MeasureEngine, StartEngine])
+def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_started_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, order: type[Message]
+) -> None:
+    config, real, attempts = runs.config("plain", steps=3, measured=True), run_module.measure_plain, itertools.count()
+
+    async def measured(*arguments: Any) -> Any:
+        if next(attempts) == 0:
+            runs.launcher.prepared["rollout-1"] = {order: None}
+        return await real(*arguments)
+
+    monkeypatch.setattr(run_module, "measure_plain", measured)
+
+    async def scenario() -> RunSummary:
+        async with asyncio.timeout(PATIENCE):
+            return await runs.start(config)
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=3)
+    assert next(attempts) == 2
+    [again] = [row["text"] for row in rows(config.run_directory, "events") if "begins again" in row["text"]]
+    assert again.startswith("measuring engines that hand no KV over begins again: ")
+    for worker in runs.launcher.workers.values():
+        assert all(start.kv is None for start in worker.orders if isinstance(start, StartEngine))
 
 
 def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ import libra.exec.train.trainers
 from libra.exec.launch.answers import Patience
 from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.train import joining
+from libra.exec.train.boundary import Boundary
 from libra.exec.train.joining import BOUNDARIES, JoinError
 from libra.exec.train.joint_step import split_evenly
 from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
@@ -341,11 +343,56 @@ def test_for_a_joiner_that_is_always_in_the_middle_of_an_update_a_boundary_waits
     async def scenario(scene: Scene) -> None:
         voter = await scene.floor.hire("hybrid-0")
         voter.busy_seconds = 3 * joining.HOLD
-        held = await scene.trainers.join(voter.handle)
-        assert held > 2 * joining.HOLD
-        assert await scene.step(1) == 2
+        entering, version = asyncio.create_task(scene.trainers.join(voter.handle)), 0
+        while not entering.done():
+            version += 1
+            replicas = await scene.step(version)
+        assert await entering > 2 * joining.HOLD
+        assert replicas == 2
 
     play(scenario)
+
+
+def test_nobody_waits_for_a_joiner_while_no_step_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "COURTEOUS", 0)
+
+    async def scenario(scene: Scene) -> None:
+        voter = await scene.floor.hire("hybrid-0")
+        voter.busy_seconds = 3 * joining.HOLD
+        assert await scene.trainers.join(voter.handle) == 0.0
+
+    play(scenario)
+
+
+def test_a_step_that_is_due_while_the_boundary_is_held_has_waited_since_then() -> None:
+    async def run() -> None:
+        boundary = Boundary()
+
+        async def step() -> float:
+            async with boundary.step() as waited:
+                return waited
+
+        async with boundary:
+            began = time.monotonic()
+            await asyncio.sleep(0.05)
+            assert boundary.waited(began) == 0.0
+            stepping = asyncio.create_task(step())
+            await asyncio.sleep(0)
+            due = time.monotonic()
+            await asyncio.sleep(0.02)
+            waited = boundary.waited(began)
+            assert 0.02 <= waited <= time.monotonic() - due + 0.01
+            assert boundary.waited(time.monotonic()) < waited
+        assert await stepping >= waited
+        assert boundary.waited(began) == 0.0
+        async with boundary:
+            given_up = asyncio.create_task(step())
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            assert boundary.waited(began) == 0.0
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("order", [Prepare, Follow, CatchUp, Enter])

@@ -8,10 +8,12 @@ from html.parser import HTMLParser
 import pytest
 from made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
 
+from libra.plan.problem import Bottleneck
 from libra.report.causes import Cause
 from libra.report.charts import MAX_COLUMNS
 from libra.report.figures import role_spans, running_mean
 from libra.report.html import render_report
+from libra.report.records import EventRecord
 
 
 class Page(HTMLParser):
@@ -71,7 +73,7 @@ def test_a_page_says_what_the_run_came_to(made_run: MadeRun) -> None:
         f"{tokens_per_second:,.0f} tokens/s",
         "Devices generated or computed 70 % of the time; what they waited for most was a batch to train on (16 %).",
         "2 taken, 1 not",
-        "training was the bottleneck",
+        "the predicted bottleneck was training ",
         "net gain realised +13.6 s; 1 not measured",  # 0.5 s over 50 steps, less 11.4 s
         "w3 was lost after 3 min 42 s: engine process ended with signal 9",
         "7.00 GiB",
@@ -112,7 +114,8 @@ def test_charts_show_every_step_period_and_worker(made_run: MadeRun) -> None:
     assert f">{100 * (2.5 / first.measured_seconds - 1):+.0f}<" in prediction
     lanes = figure(source, "Who did what")
     assert lanes.count('class="role"') == 1 + 4 + 1 + 1  # w1 trains, drains, joins, generates
-    assert lanes.count('class="cross"') == 1
+    assert lanes.count('class="cross"') == 1 and "Crosses: it was lost." in lanes
+    assert figure(source, "Generation speed").count(">lost<") == 1
     assert lanes.count(">D1<") == lanes.count(">D2<") == 1
 
 
@@ -176,6 +179,43 @@ def test_a_run_that_stopped_early_is_called_so(made_run: MadeRun) -> None:
     assert "The run ended early" in said
     assert "w9 was lost; when and why was not recorded." in said
     assert "engine and trainer never compared" in said
+
+
+def test_many_losses_are_one_line_and_a_table_further_down(made_run: MadeRun) -> None:
+    losses = [
+        EventRecord(float(number), "worker_lost", f"w{number % 4}", f"signal {number}; its slot is idle")
+        for number in range(60)
+    ]
+    write_lines(made_run.directory / "events.jsonl", losses)
+    source = render_report(made_run.directory)
+    notices, table = source.index('class="notices"'), source.index("<h3>Lost workers</h3>")
+    opening = source[notices : source.index('class="tiles"')]
+    assert "4 workers were lost, 60 times in all: when and why is in “Lost workers” below." in opening
+    assert opening.count("<li>") == 1
+    assert "lost<" not in figure(source, "Generation speed") and "The 60 losses" in figure(source, "Generation speed")
+    assert figure(source, "Who did what").count('class="cross"') == 60
+    rows = source[table : source.index("</section>", table)]
+    assert rows.count("<tr>") == 1 + len(losses)
+    assert all(event.text in rows for event in losses)
+
+
+def test_a_run_without_a_loss_has_no_table_of_them(made_run: MadeRun) -> None:
+    write_lines(made_run.directory / "events.jsonl", [])
+    assert "<h3>Lost workers</h3>" not in render_report(made_run.directory)
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "words"),
+    [
+        ("rollout", "the predicted bottleneck was generation 100 % of the time"),
+        ("training", "the predicted bottleneck was training 100 % of the time"),
+        ("latency", "the predicted bottleneck was the longest episodes 100 % of the time"),
+    ],
+)
+def test_the_bottleneck_is_said_in_a_sentence(made_run: MadeRun, bottleneck: Bottleneck, words: str) -> None:
+    periods = [replace(period, predicted_bottleneck=bottleneck) for period in made_run.periods]
+    write_lines(made_run.directory / "periods.jsonl", periods)
+    assert words in Page(render_report(made_run.directory)).text
 
 
 def test_what_is_missing_is_said_in_words(made_run: MadeRun) -> None:

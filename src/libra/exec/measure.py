@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import version
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from libra.config import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.fit import fit_linear
+from libra.cost.fit import LinearFit, fit_linear
 from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.pool.executor import Executor
 from libra.exec.rollout.fleet import Instance
@@ -29,10 +29,14 @@ from libra.exec.wire.messages import (
     MeasureEngine,
     MeasureHandover,
     MeasureTraining,
+    Parcel,
     TrainingMeasured,
 )
 
 _REPEATS = 3
+_GONE_SECONDS = 10.0  # in which the process of a lost engine has ended
+_LOOK_SECONDS = 0.05
+_FEWER = "a worker was lost while the others were measured"
 _TURNS = 60  # of one closed-loop run: enough for each seat to serve several
 _TURN_TOKENS = (
     2,
@@ -47,16 +51,10 @@ async def measure(executor: Executor, config: RunConfig, hardware: str, model: s
     `WorkerFailedError` or `TimeoutError` when one of them is lost."""
     workers = executor.allocation()
     switch = await _switch_cost(executor, config)
-    replicas: list[TrainingMeasured]
-    replicas, *engines = await _all(
-        executor.trainers.measure(_training_points(config)),
-        *(_engine_rows(entry, config) for entry in _engines(executor)),
-    )
+    replicas, fit = await _side_by_side(executor, config)
     handover = await _handover_cost(executor)
     if executor.allocation() != workers:
-        raise WorkerLostError("a worker was lost while the others were measured")
-    rows: list[_Row] = [row for rows in engines for row in rows]
-    fit = fit_linear([features for features, _ in rows], [seconds for _, seconds in rows])
+        raise WorkerLostError(_FEWER)
     batches = [batch for measured in replicas for batch in measured.batches]
     per_step, per_token = fit_linear([(1.0, tokens) for tokens, _ in batches], [s for _, s in batches]).coefficients
     return DeviceProfile(
@@ -72,6 +70,28 @@ async def measure(executor: Executor, config: RunConfig, hardware: str, model: s
         heldout_error=fit.heldout_error,
         handover=handover,
     )
+
+
+async def measure_plain(executor: Executor, config: RunConfig, profile: DeviceProfile) -> DeviceProfile:
+    """`profile`, with the costs of engines that hand no KV over. They start again for it, now that engines start
+    without what handing over needs. Raises what `measure` does."""
+    workers = executor.allocation()
+    await _restart(executor, [entry.handle.name for entry in _engines(executor)])
+    _, fit = await _side_by_side(executor, config)
+    if executor.allocation() != workers:
+        raise WorkerLostError(_FEWER)
+    return replace(profile, engine=EngineCost(*fit.coefficients), heldout_error=fit.heldout_error)
+
+
+async def _side_by_side(executor: Executor, config: RunConfig) -> tuple[list[TrainingMeasured], LinearFit]:
+    """What every replica measured, and what fits all engines, all of them busy."""
+    replicas: list[TrainingMeasured]
+    replicas, *engines = await _all(
+        executor.trainers.measure(_training_points(config)),
+        *(_engine_rows(entry, config) for entry in _engines(executor)),
+    )
+    rows: list[_Row] = [row for rows in engines for row in rows]
+    return replicas, fit_linear([features for features, _ in rows], [seconds for _, seconds in rows])
 
 
 async def _switch_cost(executor: Executor, config: RunConfig) -> SwitchCost:
@@ -128,9 +148,9 @@ async def _handover_cost(executor: Executor) -> HandoverCost | None:
 async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[int, float]]:
     """Tokens, and seconds to save and to take their KV."""
     most = entry.capacity_tokens // BLOCK_TOKENS if handover.place(entry.handle) is not None else 0
-    parcel = handover.leases.lease(most) if most >= 2 else None
-    if parcel is None:
+    if most < 2:
         return []
+    parcel = await _frames(handover, most)
     contexts = sorted({BLOCK_TOKENS + 1, most * BLOCK_TOKENS // 2 + 1, (most - 1) * BLOCK_TOKENS + 1})
     measured: HandoverMeasured | None = None
     try:
@@ -144,6 +164,15 @@ async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[in
             handover.leases.release(parcel)
         else:
             handover.leases.release_after(entry.handle.link.pid, parcel)
+
+
+async def _frames(handover: KVHandover, blocks: int) -> Parcel:
+    """So many of them, as soon as the process of an engine that was lost with some of them has ended."""
+    for _ in range(int(_GONE_SECONDS / _LOOK_SECONDS)):
+        if (parcel := handover.leases.lease(blocks)) is not None:
+            return parcel
+        await asyncio.sleep(_LOOK_SECONDS)
+    raise TimeoutError(f"{blocks} frames for KV were not free within {_GONE_SECONDS:.0f} s: a lost engine has them")
 
 
 _Row = tuple[tuple[float, float, float, float, float], float]

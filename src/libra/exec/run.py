@@ -31,7 +31,7 @@ from libra.exec.loop.posttrain import PostTraining
 from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
-from libra.exec.measure import measure, profile_key
+from libra.exec.measure import measure, measure_plain, profile_key
 from libra.exec.memory import MemoryWatch
 from libra.exec.metrics_endpoint import MetricsEndpoint
 from libra.exec.phases import Phases
@@ -209,8 +209,7 @@ class _Session:
         mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
         watcher.planners.append(mending.worker_lost)
         if profile is None:
-            profile = await self._measured_profile(key, executor, mending)
-            handover.price_by(profile)
+            profile = await self._measured_profile(key, executor, mending, handover)
         with writing(directory / "profile.json"):
             save_profile(directory / "profile.json", profile)
         replanner = Replanner(config, profile, environment.turn_tokens)
@@ -300,12 +299,23 @@ class _Session:
         self._phase.line(f"costs measured earlier on this hardware are used ({cached})")
         return load_profile(cached)
 
-    async def _measured_profile(self, key: str, executor: Executor, mending: Mending) -> DeviceProfile:
-        """What they cost now."""
+    async def _measured_profile(
+        self, key: str, executor: Executor, mending: Mending, handover: KVHandover
+    ) -> DeviceProfile:
+        """What they cost now, as they will run."""
         config, hardware, cached = self._config, self._launcher.hardware, _cached_profile(key)
         self._phase.show("measuring engines and trainers, all at once")
         began = time.monotonic()
         profile = await mending.attempts("measuring", lambda: measure(executor, config, hardware, key))
+        handover.price_by(profile)
+        if not handover.may_pay(executor.longest_context) and any(
+            handover.place(entry.handle) is not None for entry in executor.fleet.instances()
+        ):
+            # Whether KV is handed over stays decided: engines that start from here on cannot do it, whatever they cost.
+            measured = profile
+            profile = await mending.attempts(
+                "measuring engines that hand no KV over", lambda: measure_plain(executor, config, measured)
+            )
         if len(executor.healthy()) == config.cluster.slots:  # else it is of a smaller machine
             with writing(cached):
                 save_profile(cached, profile)

@@ -32,13 +32,14 @@ from libra.report.records import StepRecord
 from libra.report.roles import ROLES, role_styles
 from libra.report.run_log import RunLog
 from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import duration, percent, signed_percent
+from libra.report.words import duration, percent, plural, signed_percent
 
 _QUANTILES = ("#56b4e9", "#0072b2", "#003f63")
 _REWARD, _TOKENS = "#0072b2", "#00795a"
 _PREDICTED, _MEASURED = "#aab4bf", "#0072b2"
 _CHECKPOINT, _REDONE, _HELD = (CAUSES[cause].colour for cause in (Cause.CHECKPOINTING, Cause.REDOING, Cause.BOUNDARY))
 _STEP_AXIS = "optimiser step"
+_MARKED_LOSSES = 12  # more would hide what they are drawn over
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,12 @@ def tokens_figure(log: RunLog) -> Figure:
     points = [(step.time / scale, step.generated_tokens / step.step_seconds) for step in log.steps]
     # A mean across a change of allocation would show neither what was before nor what came after.
     series = _with_running_mean("all engines, in one step", _TOKENS, points, [step.allocation for step in log.steps])
-    markers = [*decision_markers(log, scale), *loss_markers(log, scale)]
-    note = marker_note(log) + _thinned(log, MAX_POINTS)
+    markers, note = decision_markers(log, scale), marker_note(log)
+    if len(log.losses) <= _MARKED_LOSSES:
+        markers += loss_markers(log, scale)
+    else:
+        note += f" The {plural(len(log.losses), 'loss', 'losses')} of workers are not marked."
+    note += _thinned(log, MAX_POINTS)
     return _lines(title, note, series, axis, "generated tokens per second", markers)
 
 
@@ -121,7 +126,7 @@ def seconds_figure(log: RunLog) -> Figure:
         Layer("publish weights", ROLES["draining"].colour, tuple(step.publish_seconds for step in log.steps)),
         Layer("checkpoint", _CHECKPOINT, tuple(step.checkpoint_seconds for step in log.steps)),
         Layer("made again after a loss", _REDONE, tuple(step.redone_seconds for step in log.steps)),
-        Layer("held for a join", _HELD, tuple(step.held_seconds for step in log.steps)),
+        Layer("held at a boundary", _HELD, tuple(step.held_seconds for step in log.steps)),
         Layer("wait for a batch", ROLES["idle"].colour, tuple(step.wait_seconds for step in log.steps)),
         Layer("other", "#8a949e", tuple(_other_seconds(step) for step in log.steps)),
     ]
@@ -151,12 +156,12 @@ def prediction_figure(log: RunLog) -> Figure:
         )
     pairs = [
         Pair(
-            label=f"{period.first_step}–{period.last_step}",
+            label=_steps(period.first_step, period.last_step),
             left=period.predicted_seconds,
             right=period.measured_seconds,
             note="" if period.switching else f"{100 * period.relative_error:+.0f}",
             title=(
-                f"period {period.period}, steps {period.first_step}–{period.last_step}, {period.allocation}: "
+                f"period {period.period}, steps {_steps(period.first_step, period.last_step)}, {period.allocation}: "
                 f"predicted {duration(period.predicted_seconds)}, measured {duration(period.measured_seconds)} "
                 f"({signed_percent(period.relative_error, 1)}); predicted bottleneck: "
                 f"{BOTTLENECK_WORDS[period.predicted_bottleneck]}"
@@ -256,7 +261,7 @@ def roles_figure(log: RunLog) -> Figure:
         for worker in workers
     ]
     shown = legend((role.replace("rollout:", "rollout, "), style.colour) for role, style in styles.items())
-    note = "One lane a worker. " + marker_note(log)
+    note = "One lane a worker. " + marker_note(log) + (" Crosses: it was lost." if log.losses else "")
     return Figure(title, note, join(shown, lane_chart(lanes, axis, decision_markers(log, scale))), wide=True)
 
 
@@ -318,6 +323,10 @@ def _with_running_mean(name: str, colour: str, points: list[tuple[float, float]]
     smooth = running_mean([y for _, y in points], window, parts)
     line = tuple((x, y) for (x, _), y in zip(points, smooth, strict=True))
     return [Series(name, colour, tuple(points), "dots"), Series(f"mean of {window} steps", colour, line)]
+
+
+def _steps(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}–{last}"
 
 
 def _lines(

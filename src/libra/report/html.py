@@ -18,10 +18,11 @@ from libra.report.tables import (
     evaluations_table,
     events_table,
     health_table,
+    losses_table,
     settings_table,
     trajectories_text,
 )
-from libra.report.verdict import headline, notices, tiles
+from libra.report.verdict import LOSSES, headline, notices, tiles
 
 
 def render_report(run_directory: Path) -> str:
@@ -46,6 +47,8 @@ def _sections(log: RunLog) -> Iterable[Markup]:
     yield tag("h2", text("Who did what, and why it changed"))
     yield cards((roles_figure(log),))
     yield section("Decisions", decisions_table(log))
+    if log.losses:
+        yield section(LOSSES, losses_table(log))
     yield tag("h2", text("Behind the numbers"))
     yield section("Evaluations", evaluations_table(log))
     yield section("Training", health_table(log), trajectories_text(log))

@@ -31,6 +31,7 @@ class Lane:
 
 
 _CROSS = "#b3261e"
+_ARM = 6  # px, of a cross
 
 
 def lane_chart(lanes: Sequence[Lane], x_axis: Axis, markers: Sequence[Marker] = ()) -> Markup:
@@ -58,20 +59,19 @@ def _lane(lane: Lane, y: float, height: float, x_axis: Axis, paper: Paper) -> Ma
             inner.append(draw_label(start + 6, y + height / 2 + 4.5, span.label, "start", "span", span.ink))
         pieces.append(tag("g", *inner, class_="role"))
     for moment, title in lane.crosses:
-        x, middle, arm = x_axis.place(moment, paper.left, paper.x_end), y + height / 2, 6
-        path = f"M{x - arm:.1f} {middle - arm:.1f} l{2 * arm} {2 * arm} m0 {-2 * arm} l{-2 * arm} {2 * arm}"
-        before = x + text_width("lost") + 14 > paper.x_end
-        pieces.append(
-            tag(
-                "g",
-                tag("title", text(title)),
-                tag("path", d=path, stroke="#ffffff", stroke_width=7, fill="none"),
-                tag("path", d=path, stroke=_CROSS, stroke_width=3.4, fill="none"),
-                draw_label(x + (-11 if before else 11), middle + 4.5, "lost", "end" if before else "start", "lost"),
-                class_="cross",
-            )
-        )
+        pieces.append(_cross(title, x_axis.place(moment, paper.left, paper.x_end), y + height / 2))
     return tag("g", *pieces)
+
+
+def _cross(title: str, x: float, y: float) -> Markup:
+    path = f"M{x - _ARM:.1f} {y - _ARM:.1f} l{2 * _ARM} {2 * _ARM} m0 {-2 * _ARM} l{-2 * _ARM} {2 * _ARM}"
+    return tag(
+        "g",
+        tag("title", text(title)),
+        tag("path", d=path, stroke="#ffffff", stroke_width=7, fill="none"),
+        tag("path", d=path, stroke=_CROSS, stroke_width=3.4, fill="none"),
+        class_="cross",
+    )
 
 
 def _shortened(name: str, width: float) -> str:

@@ -40,7 +40,6 @@ p { margin: 8px 0; }
 .chart .unit { fill: var(--ink); }
 .chart .marker { font-weight: 600; }
 .chart .lane { fill: var(--ink); }
-.chart .lost { fill: var(--alarm); font-weight: 600; stroke: #fff; stroke-width: 3px; paint-order: stroke; }
 .chart .grid { stroke: var(--line); }
 .chart .zero { stroke: #9aa5b1; }
 .chart .empty { fill: #f1f3f5; }

@@ -156,7 +156,7 @@ class EventRecord(Record):
     worker: str | None
     text: str
     seconds: float | None = None  # that a move took, or a join from the start of the process
-    held_seconds: float | None = None  # for which a join held the step boundary
+    held_seconds: float | None = None  # that a step waited for a join
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,12 @@ def events_table(log: RunLog) -> Markup:
     return join(shown if listed else NOTHING, updates)
 
 
+def losses_table(log: RunLog) -> Markup:
+    rows = [_texts(duration(event.time), event.worker or "–", event.text) for event in log.losses]
+    shown = table(("Time", "Worker", "Why, and what became of its slot"), rows, "events")
+    return tag("details", tag("summary", text(plural(len(rows), "loss", "losses"))), shown)
+
+
 def settings_table(log: RunLog) -> Markup:
     pieces = []
     if log.summary is not None:

@@ -6,7 +6,7 @@ Invariant: every statement follows from the log alone; what the log cannot tell 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from libra.plan.problem import Bottleneck
@@ -20,6 +20,8 @@ BOTTLENECK_WORDS: dict[Bottleneck, str] = {
     "training": "training",
     "latency": "the longest episodes",
 }
+
+LOSSES = "Lost workers"  # the table of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,23 @@ def notices(log: RunLog) -> tuple[str, ...]:
         )
     elif not log.summary.finished:
         said.append(f"The run ended early: not all of its steps were made. Shown is what it recorded {last}.")
-    said += [
-        f"{event.worker or 'A worker'} was lost after {duration(event.time)}: {event.text}" for event in log.losses
-    ]
-    told = {event.worker for event in log.losses}
-    silent = [worker for worker in (log.summary.lost_workers if log.summary else ()) if worker not in told]
-    said += [f"{worker} was lost; when and why was not recorded." for worker in silent]
+    said += _losses(log)
     said += [f"The last line of {name} was cut off and is left out." for name in log.cut_off]
     return tuple(said)
+
+
+def _losses(log: RunLog) -> Iterator[str]:
+    """One line however many there were: the table of losses has them all."""
+    told = {event.worker for event in log.losses}
+    if len(log.losses) == 1:
+        [event] = log.losses
+        yield f"{event.worker or 'A worker'} was lost after {duration(event.time)}: {event.text}"
+    elif log.losses:
+        who = f"{plural(len(told), 'worker')} {'was' if len(told) == 1 else 'were'} lost"
+        yield f"{who}, {count(len(log.losses))} times in all: when and why is in “{LOSSES}” below."
+    silent = sorted(set(log.summary.lost_workers if log.summary else ()) - told)
+    if silent:
+        yield f"{', '.join(silent)} {'was' if len(silent) == 1 else 'were'} lost; when and why was not recorded."
 
 
 def why_nothing_was_decided(log: RunLog) -> str:
@@ -146,7 +157,7 @@ def _speed(log: RunLog) -> str:
     if found is None:
         return f"{rate}; {waited}."
     name, share = found
-    bound = f"{BOTTLENECK_WORDS[name]} was the bottleneck {percent(share, 0)} of the time by prediction"
+    bound = f"the predicted bottleneck was {BOTTLENECK_WORDS[name]} {percent(share, 0)} of the time"
     return f"{rate}; {bound}, and {waited}."
 
 

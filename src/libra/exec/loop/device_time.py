@@ -28,6 +28,7 @@ class Phase(Enum):
     WAITING = auto()  # for a batch
     STEPPING = auto()
     PUBLISHING = auto()
+    HELD = auto()  # a checkpoint is due, and the step boundary is somebody else's
     CHECKPOINTING = auto()
     AGAIN = auto()  # steps that an interrupted run had made already
 
@@ -37,6 +38,7 @@ _TRAINER = {
     Phase.WAITING: Cause.ROLLOUT_BOUND,
     Phase.STEPPING: Cause.COMPUTING,
     Phase.PUBLISHING: Cause.PUBLISHING,
+    Phase.HELD: Cause.BOUNDARY,
     Phase.CHECKPOINTING: Cause.CHECKPOINTING,
     Phase.AGAIN: Cause.REDOING,
 }

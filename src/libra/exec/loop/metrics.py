@@ -111,7 +111,7 @@ def _changes(tally: Tally) -> Iterator[Metric]:
     yield seconds
     yield CounterMetricFamily("libra_joins", "Replicas that came into training.", value=tally.joins.count)
     yield _summary("libra_join_seconds", "From the start of a replica to its part in training.", tally.joins)
-    yield _summary("libra_join_held_seconds", "For which the others waited for its entry.", tally.held)
+    yield _summary("libra_join_held_seconds", "That a step waited for its entry; 0 where none was due.", tally.held)
     losses = CounterMetricFamily("libra_lost_workers", "Workers that went away.", labels=["worker"])
     for worker, times in tally.losses.items():
         losses.add_metric([worker], times)

@@ -73,7 +73,8 @@ class PostTraining:
         self._generated = 0
         self._engine_counters = counters
         self._rewards: list[float] = []
-        self._checkpoint_seconds = 0.0  # since the last step
+        self._checkpoint_seconds = 0.0  # since the last step, as is the next
+        self._held_seconds = 0.0  # for which a checkpoint had to wait
         steering.changed = self._progress.set
 
     @property
@@ -157,7 +158,7 @@ class PostTraining:
         """What was before is of no step; returns when the first one begins."""
         began = self._recorder.now()
         self._recorder.take_device_seconds(began)
-        self._checkpoint_seconds = 0.0
+        self._checkpoint_seconds = self._held_seconds = 0.0
         return began
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class PostTraining:
         spent = self._recorder.take_device_seconds(ended)
         if self._step > self._recorded.step:
             self._record(batch, result, loads, last_end, trained_at, stepped_at, ended, spent)
-        self._checkpoint_seconds = 0.0
+        self._checkpoint_seconds = self._held_seconds = 0.0
         return ended
 
     async def _between_steps(self) -> None:
@@ -275,9 +276,13 @@ class PostTraining:
         self._steering.require_sound()
 
     async def _checkpoint(self) -> None:
-        began = self._recorder.now()
-        self._recorder.phase(Phase.CHECKPOINTING)
-        async with self._executor.trainers.boundary:
+        boundary, due = self._executor.trainers.boundary, self._recorder.now()
+        held = boundary.locked()
+        if held:
+            self._recorder.phase(Phase.HELD)
+        async with boundary:
+            began = self._recorder.now()
+            self._recorder.phase(Phase.CHECKPOINTING)
             state = RunState(
                 step=self._step,
                 seconds=self._recorder.now(),
@@ -291,6 +296,7 @@ class PostTraining:
         self._journal.commit(Checkpoint(self._step))
         self._episodes.forget_older()
         self._recorder.phase(Phase.WAITING)
+        self._held_seconds = began - due if held else 0.0
         self._checkpoint_seconds = self._recorder.now() - began
         self._recorder.event("checkpoint", None, f"wrote {path.name}", self._checkpoint_seconds)
 
@@ -319,9 +325,9 @@ class PostTraining:
             exchange_seconds=result.exchange_seconds,
             publish_seconds=result.publish_seconds + (ended - stepped_at),
             load_seconds=fmean(loads) if loads else 0.0,
-            wait_seconds=trained_at - last_end - self._checkpoint_seconds,
+            wait_seconds=trained_at - last_end - self._checkpoint_seconds - self._held_seconds,
             checkpoint_seconds=self._checkpoint_seconds,
-            held_seconds=result.held_seconds,
+            held_seconds=result.held_seconds + self._held_seconds,
             redone_seconds=result.redone_seconds,
             reward_mean=fmean(episode.reward for episode in batch.episodes),
             groups=batch.groups,

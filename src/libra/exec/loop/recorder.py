@@ -189,7 +189,8 @@ class Recorder:
         move = moved.move
         self.tally.moved(moved)
         if moved.outcome == "done":
-            self.event("role_change", move.worker, f"{move} in {moved.seconds:.1f} s", moved.seconds)
+            what = f"{move.after} again" if move.before == move.after else str(move)
+            self.event("role_change", move.worker, f"{what} in {moved.seconds:.1f} s", moved.seconds)
         else:
             left = f"it is {move.before} again" if moved.outcome == "undone" else "it does nothing"
             text = f"{move} failed after {moved.seconds:.1f} s, {left}: {moved.why}"
@@ -214,9 +215,10 @@ class Recorder:
             timeline.lost(worker, now, why)
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry the step boundary was held."""
+        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
         self.tally.joined(seconds, held_seconds)
-        text = f"takes part in training {seconds:.1f} s after its start; the others waited {held_seconds:.3f} s for it"
+        waited = f"a step waited {held_seconds:.3f} s" if held_seconds else "no step waited"
+        text = f"takes part in training {seconds:.1f} s after its start; {waited} for it"
         self.event("joined", worker, text, seconds, held_seconds)
         with self._drawing() as (timeline, now):
             details: dict[str, JsonValue] = {"seconds": round(seconds, 3), "held_seconds": round(held_seconds, 4)}

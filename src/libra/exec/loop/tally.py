@@ -38,7 +38,7 @@ class Tally:
     staleness: Counter[int] = field(default_factory=Counter)  # of trajectories trained on
     moves: dict[str, Spell] = field(default_factory=lambda: {outcome: Spell() for outcome in OUTCOMES})
     joins: Spell = field(default_factory=Spell)
-    held: Spell = field(default_factory=Spell)  # step boundaries, for joins
+    held: Spell = field(default_factory=Spell)  # steps that waited for joins
     device_seconds: dict[Cause, float] = field(default_factory=dict)  # of all workers, in the steps
     losses: Counter[str] = field(default_factory=Counter)  # by worker
 

@@ -58,7 +58,7 @@ class Watcher(Protocol):
         ...
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry the step boundary was held."""
+        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
         ...
 
 

@@ -30,7 +30,7 @@ class Draft:
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     engine: str = ""  # that served it last
-    home: EngineHandle | None = None  # which made the last of it, and so has the KV of what it consisted of then
+    home: EngineHandle | None = None  # the last that made some of it, and so has the KV of what it consisted of then
     at_home: int = 0  # tokens of it that this engine had
 
     def given(self, tokens: list[int]) -> None:

@@ -65,7 +65,7 @@ class RunningTurn:
 
     async def serve(self, placement: Placement, name: str) -> None:
         """Have the engine of `placement` make it until it is over or stopped, or the engine leaves or is gone."""
-        draft = self._draft
+        draft, before = self._draft, len(self._draft.tokens)
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
         salt = draft.id if draft.fresh else None
@@ -91,7 +91,8 @@ class RunningTurn:
             if self._fleet.serves(self._engine):
                 raise  # whoever is told of the loss has not taken it out of service: it would be asked for ever
         finally:
-            draft.home, draft.at_home = self._engine, len(draft.tokens)
+            if len(draft.tokens) > before:  # else the KV is where it was: this one may never have had any
+                draft.home, draft.at_home = self._engine, len(draft.tokens)
 
     @property
     def _room(self) -> int:

@@ -12,6 +12,7 @@ import secrets
 import time
 
 from libra.exec.launch.handles import Handle, WorkerFailedError, WorkerLostError
+from libra.exec.train.boundary import Boundary
 from libra.exec.train.membership import Membership
 from libra.exec.wire.messages import (
     TOKEN_BYTES,
@@ -43,7 +44,7 @@ class Joiner:
     """A started replica on its way in."""
 
     def __init__(
-        self, replica: Handle, core: bool, membership: Membership, boundary: asyncio.Lock, step_seconds: float
+        self, replica: Handle, core: bool, membership: Membership, boundary: Boundary, step_seconds: float
     ) -> None:
         """`step_seconds`: what a step takes, 0 where that is not known."""
         self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
@@ -55,14 +56,14 @@ class Joiner:
         self._behind = ""  # why it ceased to follow
 
     async def join(self) -> float:
-        """Returns the seconds that the boundary was held for the entry. Raises `JoinError`, `WorkerLostError`."""
+        """Returns the seconds that a step waited for the entry. Raises `JoinError`, `WorkerLostError`."""
         try:
             for boundary in range(BOUNDARIES):
                 if self._is_stale():
                     await self._introduce()
-                held = await self._try_to_enter(self._hold if boundary < COURTEOUS else None)
-                if held is not None:
-                    return held
+                waited = await self._try_to_enter(self._hold if boundary < COURTEOUS else None)
+                if waited is not None:
+                    return waited
                 if self._wanted is not None:
                     await self._come_level(self._wanted)
         finally:
@@ -91,7 +92,7 @@ class Joiner:
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
         """Take it in if it holds the core's state and says so within `hold` seconds (None: however long it takes).
-        Returns the seconds that this held the boundary."""
+        Returns the seconds that a step waited at this boundary."""
         members, self._wanted = self._membership, None
         async with self._boundary:
             began = time.monotonic()
@@ -117,7 +118,7 @@ class Joiner:
             await members.enter(self._generation)
             if self._replica.lost:
                 raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
-            return time.monotonic() - began
+            return self._boundary.waited(began)
 
     async def _answer_within(self, hold: float | None, order: CatchUp, deadline: float) -> Standing | None:
         """None when it has not answered by then: it is in the middle of an update, and answers after that."""

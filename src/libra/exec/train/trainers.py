@@ -16,6 +16,7 @@ from typing import TypeVar
 from libra.exec.launch.answers import STANDARD, Patience
 from libra.exec.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.exec.ratio import Ratio
+from libra.exec.train.boundary import Boundary
 from libra.exec.train.joining import Joiner, JoinError
 from libra.exec.train.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
 from libra.exec.train.membership import FAILURES, ExchangeError, Membership
@@ -62,7 +63,7 @@ class Trainers:
         self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
         self._step_seconds = 0.0  # of the last step
         self._longest_step = 0.0  # seconds, of those that were made
-        self.boundary = asyncio.Lock()
+        self.boundary = Boundary()
 
     @property
     def core(self) -> Handle:
@@ -94,7 +95,7 @@ class Trainers:
 
     async def join(self, replica: Handle, core: bool = False) -> float:
         """Take in a started replica while the others go on: it follows a core until it holds the same state, and
-        contributes from the next step on. Returns the seconds for which its entry held the step boundary.
+        contributes from the next step on. Returns the seconds that a step waited for its entry.
 
         Raises `JoinError` (its process is ended then), and `WorkerLostError` when it goes away."""
         async with self._changing:
@@ -161,10 +162,8 @@ class Trainers:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
 
         Raises `CoreLostError`, `ExchangeError`, `DivergedError`."""
-        asked = time.monotonic()
-        async with self.boundary:
+        async with self.boundary.step() as held_seconds:
             entered, present = time.monotonic(), self.size
-            held_seconds = entered - asked
             await self._members.tidy()
             again = self.size < present
             failures, why = 0, ""
