@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 _CONNECTIONS = 100_000
-_LEFT = 6  # objects that one leaves, of 1 kB together
+_LEFT = 5  # objects that one leaves, or more, of 1 kB together
 _LOOK_SECONDS = 1.0
 
 
