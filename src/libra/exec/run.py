@@ -210,10 +210,11 @@ class _Session:
         if profile is not None:
             handover.price_by(profile)
         self._phase.show("starting engines and trainers")
-        await executor.start(allocation)
-        self._phase.line(f"{config.cluster.slots} workers are ready: {describe(allocation)}")
         mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
         watcher.planners.append(mending.worker_lost)
+        await mending.start()
+        ready = executor.allocation() or allocation
+        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {describe(ready)}")
         if profile is None:
             profile = await self._measured_profile(key, executor, mending)
             handover.price_by(profile)
