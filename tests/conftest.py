@@ -1,18 +1,16 @@
-"""Makes the brute-force oracles importable as `oracles.NAME`, and lets several tests be made at once."""
+"""Lets several tests be made at once, see `lanes`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from lanes import PROCESSES, Lanes, turn
+
+HERE = Path(__file__).parent
 
 settings.register_profile("libra", settings(), deadline=None)  # no test judges by the clock
 settings.load_profile("libra")
@@ -31,5 +29,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with turn(alone=item.get_closest_marker("alone") is not None):
+    with turn(item.get_closest_marker("alone") is not None, HERE / "lanes.py", HERE / "conftest.py"):
         return (yield)

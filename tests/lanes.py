@@ -29,14 +29,14 @@ class Lanes(LoadScopeScheduling):
 
 
 @contextmanager
-def turn(alone: bool) -> Iterator[None]:
-    """The time of one test, among those of all processes that test this checkout."""
-    with open(__file__) as door, open(Path(__file__).with_name("conftest.py")) as room:  # only to be locked
+def turn(alone: bool, door: Path, room: Path) -> Iterator[None]:
+    """The time of one test, among those of all processes that give the same two files, which are only locked."""
+    with open(door) as entering, open(room) as inside:
         # Who wants to be alone keeps the door shut while the others leave: they would come in again for ever.
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
+        fcntl.flock(entering, fcntl.LOCK_EX)
+        fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(entering, fcntl.LOCK_UN)
         try:
             yield
         finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # closing is not enough: a fork of this process may have it open
+            fcntl.flock(inside, fcntl.LOCK_UN)  # closing is not enough: a fork of this process may have it open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from benchmarks.soak import processes
 from benchmarks.soak.processes import shared_files, unused_shared_files
 
 
-def test_shared_memory_that_nobody_maps_is_left_behind(tmp_path: Path) -> None:
+def test_shared_memory_that_nobody_maps_is_left_behind() -> None:
     before = shared_files()
-    left, used = (Path("/dev/shm") / f"{tmp_path.name}-{name}" for name in ("left", "used"))
+    left, used = (Path("/dev/shm") / f"libra-{os.getpid()}-{name}" for name in ("left", "used"))
     try:
         for file in (left, used):
             file.write_bytes(b"libra")
