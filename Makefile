@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml
 run: setup  ## post-train the calculator agent; see runs/calculator/report.html
 	$(VENV)/bin/libra run examples/calculator.yaml --overwrite
 
-test: setup  ## run all tests
-	$(VENV)/bin/python -m pytest -q
+test: setup  ## run all tests, two at a time
+	$(VENV)/bin/python -m pytest -q -n 2
 
 fuzz: setup  ## the planner against an integer program and brute force, on 5,000 random problems
 	$(VENV)/bin/python -m pytest -q tests/fuzz/fuzz_plan.py

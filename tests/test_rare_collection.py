@@ -1,4 +1,4 @@
-"""Collections come with growth alone, and Python's own ways come back."""
+"""Collections come with connections that leave something, and Python's own ways come back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from libra import rare_collection
-from libra.rare_collection import collecting_rarely
+from libra.rare_collection import Connections, collecting_rarely
 
 
 class Circle:
@@ -17,28 +17,35 @@ class Circle:
         self.itself = self
 
 
-def test_what_refers_to_itself_is_found_when_there_is_much_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_that_leave_something_lead_to_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rare_collection, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(rare_collection, "_GROWN", 50_000)
+    monkeypatch.setattr(rare_collection, "_CONNECTIONS", 10_000)
     collected: list[str] = []
 
     def noted(phase: str, info: dict[str, int]) -> None:
         collected.append(phase)
 
     async def serve() -> None:
-        async with collecting_rarely():
+        connections = Connections()
+        async with collecting_rarely(connections):
             assert gc.get_freeze_count() > 0
             gc.callbacks.append(noted)
             gone = weakref.ref(Circle())
-            for _ in range(20):  # requests come and go, and nothing grows
+            connections.made = 10_000
+            for _ in range(20):  # they leave nothing: requests come and go
                 assert len([Circle.__new__(Circle) for _ in range(20_000)]) == 20_000
                 await asyncio.sleep(0.01)
+            assert not collected and connections.made == 10_000
+            connections.made = 9_999
+            waiting = [Circle() for _ in range(100_000)]  # grown, but not by what connections leave
+            await asyncio.sleep(0.2)
             assert not collected and gone() is not None
-            kept = [Circle() for _ in range(60_000)]
+            connections.made += 1
             async with asyncio.timeout(20):
                 while gone() is not None:
                     await asyncio.sleep(0.01)
-            assert collected == ["start", "stop"] and len(kept) == 60_000
+            assert collected == ["start", "stop"] and connections.made == 0
+            assert len(waiting) == 100_000
 
     try:
         asyncio.run(serve())

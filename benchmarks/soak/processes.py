@@ -114,6 +114,7 @@ def unused_shared_files(before: set[str]) -> list[str]:
             mapped += entry.read_text()
         except OSError:
             pass  # it ended meanwhile
+    new &= shared_files()  # its owner may have taken it away, and ended, while we looked
     return sorted(name for name in new if f"/dev/shm/{name}" not in mapped)
 
 

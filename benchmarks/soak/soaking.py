@@ -106,7 +106,7 @@ class Soak:
     def _until_checkpoint(self, sitting: Sitting) -> None:
         """Before its first checkpoint a run cannot be resumed."""
         ends = time.monotonic() + _START_SECONDS
-        while not any(self._run_directory.glob("checkpoint-*/state.json")):
+        while not any(self._run_directory.glob("checkpoint-*[0-9]/state.json")):
             if sitting.status is not None or time.monotonic() > ends:
                 raise SoakError(f"the run made no checkpoint: {sitting.last_words()} (see {sitting.output})")
             self._look(sitting)

@@ -159,7 +159,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
         except DiskError as error:
             status, problem = status or 1, problem or str(error)
     if problem:
-        saved = any(run_directory.glob("checkpoint-*/state.json"))
+        saved = any(run_directory.glob("checkpoint-*[0-9]/state.json"))
         remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
         typer.echo(f"libra run: {problem}; {remedy}", err=True)
         return status

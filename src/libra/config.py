@@ -54,7 +54,7 @@ class ClusterConfig(Section):
     rollout: int = Field(default=2, ge=0)  # always generate
     share: PositiveFloat = 0.45  # of one core, per slot
     port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
-    losses_per_hour: PositiveInt = 3  # of one slot; with that many it is not used any more
+    losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node; with that many it is not used any more
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:

@@ -16,9 +16,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from libra.rare_collection import collecting_rarely
+from libra.rare_collection import Connections, collecting_rarely
+
+CONNECTIONS = web.AppKey("connections", Connections)  # that its process has made, while an application is served
 
 _KINDS = {404: "not_found_error", 503: "service_unavailable"}  # others: the request's own fault
+_BACKLOG = 4096  # connections that wait to be accepted
 _SHUTDOWN = 1.0  # seconds for those who are being answered
 
 
@@ -51,13 +54,24 @@ def refused(message: str, status: int) -> web.Response:
 @asynccontextmanager
 async def serving(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """The address that it answers at; port 0 asks for any that is free. Raises OSError where it is taken."""
+    connections = application[CONNECTIONS] = Connections()
     runner = web.AppRunner(
         application, handler_cancellation=True, access_log=None, logger=_LOG, shutdown_timeout=_SHUTDOWN
     )
     await runner.setup()
+    protocol = runner.server
+    assert protocol is not None  # of one that is set up
+
+    def accepted() -> asyncio.BaseProtocol:
+        connections.made += 1
+        return protocol()
+
     try:
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+        listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=_BACKLOG)
+        try:
+            yield f"http://{f'[{host}]' if ':' in host else host}:{listening.sockets[0].getsockname()[1]}"
+        finally:
+            listening.close()
     finally:
         await runner.cleanup()
 
@@ -70,6 +84,6 @@ async def serve(application: web.Application, host: str, port: int, announce: Ca
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    async with collecting_rarely(), serving(application, host, port) as base:
+    async with serving(application, host, port) as base, collecting_rarely(application[CONNECTIONS]):
         announce(base)
         await ended.wait()

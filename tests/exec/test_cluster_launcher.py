@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import select
 import signal
 import socket
@@ -24,6 +25,7 @@ from libra.exec.launch.node import Node, NodeFacts
 from libra.exec.launch.nodes import NodeLostError
 from libra.exec.launch.nursery_process import NurseryProcess
 from libra.exec.launch.places import Seat
+from libra.exec.losses import LOSS_WINDOW, with_loss
 from libra.exec.wire.messages import Failure, LoadWeights, Stop
 from libra.exec.wire.shared_vectors import Vector
 from libra.exec.wire.weights import WeightBuffer, WeightUpdateError
@@ -38,6 +40,7 @@ class LossyNode:
         self.node = node
         self.reads = self.writes = 0
         self.tear = False  # what is written here from now on
+        self.stuck: set[int] = set()  # buffers into which no write ends
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def lose(self, why: str) -> None:
@@ -64,6 +67,8 @@ class LossyNode:
         self.writes += 1
         if self.tear:
             content = np.concatenate([content[: size // 2], np.zeros(size - size // 2, np.uint8)])
+        if buffer in self.stuck:
+            await self._there(asyncio.get_running_loop().create_future())
         await self._there(self.node.write(buffer, size, checksum, content))
 
     async def ended(self) -> str:
@@ -119,6 +124,7 @@ class Failing(LossyNode):
         raise NodeLostError("no memory")
 
 
+LOSSES = 3  # of nodes in one place
 SEATS = [Seat(0, 0), Seat(1, 0), Seat(0, 1)]
 Scenario = Callable[[ClusterLauncher, LossyNodes], Awaitable[None]]
 
@@ -133,7 +139,7 @@ def bare_nurseries(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_two_nodes(logs: Path, scenario: Scenario, marks: Mapping[str, str] | None = None) -> None:
     async def run() -> None:
         nodes = LossyNodes(logs)
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, SEATS, marks or {}) as launcher:
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, SEATS, marks or {}, LOSSES) as launcher:
             await scenario(launcher, nodes)
 
     asyncio.run(run())
@@ -217,8 +223,33 @@ def test_a_place_in_which_no_node_starts_is_given_up(tmp_path: Path) -> None:
         nodes.instead = lambda: Failing(Node(nodes.host, tmp_path, "nursery-0"))
         nodes.present[0].lose("unplugged")
         await launcher._keepers[0]
-        assert len(nodes.opened) == 2 + 3
-        with pytest.raises(ForkError, match="no memory"):
+        assert len(nodes.opened) == 2 + LOSSES - 1
+        with pytest.raises(ForkError, match=r"no memory; it is given up with 3 losses within 3600 s\), and no other"):
+            await launcher.spawn("w0", 0)
+        assert await answers(await launcher.spawn("w1", 1))
+
+    on_two_nodes(tmp_path, scenario)
+
+
+def test_a_nursery_that_starts_well_and_dies_at_once_is_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("libra.exec.launch.cluster.with_loss", lambda losses, moment: with_loss(losses, now))
+
+    async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
+        nonlocal now
+        await launcher.ready()
+        for opened in range(3, 3 + 2 * LOSSES):  # in the first hours it happens once in a while
+            os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)
+            now += LOSS_WINDOW / 2 + 1
+            while len(nodes.opened) < opened or not launcher.offers(0):
+                await asyncio.sleep(0.01)
+        os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)  # the third within the hour
+        await launcher._keepers[0]
+        assert len(nodes.opened) == 2 + 2 * LOSSES
+        log = re.escape(str(tmp_path / "nursery-0.log"))
+        with pytest.raises(ForkError, match=rf"ended: see {log}; it is given up with 3 losses within 3600 s"):
             await launcher.spawn("w0", 0)
         assert await answers(await launcher.spawn("w1", 1))
 
@@ -306,6 +337,53 @@ def test_weights_that_arrive_torn_are_an_error_and_can_be_sent_again(tmp_path: P
     with_trainer_and_engines(tmp_path, scenario)
 
 
+def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(
+        launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
+    ) -> None:
+        hanging = nodes.present[1]
+        hanging.stuck = {0}
+        older, newer = publish(nodes.present[0], 4), publish(nodes.present[0], 5)
+        waiting = asyncio.create_task(launcher.bring(older, SIZE, trainer, away))
+        while not hanging.writes:
+            await asyncio.sleep(0)
+        await launcher.bring(newer, SIZE, trainer, away)
+        assert holds(hanging, newer) and not waiting.done()
+        waiting.cancel()
+
+        monkeypatch.setattr("libra.exec.launch.copies.COPY_SECONDS", 0.05)
+        monkeypatch.setattr("libra.exec.launch.cluster.COPY_SECONDS", 120.0)
+        with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not there in"):
+            await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
+        with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 120 s\)"):
+            await away.channel.receive()
+        monkeypatch.setattr("libra.exec.launch.copies.COPY_SECONDS", PATIENCE)
+        while nodes.present[1] is hanging or not launcher.offers(1):
+            await asyncio.sleep(0.01)
+        again = await launcher.spawn("w1", 1)
+        latest = publish(nodes.present[0], 8)
+        await launcher.bring(latest, SIZE, trainer, again)
+        assert holds(nodes.present[1], latest)
+        assert launcher.exists(trainer) and launcher.exists(beside)
+
+    with_trainer_and_engines(tmp_path, scenario)
+
+
+def test_weights_that_are_not_read_cost_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(
+        launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
+    ) -> None:
+        nodes.present[0].read = lambda *order: asyncio.sleep(PATIENCE)  # type: ignore[method-assign]
+        monkeypatch.setattr("libra.exec.launch.copies.COPY_SECONDS", 0.05)
+        with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*: not read in"):
+            await launcher.bring(publish(nodes.present[0], 4), SIZE, trainer, away)
+        assert launcher.exists(away) and launcher.offers(1)
+
+    with_trainer_and_engines(tmp_path, scenario)
+
+
 def test_weights_that_nobody_has_any_more(tmp_path: Path) -> None:
     async def scenario(
         launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
@@ -342,7 +420,10 @@ def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.
     async def scenario() -> None:
         nodes = LossyNodes(tmp_path)
         nodes.instead = lambda: LossyNode(Node(nodes.host, tmp_path, "nursery", devices=("4", "7")))
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0), Seat(0, 1)], {}) as launcher:
+        async with (
+            asyncio.timeout(PATIENCE),
+            ClusterLauncher.open(nodes, [Seat(0, 0), Seat(0, 1)], {}, LOSSES) as launcher,
+        ):
             await launcher.ready()
             for slot in (0, 1):
                 link = await launcher.spawn(f"w{slot}", slot)
@@ -362,7 +443,7 @@ def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
         nodes.instead = lambda: Unwritable(Node(nodes.host, tmp_path, "nursery-0"))
-        async with ClusterLauncher.open(nodes, [Seat(0, 0)], {}) as launcher:
+        async with ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             with pytest.raises(LaunchError, match=r"Permission denied: 'nursery-0\.log'"):
                 await asyncio.wait_for(launcher.ready(), PATIENCE)
 
@@ -390,7 +471,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
         nodes = LossyNodes(tmp_path)
         hanging = Hanging(Node(nodes.host, tmp_path, "nursery-0"))
         nodes.instead = lambda: hanging
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}) as launcher:
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()
             link = await launcher.spawn("w0", 0)
             hanging.hangs = True
@@ -419,7 +500,7 @@ def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None
         nodes = LossyNodes(tmp_path)
         halfway = Halfway(Node(nodes.host, tmp_path, "nursery-0"))
         nodes.instead = lambda: halfway
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}) as launcher:
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()
             with pytest.raises(ForkError, match="unplugged"):
                 await launcher.spawn("w0", 0)

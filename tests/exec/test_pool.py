@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from libra.exec.losses import LOSS_WINDOW
 from libra.exec.pool.pool import (
     DEADLINES,
     IDLE,
-    LOSS_WINDOW,
     MOST_LOSSES,
     TRAIN,
     Duty,

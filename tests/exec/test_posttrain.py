@@ -71,12 +71,12 @@ def test_killed_anywhere_and_resumed(tmp_path: Path, seed: int) -> None:
     kills, resume = 0, False
     while sit_until_killed(directory, tmp_path / str(kills + 1), resume, seed + kills, chance.randrange(60)):
         kills += 1
-        resume = any((tmp_path / str(kills)).glob("checkpoint-*/state.json"))
+        resume = any((tmp_path / str(kills)).glob("checkpoint-*[0-9]/state.json"))
         directory = tmp_path / str(kills)
         if not resume:
             directory = tmp_path / f"{kills} again"
             directory.mkdir()
-    resume = any(directory.glob("checkpoint-*/state.json"))
+    resume = any(directory.glob("checkpoint-*[0-9]/state.json"))
     require_whole(directory, sit(directory, resume, seed))
     assert kills
 
@@ -202,7 +202,7 @@ def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Pat
         run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
         run.mkdir()
         sit_until_killed(run, left, False, 3, rounds)
-        if any(left.glob("checkpoint-*/state.json")):
+        if any(left.glob("checkpoint-*[0-9]/state.json")):
             history = read_interrupted(left).history
             if any(group.started_at < history.version for group in history.groups):
                 break
@@ -219,7 +219,7 @@ def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatc
         run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
         run.mkdir()
         sit_until_killed(run, left, False, 3, rounds)
-        if any(left.glob("checkpoint-*/state.json")):
+        if any(left.glob("checkpoint-*[0-9]/state.json")):
             history = read_interrupted(left).history
             if any(group.started_at < history.version for group in history.groups):
                 break
@@ -250,7 +250,7 @@ directory, room = Path(sys.argv[1]), int(sys.argv[2])
 
 async def run(sitting):
     task = asyncio.create_task(sitting.training.run())
-    while not task.done() and not any(directory.glob("checkpoint-*/state.json")):
+    while not task.done() and not any(directory.glob("checkpoint-*[0-9]/state.json")):
         await asyncio.sleep(0)
     size = (directory / sys.argv[3]).stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))

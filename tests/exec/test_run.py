@@ -26,7 +26,7 @@ from libra.cost.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec import run as run_module
 from libra.exec.interrupted import Interrupted
-from libra.exec.launch.handles import WorkerLostError
+from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.loop.checkpoint import latest_checkpoint
 from libra.exec.rollout.episode_file import read_history
 from libra.exec.rollout.rollout import Rollout
@@ -45,7 +45,9 @@ from libra.exec.wire.messages import (
     MeasureHandover,
     MeasureTraining,
     Message,
+    Publish,
     StartEngine,
+    StartTrainer,
     Train,
 )
 from libra.plan.problem import InfeasiblePlanError
@@ -281,7 +283,7 @@ def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs: Runs)
 
     async def scenario() -> RunSummary:
         task = runs.start(config)
-        await until(lambda: any(config.run_directory.glob("checkpoint-*/state.json")), task)
+        await until(lambda: any(config.run_directory.glob("checkpoint-*[0-9]/state.json")), task)
         for name in ("core-0", "core-1"):
             runs.launcher.workers[name].die()
         with pytest.raises(CoreLostError, match=r"core trainer .*core-1 is gone, and no other is left"):
@@ -289,6 +291,67 @@ def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs: Runs)
         return await runs.start(config, resume=True)
 
     require_whole(config.run_directory, asyncio.run(scenario()), steps=60)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"core-0": {StartTrainer: None}},
+        {"core-0": {Publish: None}},
+        {"hybrid-0": {StartTrainer: None}},
+        {"hybrid-0": {Follow: None}},
+        {"rollout-0": {StartEngine: None}, "rollout-1": {LoadWeights: None}},
+    ],
+)
+def test_workers_that_are_killed_as_a_run_starts_are_started_again(runs: Runs, broken: dict[str, Orders]) -> None:
+    config = runs.config("begun", steps=3)
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        runs.launcher.prepared |= broken
+        async with asyncio.timeout(PATIENCE):
+            return await task
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=3)
+    assert {row["worker"] for row in rows(config.run_directory, "journal") if row["kind"] == "failed"} == set(broken)
+
+
+def test_a_run_starts_with_fewer_workers_where_a_slot_is_no_good(runs: Runs) -> None:
+    config = runs.config("smaller", steps=3)
+
+    async def scenario() -> RunSummary:
+        task = runs.start(config)
+        bad: Callable[[str], Orders] = lambda name: {StartEngine: None} if name == "rollout-0" else {}  # noqa: E731
+        runs.launcher.prepared = Succession(bad, bad)
+        async with asyncio.timeout(PATIENCE):
+            return await task
+
+    require_whole(config.run_directory, asyncio.run(scenario()), steps=3)
+    failed = [row for row in rows(config.run_directory, "journal") if row["kind"] == "failed"]
+    assert [row["worker"] for row in failed] == ["rollout-0"] * 3 and failed[-1]["retired"]
+
+
+@pytest.mark.parametrize(
+    ("name", "orders", "error"),
+    [
+        ("rollout-0", {StartEngine: Failure("out of memory")}, WorkerFailedError),  # as a wrong configuration has it
+        ("core-0", {StartTrainer: None}, WorkerLostError),
+    ],
+)
+def test_a_run_whose_workers_cannot_start_says_why(
+    runs: Runs, name: str, orders: Orders, error: type[Exception]
+) -> None:
+    config = runs.config("never")
+
+    async def scenario() -> None:
+        task = runs.start(config)
+        bad: Callable[[str], Orders] = lambda worker: orders if worker == name else {}  # noqa: E731
+        runs.launcher.prepared = Succession(bad, bad)
+        async with asyncio.timeout(PATIENCE):
+            with pytest.raises(error, match=f"{name}"):
+                await task
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("verb", "which"), [("evaluate", 0), ("logprob_gap", 0), ("evaluate", 1), ("logprob_gap", 1)])

@@ -322,8 +322,10 @@ def test_for_a_joiner_that_is_always_overtaken_the_core_stands_still() -> None:
 def test_steps_do_not_wait_for_a_joiner_in_the_middle_of_an_update() -> None:
     async def scenario(scene: Scene) -> None:
         voter = await scene.floor.hire("hybrid-0")
-        voter.free.clear()
         entering = asyncio.create_task(scene.trainers.join(voter.handle))
+        while not voter.told(Follow):
+            await asyncio.sleep(0)
+        voter.free.clear()
         while not voter.told(CatchUp):
             await asyncio.sleep(0.001)
         assert [await scene.step(version) for version in (1, 2, 3)] == [1, 1, 1]
@@ -393,6 +395,31 @@ def test_a_step_that_is_due_while_the_boundary_is_held_has_waited_since_then() -
             assert boundary.waited(began) == 0.0
 
     asyncio.run(run())
+
+
+def test_a_joiner_in_the_middle_of_a_copy_outlives_the_loss_of_another_and_steps_do_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "_copy_seconds", lambda core: PATIENCE)
+
+    async def scenario(scene: Scene) -> None:
+        joiner = await scene.floor.hire("hybrid-1")
+        entering = asyncio.create_task(scene.trainers.join(joiner.handle))
+        while not joiner.told(Follow):
+            await asyncio.sleep(0)
+        async with scene.trainers.boundary:  # it follows, and goes on copying when it has answered
+            joiner.free.clear()
+            scene.floor.replicas["hybrid-0"].fall()
+        assert [await scene.step(version) for version in (1, 2, 3)] == [1, 1, 1]
+        await asyncio.sleep(2 * SHORT.floor)
+        assert not entering.done() and not joiner.killed
+        joiner.free.set()
+        await entering
+        assert scene.trainers.names() == ("core-0", "hybrid-1")
+        assert await scene.step(4) == 2
+        assert_each_sample_is_trained_once(scene, 4)
+
+    play(scenario, "hybrid-0", patience=SHORT)
 
 
 @pytest.mark.parametrize("order", [Prepare, Follow, CatchUp, Enter])

@@ -93,6 +93,7 @@ class Floor:
 
     async def close(self) -> None:
         for voter in self.replicas.values():
+            voter.free.set()
             if not voter.fallen:
                 await voter.handle.stop()
             voter.fall()
@@ -111,7 +112,7 @@ class Voter:
         self.late = 0  # times that it is not level yet when asked
         self.behind: deque[str] = deque()  # answers to Follow
         self.busy_seconds = 0.0  # until it looks at an order to catch up
-        self.free = asyncio.Event()  # it is in the middle of no update
+        self.free = asyncio.Event()  # it is in the middle of no copy; else it does nothing that is asked of it
         self.free.set()
         self.killed = self.fallen = False
         self._floor, self._index, self._far = floor, index, far
@@ -130,6 +131,7 @@ class Voter:
     def fall(self) -> None:
         """The process is gone."""
         self.fallen = True
+        self.free.set()
         self._far.close()
         for (generation, _), round in self._floor.rounds.items():
             if generation == self.generation and self.name not in round.shares:
@@ -142,6 +144,9 @@ class Voter:
             except (OSError, ValueError):  # the other end is closed, or this one
                 return
             self.orders.append(order)
+            await self.free.wait()
+            if self.fallen:
+                return
             waiting = self.fates.get(type(order))
             fate = waiting.popleft() if waiting else "ok"
             if fate == "hang":
@@ -189,7 +194,6 @@ class Voter:
                 return self._standing(False, behind)
             case CatchUp():
                 await asyncio.sleep(self.busy_seconds)
-                await self.free.wait()
                 if self.late > 0:
                     self.late -= 1
                 else:

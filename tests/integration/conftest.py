@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared_nursery import SharedNursery, shared_nursery
 from small_runs import SmallRuns
 
 
@@ -17,3 +19,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_runs(tmp_path: Path, cache: Path) -> SmallRuns:
     return SmallRuns(tmp_path, cache)
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedNursery]:
+    with shared_nursery(tmp_path_factory.mktemp("logs")) as nursery:
+        yield nursery

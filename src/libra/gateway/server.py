@@ -12,7 +12,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+from aiohttp import (
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+    TraceConfig,
+    web,
+)
 
 from libra.gateway.engines import EngineBehind, Engines
 from libra.gateway.gateway_file import GatewayFile
@@ -27,7 +36,8 @@ from libra.gateway.messages import (
 )
 from libra.gateway.metrics import CONTENT_TYPE, Counts, exposition
 from libra.gateway.trajectories import Trajectories
-from libra.http_service import refusal, refused
+from libra.http_service import CONNECTIONS, refusal, refused
+from libra.rare_collection import Connections
 from libra.route.policy import Placement, Policy, Request, ToolReturn
 from libra.trajectory import Trajectory
 
@@ -77,13 +87,14 @@ class Gateway:
         app.cleanup_ctx.append(self._running)
         return app
 
-    async def _running(self, _: web.Application) -> AsyncIterator[None]:
+    async def _running(self, application: web.Application) -> AsyncIterator[None]:
         async with ClientSession(
             connector=TCPConnector(limit=0),
             cookie_jar=DummyCookieJar(),
             skip_auto_headers=_UNSAID,
             timeout=ClientTimeout(total=None, sock_connect=_CONNECT_DEADLINE),
             auto_decompress=False,
+            trace_configs=[_counting(application[CONNECTIONS])],
         ) as own:
             self._session = own
             engines = list(self.engines.all.values())
@@ -330,6 +341,17 @@ class Gateway:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.engines.instances else 503)
+
+
+def _counting(connections: Connections) -> TraceConfig:
+    """Of those to engines."""
+
+    async def made(*_: object) -> None:
+        connections.made += 1
+
+    trace = TraceConfig()
+    trace.on_connection_create_end.append(made)
+    return trace
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> bool:

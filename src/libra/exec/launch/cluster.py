@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from libra.exec.launch.copies import Copies
+from libra.exec.launch.copies import COPY_SECONDS, Copies, HangingNodeError
 from libra.exec.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.exec.launch.node import NodeFacts
 from libra.exec.launch.nodes import NodeLostError, Nodes, RemoteNode
 from libra.exec.launch.places import Seat
 from libra.exec.launch.reception import Reception
+from libra.exec.losses import LOSS_WINDOW, with_loss
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import LoadWeights
 
@@ -24,7 +26,6 @@ _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
 # A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
 _FORK_SECONDS = 60.0
 _GONE_SECONDS = 60.0
-_MOST_FAILURES = 3  # starts of a node in a row; what fails so often does not pass by itself
 
 
 class _Place:
@@ -37,6 +38,8 @@ class _Place:
         self.generation = 0  # nodes that have been here
         self.links: set[WorkerLink] = set()
         self.why = "it has not started"  # there is no node
+        self.hangs = asyncio.Event()  # the node
+        self.losses: tuple[float, ...] = ()  # when it lost a node, or one did not start
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -46,10 +49,19 @@ class _Place:
 
 
 class ClusterLauncher:
-    """See `Launcher` for its verbs. `seats` are the slots; `marks` are files that every node must see."""
+    """See `Launcher` for its verbs. `seats` are the slots; `marks` are files that every node must see; a place that
+    loses `most_losses` nodes within an hour, those that do not start included, is given up."""
 
-    def __init__(self, nodes: Nodes, seats: Sequence[Seat], reception: Reception, marks: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        seats: Sequence[Seat],
+        reception: Reception,
+        marks: Mapping[str, str],
+        most_losses: int,
+    ) -> None:
         self._nodes, self._seats, self._reception, self._marks = nodes, seats, reception, marks
+        self._most_losses = most_losses
         self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
         self._keepers: list[asyncio.Task[None]] = []
         self._copies = Copies()
@@ -58,11 +70,11 @@ class ClusterLauncher:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, nodes: Nodes, seats: Sequence[Seat], marks: Mapping[str, str]
+        cls, nodes: Nodes, seats: Sequence[Seat], marks: Mapping[str, str], most_losses: int
     ) -> AsyncIterator[ClusterLauncher]:
         """A launcher that is starting; closed on the way out."""
         async with Reception.open(nodes.host) as reception:
-            launcher = cls(nodes, seats, reception, marks)
+            launcher = cls(nodes, seats, reception, marks, most_losses)
             launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
             for keeper in launcher._keepers:
                 keeper.add_done_callback(_raise_in_loop)
@@ -135,7 +147,13 @@ class ClusterLauncher:
     async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
         if source.node == target.node:
             return
-        await self._copies.bring(weights, size, self._end(source), self._end(target))
+        try:
+            await self._copies.bring(weights, size, self._end(source), self._end(target))
+        except HangingNodeError:
+            for place in self._places:
+                if place.name == target.node and place.node is not None:
+                    place.hangs.set()
+            raise
 
     def _end(self, link: WorkerLink) -> tuple[str, RemoteNode | None]:
         """The node of a worker, which may have ended there: its weights stay. None when the node is lost."""
@@ -158,18 +176,18 @@ class ClusterLauncher:
         return WorkerLink(name, pid, channel, cores, cores[len(before) % len(cores)], place.name, place.facts.host)
 
     async def _keep(self, place: _Place) -> None:
-        """A node in this place, and another one when it is lost. After `_MOST_FAILURES` there is none any more."""
-        failures = 0
-        while failures < _MOST_FAILURES:
+        """A node in this place, and another one when it is lost, until it has lost too many."""
+        while len(place.losses) < self._most_losses:
             node: RemoteNode | None = None
+            place.hangs.clear()
             try:
                 node = self._nodes.open(place.number)
                 place.facts = await node.start(self._marks)
-                place.node, place.generation, failures = node, place.generation + 1, 0
+                place.node, place.generation = node, place.generation + 1
                 if not place.began.done():
                     place.began.set_result(None)
                 self.slots_changed()
-                why = await node.ended()
+                why = await _ended(node, place.hangs)
             except (LaunchError, OSError) as error:
                 why = str(error)
             except Exception as error:
@@ -182,7 +200,9 @@ class ClusterLauncher:
             if not place.began.done():
                 place.began.set_exception(LaunchError(why))
                 return
-            failures += place.node is None
+            place.losses = with_loss(place.losses, time.monotonic())
+            if len(place.losses) == self._most_losses:
+                why += f"; it is given up with {self._most_losses} losses within {LOSS_WINDOW:.0f} s"
             self._lose(place, why)
 
     def _lose(self, place: _Place, why: str) -> None:
@@ -197,6 +217,18 @@ class ClusterLauncher:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._copies.close()
+
+
+async def _ended(node: RemoteNode, hangs: asyncio.Event) -> str:
+    """Returns when the node has ended, or hangs: why. Raises what `RemoteNode.ended` does."""
+    ended, hanging = asyncio.create_task(node.ended()), asyncio.create_task(hangs.wait())
+    try:
+        await asyncio.wait((ended, hanging), return_when=asyncio.FIRST_COMPLETED)
+        return ended.result() if ended.done() else f"it took no weights in {COPY_SECONDS:.0f} s"
+    finally:
+        for task in (ended, hanging):
+            task.cancel()
+        await asyncio.gather(ended, hanging, return_exceptions=True)
 
 
 def _raise_in_loop(task: asyncio.Task[None]) -> None:

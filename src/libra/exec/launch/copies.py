@@ -15,9 +15,13 @@ from libra.exec.launch.nodes import NodeLostError, RemoteNode
 from libra.exec.wire.messages import LoadWeights
 from libra.exec.wire.weights import WeightUpdateError
 
-_COPY_SECONDS = 120.0
+COPY_SECONDS = 120.0  # for each end of a copy
 
 Found = TypeVar("Found")
+
+
+class HangingNodeError(CopyError):
+    """The node that was to have the weights does not take them, and says nothing."""
 
 
 class Copies:
@@ -35,7 +39,8 @@ class Copies:
         source: tuple[str, RemoteNode | None],
         target: tuple[str, RemoteNode | None],
     ) -> None:
-        """From one node, by name, to another; None is a node that is lost. Raises `SourceLostError`, `CopyError`."""
+        """From one node, by name, to another; None is a node that is lost. Raises `SourceLostError`,
+        `HangingNodeError`, `CopyError`."""
         if weights != self._weights:
             self._weights, self._reads, self._writes = weights, {}, {}
         await _once(self._writes, target[0], lambda: self._copy(weights, size, source, target))
@@ -53,13 +58,17 @@ class Copies:
     ) -> None:
         what = f"weights v{weights.version} from {source[0]} to {target[0]}"
         try:
-            async with asyncio.timeout(_COPY_SECONDS):
+            async with asyncio.timeout(COPY_SECONDS):
                 content = await self._read(weights, size, *source)
-                if target[1] is None:
-                    raise NodeLostError("the node is gone")
+        except TimeoutError:
+            raise CopyError(f"{what}: not read in {COPY_SECONDS:.0f} s") from None
+        try:
+            if target[1] is None:
+                raise NodeLostError("the node is gone")
+            async with asyncio.timeout(COPY_SECONDS):
                 await target[1].write(weights.buffer, size, weights.checksum, content)
         except TimeoutError:
-            raise CopyError(f"{what}: not there after {_COPY_SECONDS:.0f} s") from None
+            raise HangingNodeError(f"{what}: not there in {COPY_SECONDS:.0f} s") from None
         except (OSError, WeightUpdateError) as error:
             raise CopyError(f"{what}: {error}") from None
 

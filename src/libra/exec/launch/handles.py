@@ -2,7 +2,7 @@
 
 Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
 for ever and none is told success. What an engine reported of a turn was handed on as it came, and nothing comes after
-the turn's end.
+the turn's end. A worker that says what nobody asked for is given up, and what comes from one that was is dropped.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Handle:
 
     async def _read(self) -> None:
         try:
-            while True:
+            while not self.lost:  # what one that was given up still says is an answer to nobody
                 self._receive(await self._channel.receive())
         except ConnectionError as error:
             self.declare_lost(str(error))
@@ -282,10 +282,10 @@ class EngineHandle(Handle):
     def _receive(self, message: FromWorker) -> None:
         self._reports += 1
         if isinstance(message, Saved):
-            self._saving.pop(message.parcel).set_result(message)
+            self._settle(self._saving, message)
             return
         if isinstance(message, Fetched):
-            self._fetching.pop(message.parcel).set_result(message)
+            self._settle(self._fetching, message)
             return
         if not isinstance(message, Generated):
             super()._receive(message)
@@ -322,6 +322,13 @@ class EngineHandle(Handle):
         else:
             answers[parcel] = answer
         return answer
+
+    def _settle(self, answers: dict[int, asyncio.Future[Answer | None]], message: Answer) -> None:
+        answer = answers.pop(message.parcel, None)
+        if answer is not None:
+            answer.set_result(message)
+        else:
+            self.declare_lost(f"it sent {type(message).__name__} for parcel {message.parcel}, which it was not given")
 
     async def _watch(self) -> None:
         """Take an engine for lost that has turns to make and does not go on with them."""

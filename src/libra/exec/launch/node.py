@@ -80,7 +80,7 @@ class Node:
     async def ended(self) -> str:
         """Returns when no worker can be forked here any more: why."""
         await self._started.ended()
-        return f"the nursery process of node {self._host} ended"
+        return f"the process that starts its workers ended: see {self._started.log}"
 
     def close(self) -> None:
         if self._nursery is not None:

@@ -50,11 +50,11 @@ class NurseryProcess:
 
     def __init__(self, logs: Path, name: str = "nursery", command: tuple[str, ...] = _COMMAND) -> None:
         """Starts it. It writes to `<logs>/<name>.log`, its workers to theirs."""
-        self._logs, self._log = logs, logs / f"{name}.log"
+        self._logs, self.log = logs, logs / f"{name}.log"
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         self.weights = create_buffer()
-        with open(self._log, "wb") as log:
+        with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *command, str(theirs.fileno()), str(self.weights)],
                 pass_fds=(theirs.fileno(), self.weights),
@@ -77,7 +77,7 @@ class NurseryProcess:
         """Wait until it has imported everything; returns its seconds. Raises `LaunchError`."""
         reply = await self._reply()
         if reply is None:
-            tail = self._log.read_text(errors="replace").strip().splitlines()[-3:]
+            tail = self.log.read_text(errors="replace").strip().splitlines()[-3:]
             raise LaunchError(
                 "worker processes cannot start: " + (" | ".join(tail) or "no output")
                 + ". Is the engine extra installed? (pip install 'libra-rl[cpu]')"

@@ -26,7 +26,7 @@ async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[Clust
                 nodes,
                 seats,
             ),
-            ClusterLauncher.open(nodes, seats, marks) as launcher,
+            ClusterLauncher.open(nodes, seats, marks, cluster.losses_per_hour) as launcher,
         ):
             yield launcher
 

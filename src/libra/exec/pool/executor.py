@@ -75,7 +75,7 @@ class Executor:
         return self._mover.allocation()
 
     async def start(self, allocation: Allocation) -> None:
-        """Bring up the first allocation."""
+        """Bring up the first allocation; see `Mover.start`."""
         self._journal.commit(Start(self._beginning.version))
         self._watch = asyncio.create_task(self._watch_workers())
         self._watch.add_done_callback(_raise_in_loop)

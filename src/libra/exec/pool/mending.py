@@ -1,4 +1,5 @@
-"""Work on workers while no steps are made, such as an evaluation: who is lost meanwhile is started again.
+"""The first start, and work on workers while no steps are made, such as an evaluation: who is lost meanwhile is started
+again.
 
 Invariant: while the work goes on, or before it is begun again, the workers are what they were, as far as there are
 workers left; where nobody is left, it ends with an error instead of waiting for ever. A move that was begun ends before
@@ -33,6 +34,11 @@ class Mending:
     def worker_lost(self) -> None:
         """The pool is less than it was."""
         self._lost.set()
+
+    async def start(self) -> None:
+        """Bring up the first workers. Raises what a worker says that it cannot, and what `during` does."""
+        await self._executor.start(self._home)
+        await self._mend(self._home, lambda: False)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises what it raises; `CoreLostError` or `InfeasiblePlanError` where the workers that

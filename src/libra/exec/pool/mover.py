@@ -21,7 +21,8 @@ from libra.exec.pool.moves import Move
 from libra.exec.pool.pool import DEADLINES, IDLE, Duty, Pool, Role, Worker
 from libra.plan.problem import Allocation
 
-_FAILURES = (WorkerLostError, WorkerFailedError, TimeoutError)
+_GONE = (WorkerLostError, TimeoutError)  # it says nothing; another process in its slot may do better
+_FAILURES = (*_GONE, WorkerFailedError)
 
 
 class Hands(Protocol):
@@ -100,17 +101,21 @@ class Mover:
         return current_allocation(duties, bucket_limits(self._plans), self._longest_context)
 
     async def start(self, wanted: Allocation) -> None:
-        """The first allocation: a core replica, then all others at once. Raises what the first that fails raises."""
+        """The first allocation: a core replica, then all others at once. One that goes away on the way is missing when
+        this returns; the core replica is started again, until its slot is retired. Raises what a worker says that
+        it cannot do, which another would not either, and what made that core replica fail."""
         moves = assign(self.pool.all(), wanted, self._longest)
         self._journal.commit(journal.Plan(wanted, None))
         self._plans = (wanted,)
         core = next(move for move in moves if self.pool[move.worker].allowed == {Role.TRAIN})
-        await self.move(core)
+        await self._start_first(core)
         others = (self.move(move) for move in moves if move is not core)
-        for result in await asyncio.gather(*others, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-        self._journal.commit(journal.Applied())
+        results = await asyncio.gather(*others, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, _GONE):
+                raise error
+        self._journal.commit(journal.Dropped(str(errors[0])) if errors else journal.Applied())
 
     async def apply(self, wanted: Allocation) -> Applied:
         """Change what differs, one worker after the other. Raises ValueError where the healthy workers cannot be what
@@ -174,6 +179,15 @@ class Mover:
         for worker in self.pool.overdue(self._clock(), step_seconds):
             limit = DEADLINES[worker.role].after(step_seconds)
             self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")
+
+    async def _start_first(self, core: Move) -> None:
+        while True:
+            try:
+                await self.move(core)
+                return
+            except _GONE:
+                if self.pool[core.worker].role is Role.FAILED:
+                    raise
 
     async def _carry_out(self, move: Move) -> Moved:
         """One move, undone if it fails."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from libra.config import ClusterConfig
+from libra.exec.losses import LOSS_WINDOW, with_loss
 from libra.exec.train.joining import BOUNDARIES
 
 
@@ -40,11 +41,9 @@ class Deadline:
 # let in at one of the `BOUNDARIES` after it; it leaves at the end of the second.
 DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
-# A process may die of something that passes, so its slot is used again. Several within an hour have a cause that
-# starting another does not remove: then it stays empty for the rest of the sitting. Three starts that hang for the
-# 120 s that they have fit into the hour.
+# A process may die of something that passes, so its slot is used again. With so many losses within an hour it stays
+# empty for the rest of the sitting.
 MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
-LOSS_WINDOW = 3600.0  # seconds
 
 _LEGAL = {
     Role.IDLE: {Role.JOINING},
@@ -117,8 +116,7 @@ class Worker:
 
     def lose(self, now: float) -> Worker:
         """Its process is gone, and that counts."""
-        recent = tuple(moment for moment in self.losses if now - moment <= LOSS_WINDOW)
-        return replace(self.become(Role.FAILED, now), losses=(*recent, now))
+        return replace(self.become(Role.FAILED, now), losses=with_loss(self.losses, now))
 
 
 class Pool:

@@ -2,7 +2,7 @@
 
 Invariant: it is let in only when it is shown to hold the state that the core holds, and the boundary between two steps
 is held for messages alone. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy
-with the core's last update at many boundaries; then the core makes no step until it is done.
+with a copy or an update at many boundaries; then the core makes no step until it is done.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ class Joiner:
         self._generation = 0  # for which it was prepared
         self._wanted: Standing | None = None  # the core's, at the last boundary
         self._behind = ""  # why it ceased to follow
+        self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed nobody yet
 
     async def join(self) -> float:
         """Returns the seconds that a step waited for the entry. Raises `JoinError`, `WorkerLostError`."""
         try:
             for boundary in range(BOUNDARIES):
+                hold = self._hold if boundary < COURTEOUS else None
                 if self._is_stale():
-                    await self._introduce()
-                waited = await self._try_to_enter(self._hold if boundary < COURTEOUS else None)
+                    await self._introduce(hold)
+                waited = await self._try_to_enter(hold)
                 if waited is not None:
                     return waited
                 if self._wanted is not None:
@@ -75,11 +77,17 @@ class Joiner:
         """At first, and when somebody was lost: what was prepared will not do."""
         return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
 
-    async def _introduce(self) -> None:
-        """Everyone prepares the generation with it, and it follows the core."""
+    async def _introduce(self, hold: float | None) -> None:
+        """Everyone prepares the generation with it, and it follows the core; not at this boundary where it is in the
+        middle of a copy and does not listen within `hold` seconds (None: however long it takes)."""
         members, follows, places = self._membership, self._follows, None
+        await self._hear_out()
         async with self._boundary:
             await members.tidy()
+            if self._copy_seconds:
+                deadline = members.patience.floor + self._copy_seconds
+                if await self._answer_within(hold, Identify(), deadline) is None:
+                    return
             rank = len(members.cores if self._core else members.replicas)
             present = members.replicas
             self._generation = await members.prepare([*present[:rank], self._replica, *present[rank:]])
@@ -109,7 +117,7 @@ class Joiner:
                     raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
             self._wanted = here
             catch_up = CatchUp(here.number, self._generation, HOLD)
-            there = await self._answer_within(hold, catch_up, HOLD + members.patience.floor + _copy_seconds(here))
+            there = await self._answer_within(hold, catch_up, HOLD + members.patience.floor + self._copy_seconds)
             if there is None or not there.ready:
                 return None
             if (there.number, there.parameter_hash) != (here.number, here.parameter_hash):
@@ -120,8 +128,8 @@ class Joiner:
                 raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
             return self._boundary.waited(began)
 
-    async def _answer_within(self, hold: float | None, order: CatchUp, deadline: float) -> Standing | None:
-        """None when it has not answered by then: it is in the middle of an update, and answers after that."""
+    async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> Standing | None:
+        """None when it has not answered by then: it is in the middle of something, and answers after that."""
         self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
         if not self._late.done():
@@ -131,20 +139,25 @@ class Joiner:
 
     async def _come_level(self, wanted: Standing) -> None:
         """Give it time to reach the state that the core had at the last boundary, while steps are made."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            await late
+        await self._hear_out()
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
-        there = await self._ask(catch_up, patience.unknown + patience.floor + _copy_seconds(wanted))
+        there = await self._ask(catch_up, patience.unknown + patience.floor + self._copy_seconds)
         self._behind = there.behind
         if there.number == wanted.number and there.parameter_hash != wanted.parameter_hash:
             self._follows = None  # what it holds is not what the core held: from the beginning
         elif there.number == wanted.number and not there.ready:
             self._generation = 0  # it did not form: another one is prepared
 
+    async def _hear_out(self) -> None:
+        """Wait for the answer that a boundary did not wait for, while steps are made."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            await late
+
     async def _follow(self, places: Places, here: Standing) -> None:
-        deadline = self._membership.patience.unknown + _copy_seconds(here)
+        self._copy_seconds = _copy_seconds(here)
+        deadline = self._membership.patience.unknown + self._copy_seconds
         self._behind = (await self._ask(Follow(places), deadline)).behind
 
     async def _places(self, here: Standing) -> Places | None:

@@ -11,7 +11,9 @@ import os
 import select
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import Protocol
 
 from torch.distributed import TCPStore
@@ -22,7 +24,8 @@ from libra.exec.train.inside import HOST, Inside, meet
 from libra.exec.wire.channel import PeerChannel, WorkerChannel
 from libra.exec.wire.messages import Failure, FromWorker, ToWorker
 
-_CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and the last
+_CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and its end
+_LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
 
 
 class Channel(Protocol):
@@ -36,15 +39,35 @@ class Channel(Protocol):
         """Whether `receive` would return at once, after at most `seconds`."""
 
 
-class BrokenReplicaError(RuntimeError):
+class BrokenReplicaError(Exception):
     """A process of the replica is gone, or failed."""
+
+
+class Peer(PeerChannel):
+    """A forked process of the replica, as its leader sees it."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        super().__init__(connection)
+        self.process = os.pidfd_open(pid)  # readable when it has ended
+
+    def close(self) -> None:
+        super().close()
+        os.close(self.process)
+
+    def end(self) -> str:
+        """How it ended; that is soon after its connection was closed."""
+        if not select.select([self.process], [], [], _CLOSING_SECONDS)[0]:
+            return "it closed its connection, and does not end"
+        found = os.waitid(os.P_PIDFD, self.process, os.WEXITED)
+        assert found is not None
+        return f"{'exit status' if found.si_code == os.CLD_EXITED else 'killed by signal'} {found.si_status}"
 
 
 class ReplicaChannel:
     """The leader's channel: what it receives is its own part of an order that its peers have got theirs of, and what it
     sends is joined with their answers."""
 
-    def __init__(self, controller: WorkerChannel, peers: Sequence[PeerChannel]) -> None:
+    def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
         self._controller, self._peers = controller, peers
 
     def poll(self, seconds: float | None) -> bool:
@@ -67,16 +90,19 @@ class ReplicaChannel:
         """Raises `BrokenReplicaError`."""
         self._controller.send(join([answer, *(self._answer(number) for number in range(len(self._peers)))]))
 
-    def look_for_broken(self) -> None:
-        """Raises `BrokenReplicaError` where a peer is gone, or has failed."""
-        for number in self._heard(_CLOSING_SECONDS):
-            self._answer(number)
+    def look_for_broken(self, seconds: float) -> None:
+        """Raises `BrokenReplicaError` where a peer has ended, or does within `seconds`."""
+        ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
+        for number, peer in enumerate(self._peers):
+            while peer.process in ended:
+                self._answer(number)  # the last thing that is to be read says why
 
     def _answer(self, number: int) -> FromWorker:
         try:
             answer = self._peers[number].receive()
         except ConnectionError:
-            raise BrokenReplicaError(f"process {number + 1} of the replica is gone") from None
+            how = self._peers[number].end()
+            raise BrokenReplicaError(f"process {number + 1} of the replica is gone: {how}") from None
         if isinstance(answer, Failure):
             raise BrokenReplicaError(f"process {number + 1} of the replica: {answer.error}")
         return answer
@@ -86,19 +112,21 @@ class ReplicaChannel:
         readable = self._readable(seconds)
         return [number for number, peer in enumerate(self._peers) if peer in readable]
 
-    def _readable(self, seconds: float | None) -> list[WorkerChannel | PeerChannel]:
-        channels: list[WorkerChannel | PeerChannel] = [*self._peers, self._controller]
+    def _readable(self, seconds: float | None) -> list[WorkerChannel | Peer]:
+        channels: list[WorkerChannel | Peer] = [*self._peers, self._controller]
         return select.select(channels, [], [], seconds)[0]
 
 
 def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[Channel, Inside], None]) -> None:
-    """Let this process and its forks `serve` as one replica."""
+    """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them goes away or
+    fails, from the fork on."""
     listener = socket.create_server((HOST, 0))
     port, leader = listener.getsockname()[1], os.getpid()
-    peers: list[PeerChannel] = []
+    peers: list[Peer] = []
     for rank in range(1, processes):
         ours, theirs = socket.socketpair()
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             die_with(leader)
             controller.close()  # so that each end is closed when its one owner is gone
             listener.close()
@@ -108,14 +136,30 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
             own = WorkerChannel(theirs)
             serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own)
         theirs.close()
-        peers.append(PeerChannel(ours))
+        peers.append(Peer(ours, pid))
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     channel = ReplicaChannel(controller, peers)
     try:
-        serve(channel, meet(0, processes, store))
+        serve(channel, _meet_peers(channel, processes, store))
     except RuntimeError:  # so torch says of a collective that a peer left, and does not say that it did
-        channel.look_for_broken()
+        channel.look_for_broken(_CLOSING_SECONDS)
         raise
+
+
+def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Inside:
+    """`meet`, which would wait for one that never comes, on a thread beside a look at who is there."""
+    meeting: Future[Inside] = Future()
+
+    def run() -> None:
+        try:
+            meeting.set_result(meet(0, processes, store))
+        except Exception as error:  # noqa: BLE001 - the end of a thread: whoever waits raises it
+            meeting.set_exception(error)
+
+    Thread(target=run, name="meet", daemon=True).start()
+    while not meeting.done():
+        channel.look_for_broken(_LOOK_SECONDS)
+    return meeting.result()
 
 
 def _serve_peer(

@@ -1,0 +1,32 @@
+"""What a soak says is left behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import processes
+from benchmarks.soak.processes import shared_files, unused_shared_files
+
+
+def test_shared_memory_that_nobody_maps_is_left_behind() -> None:
+    before = shared_files()
+    left, used = (Path("/dev/shm") / f"libra-{os.getpid()}-{name}" for name in ("left", "used"))
+    try:
+        for file in (left, used):
+            file.write_bytes(b"libra")
+        with open(used, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            found = unused_shared_files(before)
+        assert left.name in found and used.name not in found
+    finally:
+        left.unlink()
+        used.unlink()
+
+
+def test_shared_memory_that_its_owner_takes_away_meanwhile_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([{"left-behind", "taken-away"}, {"left-behind"}])
+    monkeypatch.setattr(processes, "shared_files", lambda: next(looks))
+    assert unused_shared_files(set()) == ["left-behind"]
