@@ -34,6 +34,7 @@ TINY = Sizes(
 )
 
 
+@pytest.mark.alone
 def test_a_device_is_measured_in_full() -> None:
     calibration = calibrate_device("cpu", TINY)
     measured = [getattr(calibration, field.name) for field in fields(calibration)]

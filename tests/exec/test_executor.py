@@ -18,6 +18,7 @@ from libra.exec.launch.answers import STANDARD
 from libra.exec.launch.handles import WorkerLostError
 from libra.exec.launch.launcher import ForkError, WorkerLink
 from libra.exec.pool import executor as executor_module
+from libra.exec.pool.beginning import Beginning
 from libra.exec.pool.executor import Executor
 from libra.exec.pool.journal import Journal, Lost, Process, Start, Step, read_journal
 from libra.exec.pool.mover import Moved
@@ -101,12 +102,9 @@ class Made:
             self.pool,
             self.fleet,
             CONFIG,
-            directory,
-            16,
+            Beginning(directory, kv_bytes=16, version=4, checkpoint=checkpoint),
             self.journal,
             self.told,
-            4,
-            checkpoint,
         )
 
     def duties(self) -> dict[str, Duty]:

@@ -228,6 +228,24 @@ def test_last_words_that_are_no_answer_are_the_reason_for_the_loss() -> None:
     asyncio.run(run())
 
 
+def test_who_fails_at_an_order_and_ends_is_lost_for_that_reason_whoever_hears_of_it_first() -> None:
+    async def run() -> None:
+        reasons: list[str] = []
+        handle, far = await connect(Handle, lambda name, why: reasons.append(why))
+        asked = asyncio.create_task(handle.ask(Publish(1, 1), Published))
+        await far.receive()
+        far.send(Failure("KeyError: 7"))
+        far.close()
+        with pytest.raises(WorkerFailedError, match="KeyError: 7"):
+            await asked
+        while not handle.lost:
+            await asyncio.sleep(0)
+        assert reasons == ["it failed: KeyError: 7"]
+        handle.close()
+
+    asyncio.run(run())
+
+
 # --- generation ----------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sittings import PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit, sit_until_killed
+from sittings import CONFIG, PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit, sit_until_killed
 
 from libra.config import ConfigError
+from libra.disk import DiskError
 from libra.environments.protocol import Prompt
 from libra.exec.interrupted import read_interrupted
 from libra.exec.loop.checkpoint import latest_checkpoint
@@ -155,6 +156,39 @@ def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: 
     assert second.device_seconds["core-0"][Cause.CHECKPOINTING] <= second.checkpoint_seconds + 0.01
     [event, *_] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert event["kind"] == "checkpoint" and event["seconds"] == second.checkpoint_seconds
+
+
+def test_no_checkpoint_is_written_once_an_episode_could_not_be(tmp_path: Path) -> None:
+    """The disk is full for one moment, in which a checkpoint waits for the step boundary."""
+    sitting = Sitting(tmp_path, resume=False, seed=1)
+    training, trainers = sitting.training, sitting.training._executor.trainers
+    holding: list[asyncio.Task[None]] = []
+
+    async def hold() -> None:
+        refused, write = asyncio.Event(), sitting.recorder.episode
+
+        def refuse(episode: Episode) -> None:
+            sitting.recorder.episode = write  # type: ignore[method-assign]
+            refused.set()
+            raise DiskError(tmp_path / "trajectories.jsonl", OSError(28, "No space left on device"))
+
+        async with trainers.boundary:
+            sitting.recorder.episode = refuse  # type: ignore[method-assign]
+            await refused.wait()
+
+    between = training._between_steps
+
+    async def beside_a_joiner() -> None:
+        if training.step == 2 * CONFIG.checkpoint_every:
+            holding.append(asyncio.create_task(hold()))
+            await asyncio.sleep(0)
+        await between()
+
+    training._between_steps = beside_a_joiner  # type: ignore[method-assign]
+    with pytest.raises(DiskError, match="No space left"):
+        asyncio.run(training.run())
+    sitting.close()
+    require_whole(tmp_path, sit(tmp_path, resume=True, seed=2))
 
 
 def test_a_loss_before_the_first_step_is_steered_around_before_it_is_waited_for(

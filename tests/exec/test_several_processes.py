@@ -93,11 +93,11 @@ def test_a_process_is_killed_in_the_middle_of_step_17(
         await steps_beside(trainers, range(13, 15), asyncio.create_task(trainers.join(hybrid)))
         assert [await step(trainers, version) for version in range(15, 17)] == [3] * 2
 
+        processes = [hybrid.link.pid, *peers(hybrid)]
         idle = cpu_nanoseconds(hybrid)
         making = asyncio.create_task(step(trainers, 17))
         while cpu_nanoseconds(hybrid) == idle:  # until it works on its share
             await asyncio.sleep(0.001)
-        processes = [hybrid.link.pid, *peers(hybrid)]
         os.kill(processes[process], signal.SIGKILL)
         assert await making == 2
         assert all(is_gone(pid) for pid in processes)

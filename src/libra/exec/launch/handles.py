@@ -146,11 +146,14 @@ class Handle:
                 asked.set_result(None)
 
     async def _read(self) -> None:
+        latest: FromWorker | None = None
         try:
             while not self.lost:  # what one that was given up still says is an answer to nobody
-                self._receive(await self._channel.receive())
+                latest = await self._channel.receive()
+                self._receive(latest)
         except ConnectionError as error:
-            self.declare_lost(str(error))
+            # Who fails at an order says so and ends; whoever asked may not have heard of the one before the other.
+            self.declare_lost(f"it failed: {latest.error}" if isinstance(latest, Failure) else str(error))
         except msgspec.MsgspecError as error:
             self.declare_lost(f"it sent what is not a message: {error}")
 

@@ -69,7 +69,7 @@ class PostTraining:
         self._groups_started = history.version * training.prompts_per_step + len(history.groups)
         self._progress = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._generated = 0
         self._engine_counters = counters
         self._rewards: list[float] = []
@@ -234,7 +234,7 @@ class PostTraining:
         for index in indices:
             task = asyncio.create_task(self._run_episode(group, index, prompt, due))
             self._running.add(task)
-            task.add_done_callback(self._episode_ended)
+            task.add_done_callback(self._running.discard)
 
     def _due(self, started_at: int) -> float:
         """When a group that was started under this version is needed, at the latest: for the batch after those that
@@ -251,23 +251,22 @@ class PostTraining:
 
     async def _run_episode(self, group: int, index: int, prompt: Prompt, due: float) -> None:
         temperature = self._config.training.temperature
-        episode = await self._rollout.episode(_episode_id(group, index), prompt, due, temperature)
-        self._episodes.finished(group, index, episode)
-        self._admission.finish(_group_name(group), episode)
-        self._recorder.episode(episode)
-        self._observe([episode])
+        try:
+            episode = await self._rollout.episode(_episode_id(group, index), prompt, due, temperature)
+            self._episodes.finished(group, index, episode)
+            self._admission.finish(_group_name(group), episode)
+            self._recorder.episode(episode)
+            self._observe([episode])
+        except Exception as error:  # noqa: BLE001 - the end of a task: `run` raises it
+            self._failure = error  # at once: no checkpoint may count an episode that is not written down everywhere
+            self._progress.set()
+            return
         if self._admission.ready():
             self._progress.set()
 
     def _observe(self, episodes: Sequence[Episode]) -> None:
         limits = [bucket.up_to for bucket in self._executor.fleet.allocation.buckets]
         self._replanner.observe(episodes, limits)
-
-    def _episode_ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            self._progress.set()
 
     def _require_sound(self) -> None:
         if self._failure is not None:
@@ -281,6 +280,7 @@ class PostTraining:
         if held:
             self._recorder.phase(Phase.HELD)
         async with boundary:
+            self._require_sound()
             began = self._recorder.now()
             self._recorder.phase(Phase.CHECKPOINTING)
             state = RunState(
