@@ -20,7 +20,7 @@ from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
 from test_steering import PROFILE
 
-from libra.config import ModelConfig, RunConfig
+from libra.config import ConfigError, ModelConfig, RunConfig
 from libra.cost.device import HandoverCost
 from libra.cost.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
@@ -291,6 +291,19 @@ def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs: Runs)
         return await runs.start(config, resume=True)
 
     require_whole(config.run_directory, asyncio.run(scenario()), steps=60)
+
+
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(runs: Runs) -> None:
+    done = runs.config("longer", steps=6)
+    fewer = done.model_copy(update={"training": done.training.model_copy(update={"steps": 5})})
+
+    async def scenario() -> None:
+        await runs.start(done)
+        with pytest.raises(ConfigError, match=r"training.steps is 5: .*longer has made 6 already"):
+            await runs.start(fewer, resume=True)
+
+    asyncio.run(scenario())
+    assert len(rows(done.run_directory, "metrics")) == 6
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from libra.cache import cache_directory
-from libra.config import RunConfig
+from libra.config import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.profile_file import load_profile, save_profile
 from libra.disk import DiskError, writing
@@ -64,10 +64,15 @@ _Opened = TypeVar("_Opened", bound=_File)
 
 async def run(config: RunConfig, environment: Environment, display: Display, resume: bool) -> RunSummary:
     """One whole run in `config.run_directory`, which exists; or, with `resume`, what is left of one. Returns its
-    summary; also writes it."""
+    summary; also writes it. Raises `ConfigError` where that run has made more steps than the configuration has."""
     directory = config.run_directory
     began = time.monotonic()
     before = read_interrupted(directory) if resume else None
+    if before is not None and before.history.version > config.training.steps:
+        raise ConfigError(
+            f"training.steps is {config.training.steps}: {directory} has made {before.history.version} already;"
+            " resume with at least so many"
+        )
     async with (
         MetricsEndpoint.open(config.metrics) as metrics,
         _launcher(config) as launcher,
