@@ -116,6 +116,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.disk import DiskError, writing
     from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
     from libra.exec.launch.launcher import LaunchError
+    from libra.exec.loop.checkpoint import can_be_resumed
     from libra.exec.pool.journal import JournalError
     from libra.exec.preflight import prepare_run_directory
     from libra.exec.rollout.episode_file import EpisodeFileError
@@ -159,8 +160,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
         except DiskError as error:
             status, problem = status or 1, problem or str(error)
     if problem:
-        saved = any(run_directory.glob("checkpoint-*[0-9]/state.json"))
-        remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
+        resumable = can_be_resumed(run_directory)
+        remedy = "continue with --resume" if resumable else "it had no checkpoint yet, start again with --overwrite"
         typer.echo(f"libra run: {problem}; {remedy}", err=True)
         return status
     if as_json:

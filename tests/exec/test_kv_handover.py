@@ -179,15 +179,21 @@ def test_a_turn_that_is_given_up_as_its_context_is_saved_leaves_nothing_leased()
     play(scenario)
 
 
+def on_its_way(scene: Scene) -> tuple[Fleet, Draft]:
+    """A context that the source holds, where the target is the only one to go on."""
+    fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
+    fleet.add(Instance(scene.target, "any", 400))
+    draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
+    draft.given(list(CONTEXT))
+    draft.at_home = len(CONTEXT)
+    return fleet, draft
+
+
 def test_an_engine_that_leaves_while_a_context_is_saved_for_it_is_not_sent_the_turn() -> None:
     """It would be one more that has to stop there, and nobody would tell it to."""
 
     async def scenario(scene: Scene) -> None:
-        fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
-        fleet.add(Instance(scene.target, "any", 400))
-        draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
-        draft.given(list(CONTEXT))
-        draft.at_home = len(CONTEXT)
+        fleet, draft = on_its_way(scene)
         turn = RunningTurn(draft, "test", fleet, 9, -1)
         placement = turn.place()
         assert placement is not None
@@ -210,11 +216,7 @@ def test_kv_is_where_it_was_until_the_next_engine_has_made_something(made: list[
     """An engine that is lost with the context still ahead of it never had any of its KV."""
 
     async def scenario(scene: Scene) -> None:
-        fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
-        fleet.add(Instance(scene.target, "any", 400))
-        draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
-        draft.given(list(CONTEXT))
-        draft.at_home = len(CONTEXT)
+        fleet, draft = on_its_way(scene)
         draft.given([1, 2])  # of a tool
         turn = RunningTurn(draft, "test", fleet, 9, -1)
         placement = turn.place()

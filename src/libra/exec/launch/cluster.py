@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from libra.exec.launch.background import raise_in_loop
 from libra.exec.launch.copies import COPY_SECONDS, Copies, HangingNodeError
 from libra.exec.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.exec.launch.node import NodeFacts
@@ -77,7 +78,7 @@ class ClusterLauncher:
             launcher = cls(nodes, seats, reception, marks, most_losses)
             launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
             for keeper in launcher._keepers:
-                keeper.add_done_callback(_raise_in_loop)
+                keeper.add_done_callback(raise_in_loop)
             try:
                 yield launcher
             finally:
@@ -229,9 +230,3 @@ async def _ended(node: RemoteNode, hangs: asyncio.Event) -> str:
         for task in (ended, hanging):
             task.cancel()
         await asyncio.gather(ended, hanging, return_exceptions=True)
-
-
-def _raise_in_loop(task: asyncio.Task[None]) -> None:
-    """A keeper that broke must not be forgotten: what it raised goes to the loop's exception handler."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error

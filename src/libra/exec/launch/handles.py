@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from libra.exec.launch.background import raise_in_loop
 from libra.exec.launch.launcher import WorkerLink
 from libra.exec.wire.messages import (
     Done,
@@ -64,12 +65,6 @@ class WorkerFailedError(RuntimeError):
     """The worker is alive and says that it could not do what it was told."""
 
 
-def _raise_in_loop(task: asyncio.Task[None]) -> None:
-    """A reader that broke must not be forgotten: what it raised goes to the loop's exception handler."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error
-
-
 class Handle:
     """Orders with one answer each, answered in turn; `on_lost` is called once when the worker goes away."""
 
@@ -84,7 +79,7 @@ class Handle:
         self.lost = False
         self._stopping = False  # its end is no loss
         self._reader = asyncio.create_task(self._read(), name=f"read {link.name}")
-        self._reader.add_done_callback(_raise_in_loop)
+        self._reader.add_done_callback(raise_in_loop)
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
         """Send an order and wait for its answer. Raises `WorkerLostError`, `WorkerFailedError`, `TimeoutError`."""
@@ -194,7 +189,7 @@ class EngineHandle(Handle):
         self.load_tokens = 0  # context tokens of the requests it holds
         super().__init__(link, on_lost)
         self._watcher = asyncio.create_task(self._watch(), name=f"watch {link.name}")
-        self._watcher.add_done_callback(_raise_in_loop)
+        self._watcher.add_done_callback(raise_in_loop)
 
     @property
     def running(self) -> int:

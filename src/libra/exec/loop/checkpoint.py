@@ -58,9 +58,14 @@ async def save_checkpoint(directory: Path, trainers: Trainers, state: RunState) 
     return target
 
 
+def can_be_resumed(directory: Path) -> bool:
+    """Whether a run directory holds a complete checkpoint."""
+    return bool(_complete(directory))
+
+
 def latest_checkpoint(directory: Path) -> tuple[Path, RunState]:
     """The newest complete checkpoint of a run directory. Raises `ConfigError` when there is none."""
-    found = [path for path in directory.glob("checkpoint-*") if path.suffix != ".part" and (path / _STATE).is_file()]
+    found = _complete(directory)
     if not found:
         raise ConfigError(f"name: {directory} holds no checkpoint to resume from; start again with --overwrite")
     path = max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
@@ -69,6 +74,10 @@ def latest_checkpoint(directory: Path) -> tuple[Path, RunState]:
         raise ConfigError(f"name: {path} is of another format; start again with --overwrite")
     started = parse_record(Evaluation, json.dumps(state["started"]), str(path / _STATE))
     return path, RunState(state["step"], state["seconds"], state["tracker"], state["policy"], started)
+
+
+def _complete(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("checkpoint-*") if path.suffix != ".part" and (path / _STATE).is_file()]
 
 
 def _dump(state: RunState) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from libra.config import RunConfig
 from libra.disk import writing
+from libra.exec.launch.background import raise_in_loop
 from libra.exec.launch.handles import WorkerLostError
 from libra.exec.launch.launcher import Launcher
 from libra.exec.pool import mover, processes
@@ -78,7 +79,7 @@ class Executor:
         """Bring up the first allocation; see `Mover.start`."""
         self._journal.commit(Start(self._beginning.version))
         self._watch = asyncio.create_task(self._watch_workers())
-        self._watch.add_done_callback(_raise_in_loop)
+        self._watch.add_done_callback(raise_in_loop)
         await self._mover.start(allocation)
 
     async def apply(self, wanted: Allocation) -> Applied:
@@ -134,9 +135,3 @@ class Executor:
             await asyncio.sleep(_WATCH_SECONDS)
             self._processes.declare_dead()
             self._mover.fail_overdue(self._processes.step_seconds)
-
-
-def _raise_in_loop(task: asyncio.Task[None]) -> None:
-    """A watch that broke must not be forgotten: what it raised goes to the loop's exception handler."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error
