@@ -48,7 +48,7 @@ _TURNS, _PROMPT, _RETURNED = 3, (300, 900), 100
 _LIMITS = (2_500, 4_500, 16_384)  # of buckets, tokens
 _OTHER_FILES = 1000
 _LOOK_SECONDS, _WATCH_SECONDS = 0.01, 0.05
-_LIBRA = [sys.executable, "-c", "from libra.cli import main; main()"]
+_LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
 
 
 @dataclass(frozen=True, slots=True)

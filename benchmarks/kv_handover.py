@@ -30,14 +30,10 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.config import ModelConfig
-from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.exec.launch.handles import EngineHandle, Handle
-from libra.exec.launch.local import LocalLauncher
-from libra.exec.rollout.kv_handover import KVHandover
-from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.exec.wire.messages import (
+from libra.backends.launch.handles import EngineHandle, Handle
+from libra.backends.launch.local import LocalLauncher
+from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
+from libra.backends.transport.messages import (
     Done,
     Generate,
     KVPlace,
@@ -49,6 +45,10 @@ from libra.exec.wire.messages import (
     StartEngine,
     StartTrainer,
 )
+from libra.backends.vllm.kv_handover import KVHandover
+from libra.config.run import ModelConfig
+from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
+from libra.cost.engine_facts import BLOCK_TOKENS
 
 _QUIET = 0.05  # share of the machine that others may use while this measures
 _TINY = ModelConfig(hidden_size=128, layers=3, heads=4, kv_heads=2, head_dim=32)

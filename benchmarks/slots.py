@@ -29,8 +29,8 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.config import ClusterConfig
-from libra.exec.launch.pace import Pacer
+from libra.backends.launch.pace import Pacer
+from libra.config.run import ClusterConfig
 
 TOLERANCE = 0.10  # relative; a slot may be this much slower, or faster, when its neighbours are busy
 GOAL = "within 10 %"

@@ -27,9 +27,9 @@ from benchmarks.evaluation.time_by_length import EXPERIMENT as TIME_BY_LENGTH
 from benchmarks.evaluation.tp_by_length import EXPERIMENT as TP_BY_LENGTH
 from benchmarks.evaluation.tp_by_length import crossover
 from benchmarks.rows import Row
-from libra.model_file import load_model
-from libra.plan.engines import engine_kv_tokens
-from libra.recipe import Recipe
+from libra.config.recipe import Recipe
+from libra.hardware.model_file import load_model
+from libra.plan.options.engines import engine_kv_tokens
 
 PAGE = """# Page
 before

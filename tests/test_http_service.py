@@ -9,7 +9,7 @@ import re
 import pytest
 from aiohttp import web
 
-from libra.http_service import serving
+from libra.serve.http_service import serving
 
 LONG = b"x" * 20_000
 

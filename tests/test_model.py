@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.config import ConfigError
-from libra.model import Experts, LatentAttention, ModelSpec
-from libra.model_file import load_model, model_names
+from libra.config.run import ConfigError
+from libra.hardware.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.model_file import load_model, model_names
 
 # Parameters of the checkpoints: their safetensors indices, and the Hugging Face classes built from the same shapes.
 PUBLISHED = {

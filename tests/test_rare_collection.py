@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from libra import rare_collection
-from libra.rare_collection import Connections, collecting_rarely
+from libra.serve import rare_collection
+from libra.serve.rare_collection import Connections, collecting_rarely
 
 
 class Circle:

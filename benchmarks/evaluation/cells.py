@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.evaluation.digest import Code, code_of, versions
 from benchmarks.evaluation.progress import Progress
 from benchmarks.evaluation.store import Store, Stored, canonical
-from libra.cache import cache_directory
+from libra.config.cache import cache_directory
 
 
 class CellError(RuntimeError):

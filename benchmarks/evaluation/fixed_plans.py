@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from libra.plan.cluster_request import ClusterRequest, Menu
+from libra.plan.options.cluster_request import ClusterRequest, Menu
+from libra.plan.options.price import fits, price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
-from libra.plan.price import fits, price
 from libra.plan.problem import Allocation, Bucket, Proof, Solution, TrainingOption
 
 UNPROVEN = 0.0  # seconds: no bound was asked for

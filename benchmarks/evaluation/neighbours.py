@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from libra.plan.price import devices_used, fits, training_option
+from libra.plan.options.price import devices_used, fits, training_option
 from libra.plan.problem import Allocation, Bucket, Problem, TrainingOption
 
 

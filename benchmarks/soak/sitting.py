@@ -32,7 +32,7 @@ class Sitting:
         soak = os.getpid()
         with open(self.output, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "libra.cli", "run", *command],
+                [sys.executable, "-m", "libra.cli.app", "run", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libra.config import ConfigError, EnvironmentConfig
+from libra.config.run import ConfigError, EnvironmentConfig
 from libra.environments.calculator import Calculator
 from libra.environments.registry import load_environment
 

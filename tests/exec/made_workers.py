@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
-from libra.exec.launch.launcher import SourceLostError, WorkerLink
-from libra.exec.wire.channel import ControllerChannel
-from libra.exec.wire.messages import (
+from libra.backends.launch.launcher import SourceLostError, WorkerLink
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.messages import (
     CatchUp,
     Commit,
     Done,

@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from libra.exec.launch.local import LocalLauncher
-from libra.exec.launch.nursery_process import NurseryProcess
+from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.nursery_process import NurseryProcess
 
 BARE = """
 import sys
-import libra.exec.launch.nursery as nursery
+import libra.backends.launch.nursery as nursery
 nursery._import_everything = lambda: None
 nursery.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 TRAINING = BARE.replace(
     "import sys\n",
-    "import sys\nimport libra.exec.train.training_worker\nimport transformers.models.gpt2.modeling_gpt2\n",
+    "import sys\nimport libra.backends.grpo.training_worker\nimport transformers.models.gpt2.modeling_gpt2\n",
 )
 
 

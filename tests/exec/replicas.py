@@ -11,12 +11,22 @@ from typing import TypeVar
 import torch
 from accelerate.state import AcceleratorState
 
-from libra.exec.launch.pace import Pacer
-from libra.exec.train.elastic import GradientExchange
-from libra.exec.train.grpo import Denominator
-from libra.exec.train.trainer import Trainer
-from libra.exec.wire.messages import Commit, Meet, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
-from libra.exec.wire.weights import create_buffer
+from libra.backends.grpo.elastic import GradientExchange
+from libra.backends.grpo.grpo import Denominator
+from libra.backends.grpo.trainer import Trainer
+from libra.backends.launch.pace import Pacer
+from libra.backends.transport.messages import (
+    Commit,
+    Meet,
+    Precision,
+    Prepare,
+    Reduced,
+    Sample,
+    StartTrainer,
+    Train,
+    Trained,
+)
+from libra.backends.transport.weights import create_buffer
 
 R = TypeVar("R")
 

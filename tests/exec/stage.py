@@ -13,11 +13,11 @@ from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, w
 from nurseries import TRAINING, nursery
 from safetensors.torch import load_file
 
-from libra.exec.launch.answers import STANDARD, Patience
-from libra.exec.launch.handles import Handle
-from libra.exec.launch.local import LocalLauncher
-from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import Done, Precision, SaveCheckpoint, Sharding, StartTrainer
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.launch.answers import STANDARD, Patience
+from libra.backends.launch.handles import Handle
+from libra.backends.launch.local import LocalLauncher
+from libra.backends.transport.messages import Done, Precision, SaveCheckpoint, Sharding, StartTrainer
 
 
 @dataclass(frozen=True)

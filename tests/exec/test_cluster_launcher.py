@@ -19,16 +19,16 @@ import pytest
 from far_end import PATIENCE
 from nurseries import BARE
 
-from libra.exec.launch.cluster import ClusterLauncher
-from libra.exec.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
-from libra.exec.launch.node import Node, NodeFacts
-from libra.exec.launch.nodes import NodeLostError
-from libra.exec.launch.nursery_process import NurseryProcess
-from libra.exec.launch.places import Seat
+from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
+from libra.backends.launch.node import Node, NodeFacts
+from libra.backends.launch.nodes import NodeLostError
+from libra.backends.launch.nursery_process import NurseryProcess
+from libra.backends.launch.places import Seat
+from libra.backends.transport.messages import Failure, LoadWeights, Stop
+from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
 from libra.exec.losses import LOSS_WINDOW, with_loss
-from libra.exec.wire.messages import Failure, LoadWeights, Stop
-from libra.exec.wire.shared_vectors import Vector
-from libra.exec.wire.weights import WeightBuffer, WeightUpdateError
 
 SIZE = 4096
 
@@ -132,7 +132,7 @@ Scenario = Callable[[ClusterLauncher, LossyNodes], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def bare_nurseries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "libra.exec.launch.node.NurseryProcess", functools.partial(NurseryProcess, command=("-c", BARE))
+        "libra.backends.launch.node.NurseryProcess", functools.partial(NurseryProcess, command=("-c", BARE))
     )
 
 
@@ -235,7 +235,7 @@ def test_a_nursery_that_starts_well_and_dies_at_once_is_not_started_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("libra.exec.launch.cluster.with_loss", lambda losses, moment: with_loss(losses, now))
+    monkeypatch.setattr("libra.backends.launch.cluster.with_loss", lambda losses, moment: with_loss(losses, now))
 
     async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
         nonlocal now
@@ -353,13 +353,13 @@ def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_not_wai
         assert holds(hanging, newer) and not waiting.done()
         waiting.cancel()
 
-        monkeypatch.setattr("libra.exec.launch.copies.COPY_SECONDS", 0.05)
-        monkeypatch.setattr("libra.exec.launch.cluster.COPY_SECONDS", 120.0)
+        monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
+        monkeypatch.setattr("libra.backends.launch.cluster.COPY_SECONDS", 120.0)
         with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not there in"):
             await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
         with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 120 s\)"):
             await away.channel.receive()
-        monkeypatch.setattr("libra.exec.launch.copies.COPY_SECONDS", PATIENCE)
+        monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", PATIENCE)
         while nodes.present[1] is hanging or not launcher.offers(1):
             await asyncio.sleep(0.01)
         again = await launcher.spawn("w1", 1)
@@ -376,7 +376,7 @@ def test_weights_that_are_not_read_cost_no_node(tmp_path: Path, monkeypatch: pyt
         launcher: ClusterLauncher, nodes: LossyNodes, trainer: WorkerLink, away: WorkerLink, beside: WorkerLink
     ) -> None:
         nodes.present[0].read = lambda *order: asyncio.sleep(PATIENCE)  # type: ignore[method-assign]
-        monkeypatch.setattr("libra.exec.launch.copies.COPY_SECONDS", 0.05)
+        monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
         with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*: not read in"):
             await launcher.bring(publish(nodes.present[0], 4), SIZE, trainer, away)
         assert launcher.exists(away) and launcher.offers(1)
@@ -415,7 +415,7 @@ nursery.main""",
 
 def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nursery = functools.partial(NurseryProcess, command=("-c", SHOWING))
-    monkeypatch.setattr("libra.exec.launch.node.NurseryProcess", nursery)
+    monkeypatch.setattr("libra.backends.launch.node.NurseryProcess", nursery)
 
     async def scenario() -> None:
         nodes = LossyNodes(tmp_path)
@@ -475,8 +475,8 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
             await launcher.ready()
             link = await launcher.spawn("w0", 0)
             hanging.hangs = True
-            monkeypatch.setattr("libra.exec.launch.cluster._FORK_SECONDS", 0.05)
-            monkeypatch.setattr("libra.exec.launch.cluster._GONE_SECONDS", 0.05)
+            monkeypatch.setattr("libra.backends.launch.cluster._FORK_SECONDS", 0.05)
+            monkeypatch.setattr("libra.backends.launch.cluster._GONE_SECONDS", 0.05)
             with pytest.raises(TimeoutError, match=r"node 127\.0\.0\.1 does not answer"):
                 await launcher.gone(link)
             with pytest.raises(ForkError, match=r"w0 cannot start on node 127\.0\.0\.1: it does not answer"):

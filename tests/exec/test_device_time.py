@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.exec.loop.device_time import DeviceTime, Part, Phase, step_parts
-from libra.exec.pool.pool import Role
-from libra.exec.train.joint_step import Share, StepResult
+from libra.backends.grpo.joint_step import Share, StepResult
+from libra.exec.workers import Role
+from libra.records.device_time import DeviceTime, Part, Phase, step_parts
 from libra.report.causes import Cause
 
 WORKERS = ("core-0", "hybrid-0", "rollout-0")

@@ -8,8 +8,8 @@ import pytest
 from equivalence import batch
 from msgspec.structs import replace
 
-from libra.exec.train.divided_orders import divide, join
-from libra.exec.wire.messages import (
+from libra.backends.grpo.divided_orders import divide, join
+from libra.backends.transport.messages import (
     Commit,
     Done,
     Entered,

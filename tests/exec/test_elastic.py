@@ -19,18 +19,18 @@ import torch
 from msgspec.structs import replace
 from replicas import BATCH, HOST, PATIENCE, at_once, make_trainer, order, prepare, regroup, train
 
-import libra.exec.train.elastic
-import libra.exec.train.trainer
-from libra.exec.train.elastic import GradientExchange, PeerLostError
-from libra.exec.train.inside import Inside
-from libra.exec.wire.messages import MeasureTraining, Meet, Prepare
+import libra.backends.grpo.elastic
+import libra.backends.grpo.trainer
+from libra.backends.grpo.elastic import GradientExchange, PeerLostError
+from libra.backends.grpo.inside import Inside
+from libra.backends.transport.messages import MeasureTraining, Meet, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEER = """
 import sys
-from libra.exec.train.elastic import GradientExchange
-from libra.exec.wire.messages import Meet, Prepare
+from libra.backends.grpo.elastic import GradientExchange
+from libra.backends.transport.messages import Meet, Prepare
 exchange = GradientExchange()
 exchange.prepare(Prepare(1, 1, 2, "127.0.0.1", "127.0.0.1", int(sys.argv[1])))
 exchange.enter(1)
@@ -145,7 +145,7 @@ def test_replicas_of_two_nodes_meet_and_listen_at_their_own_addresses() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.train.elastic, "FORMING", timedelta(milliseconds=200))
+    monkeypatch.setattr(libra.backends.grpo.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
     port = trainer.exchange.meet(Meet(HOST, 0)) if rank == 0 else free_port()
     trainer.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
@@ -166,7 +166,7 @@ def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
     assert prepare([core, hybrid], 2) == port  # who hosts again does so at the same place
     began = time.monotonic()
     enter([core, hybrid], 2)
-    assert time.monotonic() - began < libra.exec.train.elastic.FORMING.total_seconds() / 2
+    assert time.monotonic() - began < libra.backends.grpo.elastic.FORMING.total_seconds() / 2
     assert sums([core, hybrid], [1.0, 2.0]) == [[3.0, 2.0]] * 2
 
 
@@ -234,4 +234,4 @@ def test_a_replica_of_which_one_process_failed_while_measuring_is_not_waited_for
     measured = at_once(lambda: failed.measure(lengths), lambda: other.measure(lengths))
     assert measured[0].failure == "the gradient exchange of another process failed"
     assert "gradient exchange of 2 replicas failed" in measured[1].failure
-    assert time.monotonic() - began < libra.exec.train.trainer._MEASURING_PATIENCE / 2
+    assert time.monotonic() - began < libra.backends.grpo.trainer._MEASURING_PATIENCE / 2

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from far_end import PATIENCE, FarEnd, connect, generated, piece, whole
 
-import libra.exec.launch.handles
-from libra.exec.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
-from libra.exec.wire.channel import _frame
-from libra.exec.wire.messages import (
+import libra.backends.launch.handles
+from libra.backends.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
+from libra.backends.transport.channel import _frame
+from libra.backends.transport.messages import (
     Done,
     Failure,
     Fetched,
@@ -475,7 +475,7 @@ def test_nothing_comes_of_a_turn_after_its_engine_was_given_up() -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow one another as fast as the loop goes."""
-    monkeypatch.setattr(libra.exec.launch.handles, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(libra.backends.launch.handles, "LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("looks")
@@ -498,19 +498,19 @@ def test_an_engine_without_turns_may_be_silent() -> None:
 
 
 def test_any_sign_of_life_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.launch.handles, "SILENT_LOOKS", 2)
+    monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 2)
     look = asyncio.Event()
     slept: asyncio.Queue[None] = asyncio.Queue()
     real_sleep = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        if seconds != libra.exec.launch.handles.LOOK_SECONDS:
+        if seconds != libra.backends.launch.handles.LOOK_SECONDS:
             return await real_sleep(seconds)
         slept.put_nowait(None)
         await look.wait()
         look.clear()
 
-    monkeypatch.setattr(libra.exec.launch.handles.asyncio, "sleep", sleep)
+    monkeypatch.setattr(libra.backends.launch.handles.asyncio, "sleep", sleep)
 
     async def next_look() -> None:
         look.set()
@@ -536,7 +536,7 @@ def test_any_sign_of_life_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_takes_no_weights_is_lost_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.launch.handles, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(libra.backends.launch.handles, "LOOK_SECONDS", 0.0)
 
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         with pytest.raises(WorkerLostError, match="engine took no weights in time"):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.exec.wire.kv_frames import BLOCK_NAME, Filled, OwnFrames, attach
-from libra.exec.wire.messages import KVPlace
+from libra.backends.transport.kv_frames import BLOCK_NAME, Filled, OwnFrames, attach
+from libra.backends.transport.messages import KVPlace
 
 FRAMES, BYTES = 3, 192
 FILLED = Filled(parcel=7, version=4, block=bytes(range(BLOCK_NAME)))

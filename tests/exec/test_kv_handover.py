@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 import pytest
 from far_end import PATIENCE, FarEnd, connect, generated, piece
 
-import libra.exec.rollout.kv_handover
+import libra.backends.vllm.kv_handover
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.messages import Fetched, Generate, Interrupt, Parcel, Save, Saved
+from libra.backends.vllm.kv_handover import Change, Changes, KVHandover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.rollout.draft import Draft
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.kv_handover import Change, Changes, KVHandover
-from libra.exec.rollout.running_turn import RunningTurn
-from libra.exec.wire.messages import Fetched, Generate, Interrupt, Parcel, Save, Saved
+from libra.loop.draft import Draft
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.running_turn import RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
@@ -128,7 +128,7 @@ def test_a_source_that_goes_away_keeps_its_frames_while_it_lives() -> None:
 
 
 def test_a_source_that_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.rollout.kv_handover, "SAVE_SECONDS", 0.02)
+    monkeypatch.setattr(libra.backends.vllm.kv_handover, "SAVE_SECONDS", 0.02)
 
     async def scenario(scene: Scene) -> None:
         brought = scene.begin()

@@ -7,8 +7,8 @@ import subprocess
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.exec.rollout.kv_leases import KVLeases
-from libra.exec.wire.messages import Parcel
+from libra.backends.transport.messages import Parcel
+from libra.backends.vllm.kv_leases import KVLeases
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=40))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra.disk import DiskError, writing
-from libra.exec.line_file import LineFile, drop_partial_line, whole_lines
+from libra.records.disk import DiskError, writing
+from libra.records.line_file import LineFile, drop_partial_line, whole_lines
 
 LINES = [b"one", b"", b"a longer third line", b"four"]
 WHOLE = b"".join(line + b"\n" for line in LINES)
@@ -79,8 +79,8 @@ def test_an_error_names_the_file_and_the_remedy(number: int, remedy: str) -> Non
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from libra.disk import DiskError
-from libra.exec.line_file import LineFile
+from libra.records.disk import DiskError
+from libra.records.line_file import LineFile
 
 path, limit = Path(sys.argv[1]), 50
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

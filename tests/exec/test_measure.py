@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from far_end import PATIENCE, FarEnd, connect
 
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.messages import HandoverMeasured, MeasureHandover
+from libra.backends.vllm.kv_handover import KVHandover
 from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.exec import measure
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.rollout.fleet import Instance
-from libra.exec.rollout.kv_handover import KVHandover
-from libra.exec.wire.messages import HandoverMeasured, MeasureHandover
+from libra.loop import measure
+from libra.loop.fleet import Instance
 
 BLOCKS = 4
 ROWS = [(BLOCK_TOKENS, 0.25)]

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from libra.exec.wire.messages import (
+from libra.backends.transport.messages import (
     CatchUp,
     Commit,
     Discard,

@@ -15,8 +15,8 @@ from typing import Literal
 
 from far_end import FarEnd, connect
 
-from libra.exec.launch.handles import Handle
-from libra.exec.wire.messages import (
+from libra.backends.launch.handles import Handle
+from libra.backends.transport.messages import (
     CatchUp,
     Commit,
     Discard,

@@ -14,17 +14,12 @@ from pathlib import Path
 import pytest
 from shared_nursery import SharedNursery
 
-import libra.exec.launch.handles
-from libra.config import ModelConfig
-from libra.environments.protocol import Prompt
-from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError
-from libra.exec.launch.local import LocalLauncher
-from libra.exec.rollout.draft import Draft
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.running_turn import RunningTurn
-from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import (
+import libra.backends.launch.handles
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError
+from libra.backends.launch.local import LocalLauncher
+from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
+from libra.backends.transport.messages import (
     Commit,
     Done,
     Generate,
@@ -43,6 +38,11 @@ from libra.exec.wire.messages import (
     Train,
     Trained,
 )
+from libra.config.run import ModelConfig
+from libra.environments.protocol import Prompt
+from libra.loop.draft import Draft
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.running_turn import RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
@@ -336,7 +336,7 @@ async def another_engine(both: Pair) -> EngineHandle:
 def test_a_turn_goes_on_when_its_engine_is_lost(
     nursery: SharedNursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(libra.exec.launch.handles, "SILENT_LOOKS", 5)
+    monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 5)
 
     async def check() -> None:
         turn = LongTurn()

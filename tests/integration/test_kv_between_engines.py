@@ -15,17 +15,9 @@ import pytest
 from shared_nursery import SharedNursery
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.config import ModelConfig
-from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.environments.protocol import Prompt
-from libra.exec.launch.handles import EngineHandle, Handle
-from libra.exec.rollout.draft import Draft
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.kv_handover import Change, KVHandover
-from libra.exec.rollout.running_turn import RunningTurn
-from libra.exec.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.exec.wire.messages import (
+from libra.backends.launch.handles import EngineHandle, Handle
+from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
+from libra.backends.transport.messages import (
     Done,
     LoadWeights,
     MeasureHandover,
@@ -36,6 +28,14 @@ from libra.exec.wire.messages import (
     StartEngine,
     StartTrainer,
 )
+from libra.backends.vllm.kv_handover import Change, KVHandover
+from libra.config.run import ModelConfig
+from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
+from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.environments.protocol import Prompt
+from libra.loop.draft import Draft
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.running_turn import RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 

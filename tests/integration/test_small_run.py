@@ -16,10 +16,10 @@ import pytest
 from small_runs import SMALL_RUN, SmallRuns
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.exec.interrupted import allocation_in_force
-from libra.exec.pool.journal import read_journal
-from libra.exec.pool.past import past
-from libra.exec.pool.pool import make_pool
+from libra.exec.journal import read_journal
+from libra.exec.replay import past
+from libra.exec.workers import make_pool
+from libra.loop.interrupted import allocation_in_force
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 from oracles.enumerate_problems import Priced, priced
 
-from libra.plan.milp import keeps_step
-from libra.plan.price import price
+from libra.plan.model.ilp import keeps_step
+from libra.plan.model.solve import STEP_TOLERANCE, solve
+from libra.plan.options.price import price
 from libra.plan.problem import Problem, Solution
-from libra.plan.solve import STEP_TOLERANCE, solve
 
 INDISTINCT = 1e-6  # seconds: steps are not told apart below it
 PROVEN = 1e-4  # relative distance of bound and step

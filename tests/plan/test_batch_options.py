@@ -11,18 +11,18 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, SHORT, kv_of
 
+from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import prefill_line
-from libra.cost.roofline import roofline
+from libra.cost.sources.roofline import roofline
 from libra.cost.transfer import weight_sync
+from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.model import Experts, ModelSpec
-from libra.plan.engines import engine_options, most_buckets, tensor_degrees
+from libra.plan.options.engines import engine_options, most_buckets, tensor_degrees
+from libra.plan.options.price import bucket_prices, fits, price
 from libra.plan.planner import Planner
-from libra.plan.price import bucket_prices, fits, price
 from libra.plan.problem import Allocation, Bucket, EngineOption, Problem
-from libra.recipe import Recipe
 
 SYNC = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", max_buckets=2)
 STALENESS = (0, 1, 3)

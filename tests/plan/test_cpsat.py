@@ -16,10 +16,10 @@ from oracles.optimality import require_best
 from oracles.small_problem import LONG, ONE, PROBLEM, TWO, one_bucket, two_buckets
 from ortools.sat.python import cp_model
 
-from libra.plan.cpsat import StepModel
-from libra.plan.price import price
+from libra.plan.model.cpsat import StepModel
+from libra.plan.model.solve import _Search, solve
+from libra.plan.options.price import price
 from libra.plan.problem import Pool, Problem
-from libra.plan.solve import _Search, solve
 
 SOME = settings(max_examples=60, deadline=None)
 
@@ -38,7 +38,8 @@ def test_the_same_problem_gives_the_same_answer(problem: Problem, seed: int) -> 
 
 def test_ctrl_c_means_the_same_after_solving_as_before() -> None:
     code = (
-        "import signal; from libra.plan.solve import solve; from oracles.small_problem import PROBLEM; solve(PROBLEM)\n"
+        "import signal; from libra.plan.model.solve import solve\n"
+        "from oracles.small_problem import PROBLEM; solve(PROBLEM)\n"
         "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('interrupted')"
     )
     tests = str(Path(__file__).parents[1])
@@ -47,7 +48,7 @@ def test_ctrl_c_means_the_same_after_solving_as_before() -> None:
 
 
 def test_another_process_gives_the_same_answer() -> None:
-    code = "from libra.plan.solve import solve; from oracles.small_problem import PROBLEM; print(solve(PROBLEM))"
+    code = "from libra.plan.model.solve import solve; from oracles.small_problem import PROBLEM; print(solve(PROBLEM))"
     tests = str(Path(__file__).parents[1])
     answers = {
         subprocess.run(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.plan.horizon import PoolSizes, optima, plan_horizon, shortest_path
-from libra.plan.moves import engines_by_shape
-from libra.plan.price import fits, price
+from libra.plan.model.horizon import PoolSizes, optima, plan_horizon, shortest_path
+from libra.plan.options.price import fits, price
 from libra.plan.problem import Allocation, Bucket, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
+from libra.plan.transition import engines_by_shape
 
 DEVICES = 5
 

@@ -10,7 +10,7 @@ from oracles.enumerate_problems import optimum, problems
 from oracles.optimality import require_agreement
 from oracles.small_problem import LONG, PROBLEM, two_buckets
 
-from libra.plan.milp import keeps_step, solve_milp
+from libra.plan.model.ilp import keeps_step, solve_milp
 from libra.plan.problem import InfeasiblePlanError, Pool, Problem
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT
 
-from libra.cluster import GPUS, Cluster, NodeClass
+from libra.config.recipe import Mode, Recipe
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.lengths import LengthTracker
 from libra.plan.document import dump_plan, parse_plan
+from libra.plan.options.price import fits, price
 from libra.plan.plan import Plan, make_plan
 from libra.plan.planner import CLASSES as MOST_CLASSES
 from libra.plan.planner import Planner, rooflines
-from libra.plan.price import fits, price
 from libra.plan.problem import InfeasiblePlanError
-from libra.recipe import Mode, Recipe
 from libra.trajectory import Trajectory, Turn
 
 ROOT = Path(__file__).parents[2]

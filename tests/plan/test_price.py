@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import priced, problems, step_of
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, SHORT_MANY, TWO, one_bucket, two_buckets
 
-from libra.plan.price import bucket_prices, devices_used, fits, fixed_seconds, parts, price, training_option
+from libra.plan.options.price import bucket_prices, devices_used, fits, fixed_seconds, parts, price, training_option
 from libra.plan.problem import Allocation, Bucket, Pool, Prediction, Problem, TrainingOption
 
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))

@@ -13,12 +13,12 @@ from oracles.small_cluster import RECIPE as SMALL_BATCHES
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
-from libra.plan.moves import Move
+from libra.plan.model.solve import STEP_TOLERANCE
+from libra.plan.options.price import fits, price
 from libra.plan.planner import Planner
-from libra.plan.price import fits, price
 from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
-from libra.plan.solve import STEP_TOLERANCE
+from libra.plan.transition import Move
 from libra.trajectory import Trajectory, Turn
 
 RECIPE = SMALL_BATCHES.model_copy(update={"batch": 1024})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from made_run import DECISIONS, EVALUATIONS, EVENTS, FIRST, MEASURED, MadeRun, make_steps, make_summary, write_run
 
-from libra.report.records import PeriodRecord, Record
+from libra.records.schema import PeriodRecord, Record
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from libra.report.causes import Cause, total
-from libra.report.records import (
+from libra.records.run_log import prediction_error
+from libra.records.schema import (
     DecisionRecord,
     Evaluation,
     EventRecord,
@@ -20,7 +20,7 @@ from libra.report.records import (
     RunSummary,
     StepRecord,
 )
-from libra.report.run_log import prediction_error
+from libra.report.causes import Cause, total
 
 PERIOD = 20
 FIRST, SECOND, THIRD = "train 2 | short 2", "train 1 | short 2 | long 1", "train 1 | short 1 | long 1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libra.report.records import (
+from libra.records.schema import (
     EventRecord,
     Record,
     RecordFormatError,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from made_run import DECISIONS, MEASURED, MadeRun, write_lines
 
-from libra.report.records import PeriodRecord, RecordFormatError
-from libra.report.run_log import latest_words, outcomes, prediction_error, read_run
+from libra.records.run_log import latest_words, outcomes, prediction_error, read_run
+from libra.records.schema import PeriodRecord, RecordFormatError
 
 
 def test_a_run_is_read_whole(made_run: MadeRun) -> None:

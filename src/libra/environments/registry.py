@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra.config import ConfigError, EnvironmentConfig
+from libra.config.run import ConfigError, EnvironmentConfig
 from libra.environments.calculator import Calculator
 from libra.environments.protocol import Environment
 

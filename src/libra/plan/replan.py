@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra.plan.moves import Change, Move, changes, diff
-from libra.plan.price import fits, price
+from libra.plan.options.price import fits, price
 from libra.plan.problem import ONE_DEVICE, Allocation, Prediction, Problem, Solution
+from libra.plan.transition import Change, Move, changes, diff
 
 
 @dataclass(frozen=True, slots=True)

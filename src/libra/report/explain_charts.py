@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from libra.plan.explain import BucketView, Explanation
-from libra.plan.splits import Split
+from libra.plan.explain.explanation import BucketView, Explanation
+from libra.plan.explain.splits import Split
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
 from libra.report.charts import Series, legend, line_chart
 from libra.report.explain_table import crossing

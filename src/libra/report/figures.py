@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from libra.records.run_log import RunLog
+from libra.records.schema import StepRecord
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
 from libra.report.causes import CAUSES, WAITING, Cause, total
 from libra.report.charts import (
@@ -28,9 +30,7 @@ from libra.report.lanes import Lane, Span, lane_chart
 from libra.report.markers import decision_markers, evaluation_marker, loss_markers, loss_text, marker_note
 from libra.report.markup import Markup, join, tag, text
 from libra.report.paper import FULL, Marker
-from libra.report.records import StepRecord
 from libra.report.roles import ROLES, role_styles
-from libra.report.run_log import RunLog
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import duration, percent, plural, signed_percent
 

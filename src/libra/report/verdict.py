@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from libra.plan.problem import Bottleneck
+from libra.records.run_log import RunLog, outcomes, prediction_error
+from libra.records.schema import Evaluation, PeriodRecord, StepRecord
 from libra.report.causes import WAITED_FOR, WAITING, WORK, total
-from libra.report.records import Evaluation, PeriodRecord, StepRecord
-from libra.report.run_log import RunLog, outcomes, prediction_error
 from libra.report.words import count, duration, percent, plain, plural, signed_duration, size
 
 BOTTLENECK_WORDS: dict[Bottleneck, str] = {

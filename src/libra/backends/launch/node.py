@@ -1,0 +1,116 @@
+"""One node of a cluster: the memory that its workers share, and the nursery that forks them.
+
+Invariant: whatever was started here is gone when the process in which this lives is. Its verbs are called from the
+controller's machine, so they take and return plain values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.backends.launch.hardware import hardware_name
+from libra.backends.launch.launcher import LaunchError
+from libra.backends.launch.nursery_process import NurseryProcess
+from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.weights import WeightBuffer
+
+_CONNECT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    host: str  # where the other nodes reach it
+    cores: tuple[int, ...]
+    hardware: str
+    nursery: int  # process id
+    import_seconds: float  # of the workers' libraries
+
+
+class Node:
+    """`devices` are the accelerators that this process may use, one for each seat; none where seats are CPU slots."""
+
+    def __init__(self, host: str, logs: Path, name: str, devices: tuple[str, ...] = ()) -> None:
+        self._host, self._logs, self._name, self._devices = host, logs, name, devices
+        self._nursery: NurseryProcess | None = None
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        """Get ready to fork. `marks` are files that must be here, with what is in them: the controller wrote them on
+        its machine. Raises `LaunchError`."""
+        for path, text in marks.items():
+            if not Path(path).is_file() or Path(path).read_text() != text:
+                raise LaunchError(
+                    f"node {self._host} does not see {Path(path).parent} as the controller does: keep it on a file"
+                    " system that all nodes share, under the same path"
+                )
+        self._nursery = NurseryProcess(self._logs, self._name)
+        seconds = await self._nursery.ready()
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return NodeFacts(self._host, cores, hardware_name(), self._nursery.pid, seconds)
+
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+        """A worker that speaks with the controller, which knows it by the token. Returns its process id. Raises
+        `ForkError`, `LaunchError`, `OSError`."""
+        connection = await asyncio.to_thread(_connect, controller, token)
+        environment = {"CUDA_VISIBLE_DEVICES": self._devices[seat]} if self._devices else {}
+        return await self._started.fork(name, connection, environment)
+
+    def kill(self, pid: int) -> None:
+        self._started.kill(pid)
+
+    async def gone(self, pid: int) -> None:
+        """See `NurseryProcess.gone`."""
+        await self._started.gone(pid)
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Vector:
+        """The weights that lie here. Raises `WeightUpdateError` where they are not those of the checksum."""
+        weights = WeightBuffer(self._started.weights, size)
+        await asyncio.to_thread(weights.verify, buffer, checksum)
+        return weights.content(buffer)
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Vector) -> None:
+        """Let weights lie here. Raises `WeightUpdateError` where they did not arrive whole."""
+        weights = WeightBuffer(self._started.weights, size)
+        await asyncio.to_thread(weights.store, buffer, content, checksum)
+
+    async def ended(self) -> str:
+        """Returns when no worker can be forked here any more: why."""
+        await self._started.ended()
+        return f"the process that starts its workers ended: see {self._started.log}"
+
+    def close(self) -> None:
+        if self._nursery is not None:
+            self._nursery.close()
+
+    @property
+    def _started(self) -> NurseryProcess:
+        assert self._nursery is not None
+        return self._nursery
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Small messages go at once, and a machine that vanished without a word is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+# Seconds of silence before it is asked for, between two questions, and questions without an answer.
+_KEEP_ALIVE: Iterable[tuple[int, int]] = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 4),
+)
+
+
+def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
+    connection = socket.create_connection(controller, timeout=_CONNECT_SECONDS)
+    keep_alive(connection)
+    connection.sendall(token)
+    connection.settimeout(None)
+    return connection

@@ -1,0 +1,100 @@
+"""A process that has imported the heavy libraries once and forks workers from there.
+
+Invariant: no worker outlives the nursery, and the nursery does not outlive the controller: each dies with its parent
+(`PR_SET_PDEATHSIG`), and the nursery also ends when the controller's socket closes. It never starts a thread, so a fork
+is a clean copy; importing vLLM takes seconds, forking it milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from libra.backends.launch.forked import die_with, serve_and_leave
+from libra.backends.transport.channel import WorkerChannel
+from libra.backends.transport.messages import StartEngine, StartTrainer
+
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+
+
+def main(control_descriptor: int, weights_descriptor: int) -> None:
+    die_with(os.getppid())
+    control = socket.socket(fileno=control_descriptor)
+    began = time.monotonic()
+    _import_everything()
+    gc.collect()
+    gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
+    # The kernel reaps, also those whom a worker forked and left behind; the controller sees a death on its socket.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    control.sendall(json.dumps({"ready": time.monotonic() - began}).encode() + b"\n")
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
+        if not request:
+            return
+        order: dict[str, Any] = json.loads(request)
+        nursery = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # memory or processes are short, which may pass: that start has failed, no more
+            os.close(descriptors[0])
+            control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+            continue
+        if pid == 0:
+            die_with(nursery)
+            control.close()
+            _become_worker(socket.socket(fileno=descriptors[0]), order, weights_descriptor)
+        os.close(descriptors[0])
+        control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+
+
+def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> NoReturn:
+    """Run one worker in the forked child, and leave without the nursery's clean-up handlers."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(order["environment"])
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    channel = WorkerChannel(connection)
+    serve_and_leave(lambda: serve(channel, weights_descriptor), channel)
+
+
+def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
+    """A worker's first message says what it is to become."""
+    began = time.monotonic()
+    match message := channel.receive():
+        case StartEngine():
+            from libra.backends.vllm.engine import serve_engine
+
+            serve_engine(channel, message, weights_descriptor, began)
+        case StartTrainer():
+            from libra.backends.grpo.training_worker import serve_trainer
+
+            serve_trainer(channel, message, weights_descriptor, began)
+        case _:
+            raise TypeError(f"a worker starts with StartEngine or StartTrainer, not {type(message).__name__}")
+
+
+def _import_everything() -> None:
+    """What engines and trainers import, so that a fork has it already."""
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker
+    from vllm.model_executor.models import ModelRegistry
+
+    # A model that it knows by its name only, vLLM looks at in a process of its own, once for every engine until one has
+    # kept the result: that takes as long as importing vLLM, and outlives a worker that is killed meanwhile.
+    ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
