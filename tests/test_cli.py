@@ -479,7 +479,9 @@ def test_bad_input_ends_in_one_line_that_names_key_and_remedy(
 
 def test_a_model_of_another_kind_is_refused_with_the_missing_field(tmp_path: Path) -> None:
     model = tmp_path / "config.json"
-    shape = json.loads((EXAMPLES.parent / "src" / "libra" / "models" / "Qwen--Qwen3-0.6B.json").read_text())
+    shape = json.loads(
+        (EXAMPLES.parent / "src" / "libra" / "hardware" / "models" / "Qwen--Qwen3-0.6B.json").read_text()
+    )
     del shape["num_key_value_heads"]
     model.write_text(json.dumps(shape))
     assert_refused(Asked(model=str(model)).call(tmp_path), "num_key_value_heads")

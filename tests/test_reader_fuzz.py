@@ -20,7 +20,7 @@ from libra.trajectory import TrajectoryFormatError, read_workload
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-MODELS = ROOT / "src" / "libra" / "models"
+MODELS = ROOT / "src" / "libra" / "hardware" / "models"
 
 
 def _read_log(path: Path) -> None:

@@ -51,4 +51,4 @@ def engines_of(
 
 def shape_file(model: str) -> Path:
     """The file that `load_model` reads for a name of the library: an input of every cell that asks for it."""
-    return Path(str(files("libra"))) / "models" / f"{model.replace('/', '--')}.json"
+    return Path(str(files("libra.hardware"))) / "models" / f"{model.replace('/', '--')}.json"

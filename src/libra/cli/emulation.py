@@ -1,6 +1,6 @@
 """`libra emulate`.
 
-Invariant: as in `libra.cli.app`: this module parses, calls and prints. What cannot be emulated is refused before a port is
+What cannot be emulated is refused before a port is
 taken.
 """
 

@@ -1,6 +1,6 @@
 """`libra route`.
 
-Invariant: as in `libra.cli.app`: this module parses, calls and prints. What cannot be routed is refused before a port is
+What cannot be routed is refused before a port is
 taken.
 """
 

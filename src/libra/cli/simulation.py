@@ -1,6 +1,6 @@
 """`libra simulate`.
 
-Invariant: as in `libra.cli.app`: this module parses, calls and prints. What cannot be simulated is refused before anything
+What cannot be simulated is refused before anything
 is.
 """
 

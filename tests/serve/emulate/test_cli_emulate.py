@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ENGINES = Path(__file__).parents[2] / "examples" / "engines.yaml"
+ENGINES = Path(__file__).parents[3] / "examples" / "engines.yaml"
 LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from libra.trajectory import read_trajectories
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
 
 

@@ -11,7 +11,7 @@ import yaml
 from libra.config.yaml_file import ConfigError
 from libra.serve.gateway.gateway_file import load_gateway
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gateway.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gateway.yaml"
 
 
 def test_the_example_is_read() -> None:

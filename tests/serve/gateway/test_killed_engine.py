@@ -20,7 +20,7 @@ from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
 from libra.trajectory import Trajectory
 
-ENGINES = Path(__file__).parents[2] / "examples" / "engines.yaml"
+ENGINES = Path(__file__).parents[3] / "examples" / "engines.yaml"
 TRAJECTORIES, TURNS, TOKENS = 24, 3, 400
 
 
