@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from libra.exec.arithmetic import Bf16Speed
 from libra.exec.launch.hardware import hardware_name
 from libra.exec.launch.launcher import WorkerLink
 from libra.exec.launch.nursery_process import NurseryProcess
@@ -37,6 +38,10 @@ class LocalLauncher:
             yield launcher
         finally:
             launcher.close()
+
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return (self._nursery.bf16,)
 
     def processes(self) -> tuple[int, ...]:
         return (self._nursery.pid,)

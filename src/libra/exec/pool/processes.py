@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from libra.config import RunConfig
+from libra.exec.arithmetic import served_dtype
 from libra.exec.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.exec.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
 from libra.exec.pool.beginning import Beginning
@@ -171,7 +172,7 @@ class Processes:
                 token_constant=training.token_constant,
                 temperature=training.temperature,
                 micro_batch_tokens=training.micro_batch_tokens,
-                precision=training.precision,
+                precision=self._beginning.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
@@ -207,6 +208,7 @@ class Processes:
                 model_directory=str(self._beginning.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
+                dtype=served_dtype(self._beginning.precision),
                 kv_cache_bytes=size.kv_tokens * self._beginning.kv_bytes,
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
