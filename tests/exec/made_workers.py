@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
+from libra.exec.arithmetic import Bf16Speed
 from libra.exec.launch.launcher import SourceLostError, WorkerLink
 from libra.exec.wire.channel import ControllerChannel
 from libra.exec.wire.messages import (
@@ -171,6 +172,7 @@ class MadeLauncher:
     """Starts workers without processes; `prepared` says what the next ones do."""
 
     hardware = "made"
+    bf16 = (Bf16Speed("", 16.0),)
 
     def __init__(self, speak: Speak = lambda tokens: []) -> None:
         self._speak = speak

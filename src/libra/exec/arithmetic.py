@@ -59,7 +59,7 @@ def choose(asked: Literal["auto"] | Chosen, devices: Sequence[Bf16Speed]) -> Cho
     best: Chosen = "bf16" if slowest.fast else "fp32"
     where = "here" if len(devices) == 1 else f"on the slowest of {len(devices)} nodes"
     times = f"matrix products in bf16 take {slowest.relative_seconds:.2g} times as long as in fp32 {where}"
-    if asked not in ("auto", best):
+    if asked != "auto" and asked != best:
         return Choice(asked, f"computes in {asked} as configured: {times}, auto would choose {best}")
     if best == "bf16" and slowest.instructions:
         return Choice(best, f"computes in bf16 ({slowest.instructions})")
