@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,7 +172,6 @@ class MadeLauncher:
     """Starts workers without processes; `prepared` says what the next ones do."""
 
     hardware = "made"
-    bf16 = (Bf16Speed("", 16.0),)
 
     def __init__(self, speak: Speak = lambda tokens: []) -> None:
         self._speak = speak
@@ -180,6 +179,7 @@ class MadeLauncher:
         self.prepared: dict[str, dict[type[Message], Any]] = {}
         self.slots_changed: Callable[[], None] = lambda: None
         self._missing: set[int] = set()
+        self.bf16: Sequence[Bf16Speed] = (Bf16Speed("", 16.0),)
         self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 
