@@ -141,7 +141,8 @@ class Engines:
                 model_directory=str(self._model),
                 max_model_len=self._longest,
                 max_num_seqs=8,
-                kv_cache_bytes=3 * self._longest * kv_bytes_per_token(self._model),
+                dtype="bfloat16",
+                kv_cache_bytes=3 * self._longest * kv_bytes_per_token(self._model, "bfloat16"),
                 layout=self._ready.layout,
                 buffer_bytes=self._ready.buffer_bytes,
                 seed=0,
@@ -159,7 +160,7 @@ async def _contexts(size: Size, directory: Path, cores: Sequence[int]) -> list[R
     async with LocalLauncher.open(directory / "logs") as launcher:
         engines = Engines(launcher, directory / "model", longest)
         await engines.write_model(size.model)
-        kv_bytes = kv_bytes_per_token(directory / "model")
+        kv_bytes = kv_bytes_per_token(directory / "model", "bfloat16")
         handover = KVHandover(kv_bytes, 2 * longest)
         handover.price_by(_ALWAYS)
         first, other = [
@@ -266,7 +267,7 @@ async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]
     async with LocalLauncher.open(directory / "logs") as launcher:
         engines = Engines(launcher, directory / "model", 256)
         await engines.write_model(_TINY)
-        handover = KVHandover(kv_bytes_per_token(directory / "model"), 256)
+        handover = KVHandover(kv_bytes_per_token(directory / "model", "bfloat16"), 256)
         with_hooks = await engines.start("with", cores[0], handover.memory.place)
         without = await engines.start("without", cores[0], None)
         rows = []

@@ -233,7 +233,7 @@ def _arguments(model: Path, config: EngineConfig) -> EngineArgs:
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
         num_gpu_blocks_override=blocks,
-        kv_cache_memory_bytes=2 * blocks * config.block_size * kv_bytes_per_token(model),
+        kv_cache_memory_bytes=2 * blocks * config.block_size * kv_bytes_per_token(model, "bfloat16"),
         block_size=config.block_size,
         watermark=config.watermark,
         scheduler_reserve_full_isl=config.reserve_full_prompt,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from far_end import FarEnd
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import (
@@ -178,6 +179,7 @@ class MadeLauncher:
         self.prepared: dict[str, dict[type[Message], Any]] = {}
         self.slots_changed: Callable[[], None] = lambda: None
         self._missing: set[int] = set()
+        self.bf16: Sequence[Bf16Speed] = (Bf16Speed("", 16.0),)
         self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 

@@ -13,7 +13,9 @@ from libra.backends.launch.nursery_process import NurseryProcess
 BARE = """
 import sys
 import libra.backends.launch.nursery as nursery
+from libra.backends.arithmetic import Bf16Speed
 nursery._import_everything = lambda: None
+nursery._probe = lambda: Bf16Speed("", 16.0)  # which would import torch
 nursery.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 TRAINING = BARE.replace(

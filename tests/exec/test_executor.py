@@ -102,7 +102,7 @@ class Made:
             self.pool,
             self.fleet,
             CONFIG,
-            Beginning(directory, kv_bytes=16, version=4, checkpoint=checkpoint),
+            Beginning(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
             self.journal,
             self.told,
         )

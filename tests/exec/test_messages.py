@@ -64,16 +64,18 @@ from libra.backends.transport.messages import (
     WarmUp,
 )
 
-LAYOUT = (Tensor("embed.weight", (64, 32), 0), Tensor("norm.weight", (32,), 4096))
+LAYOUT = (Tensor("embed.weight", (64, 32), 0, "bfloat16"), Tensor("norm.weight", (32,), 4096, "bfloat16"))
 SAMPLE = Sample("g0-1", [5, 6, 7], [False, True, True], [0.0, -0.1, -2.5e-7], [-1, 3, 4], -0.75)
 PIECES = [Piece("g0-1/0#7", 3, [6, 7], [-0.1, -2.5]), Piece("g0-1/0#7", 4, [8], [-0.30000001192092896])]
 
 PLACE = StatePlace(4711, 9, 10)
 
 TO_WORKER = [
-    StartEngine("/models/tiny", 160, 16, 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), False),
+    StartEngine("/models/tiny", 160, 16, "bfloat16", 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), False),
     StartTrainer("/models/tiny", 5e-5, (0.8, 1.28), "constant", 12.0, 0.7, 1024, "fp32", 7, 0.45, (0, 1)),
-    StartEngine("/models/tiny", 160, 16, 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), True, KVPlace(4711, 9, 8, 1 << 20)),
+    StartEngine(
+        "/models/tiny", 160, 16, "bfloat16", 1 << 33, LAYOUT, 4160, 7, 0.45, (1,), True, KVPlace(4711, 9, 8, 1 << 20)
+    ),
     Generate("g0-1/0#7", [5, 6, 7], 16, 1.0, 21, 3),
     Generate("fresh", [5], 16, 0.0, -1, 3, salt="fresh"),
     Generate("moved", [5] * 40, 16, 0.0, -1, 3, parcel=Parcel(7, [3])),

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from arithmetic import LOGPROB_GAP, PRECISION
 from shared_nursery import SharedNursery
 
 import libra.backends.launch.handles
+from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError
 from libra.backends.launch.local import LocalLauncher
@@ -49,7 +51,7 @@ from libra.route.baselines import LeastLoaded
 pytestmark = pytest.mark.integration
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-ARITHMETIC_GAP = 0.1  # largest difference of two bfloat16 log-probs of these tiny models
+ARITHMETIC_GAP = LOGPROB_GAP[PRECISION]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def start_trainer(model: Path, replica: int, temperature: float = 1.0) -> StartT
         token_constant=12.0,
         temperature=temperature,
         micro_batch_tokens=256,
-        precision="bf16",
+        precision=PRECISION,
         seed=replica,  # replicas start from different optimiser noise; joining must make them equal
         share=0.9,
         cores=(0,),
@@ -85,7 +87,8 @@ def start_engine(model: Path, ready: Ready, refresh_kv: bool = False) -> StartEn
         model_directory=str(model),
         max_model_len=256,
         max_num_seqs=4,
-        kv_cache_bytes=1024 * kv_bytes_per_token(model),
+        dtype=served_dtype(PRECISION),
+        kv_cache_bytes=1024 * kv_bytes_per_token(model, served_dtype(PRECISION)),
         layout=ready.layout,
         buffer_bytes=ready.buffer_bytes,
         seed=0,

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from arithmetic import LOGPROB_GAP, PRECISION
 from shared_nursery import SharedNursery
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
+from libra.backends.arithmetic import served_dtype
 from libra.backends.launch.handles import EngineHandle, Handle
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
@@ -44,7 +46,8 @@ pytestmark = pytest.mark.integration
 LONGEST = 512
 PROMPT = [4 + (7 * place + place * place // 5) % 12 for place in range(150)]
 MOST = 200  # tokens of the turn
-GAP = 0.05  # of two bfloat16 log-probs: of a token computed in another batch
+DTYPE = served_dtype(PRECISION)
+GAP = LOGPROB_GAP[PRECISION] / 3  # of a token computed in another batch, by the same engine
 # Every context is handed over: what is cheaper is not this test's question.
 PROFILE = DeviceProfile(
     "test", "test", EngineCost(0, 0, 0, 1, 0), TrainCost(1, 1, 1), SwitchCost(1, 1, 1), 0.0, HandoverCost(0, 0)
@@ -86,12 +89,12 @@ class Told:
 async def scene(nursery: SharedNursery, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
     model = directory / "model"
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", LONGEST)
-    handover = KVHandover(kv_bytes_per_token(model), LONGEST)
+    handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
     handover.price_by(PROFILE)
     async with nursery.open() as launcher:
         trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(
-            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, "bf16", 0, 0.9, (0,))
+            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, PRECISION, 0, 0.9, (0,))
         )
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)
         engines = [EngineHandle(await launcher.spawn(name, 0), lambda name, why: None) for name in "ab"]
@@ -106,7 +109,8 @@ def _start(model: Path, ready: Ready, handover: KVHandover, refresh_kv: bool) ->
         model_directory=str(model),
         max_model_len=LONGEST,
         max_num_seqs=4,
-        kv_cache_bytes=2 * LONGEST * kv_bytes_per_token(model),
+        dtype=DTYPE,
+        kv_cache_bytes=2 * LONGEST * kv_bytes_per_token(model, DTYPE),
         layout=ready.layout,
         buffer_bytes=ready.buffer_bytes,
         seed=0,

@@ -108,7 +108,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.report.html import render_report
     from libra.report.live import make_display
 
-    run_directory = prepare_run_directory(settings, resume, overwrite)
+    settings = prepare_run_directory(settings, resume, overwrite)
+    run_directory = settings.run_directory
     display = make_display(sys.stderr)
     status, problem = 0, ""
     try:

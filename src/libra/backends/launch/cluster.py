@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.background import raise_in_loop
 from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
 from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
@@ -88,6 +89,10 @@ class ClusterLauncher:
     def hardware(self) -> str:
         kinds = sorted({place.facts.hardware for place in self._places})
         return f"{len(self._places)} nodes of {' and '.join(kinds)}"
+
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return tuple(place.facts.bf16 for place in self._places)
 
     def processes(self) -> list[int]:
         here = self._reception.address[0]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights
 
@@ -51,6 +52,11 @@ class Launcher(Protocol):
     @property
     def hardware(self) -> str:
         """What workers run on; equal where costs that were measured are equal."""
+        ...
+
+    @property
+    def bf16(self) -> Sequence[Bf16Speed]:
+        """How each node does bf16 products, one at least; known when workers can be started."""
         ...
 
     def processes(self) -> Sequence[int]:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.launch.nursery_process import NurseryProcess
@@ -37,6 +38,10 @@ class LocalLauncher:
             yield launcher
         finally:
             launcher.close()
+
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return (self._nursery.bf16,)
 
     def processes(self) -> tuple[int, ...]:
         return (self._nursery.pid,)

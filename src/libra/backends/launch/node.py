@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import LaunchError
 from libra.backends.launch.nursery_process import NurseryProcess
@@ -29,6 +30,7 @@ class NodeFacts:
     hardware: str
     nursery: int  # process id
     import_seconds: float  # of the workers' libraries
+    bf16: Bf16Speed
 
 
 class Node:
@@ -50,7 +52,7 @@ class Node:
         self._nursery = NurseryProcess(self._logs, self._name)
         seconds = await self._nursery.ready()
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        return NodeFacts(self._host, cores, hardware_name(), self._nursery.pid, seconds)
+        return NodeFacts(self._host, cores, hardware_name(), self._nursery.pid, seconds, self._nursery.bf16)
 
     async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
         """A worker that speaks with the controller, which knows it by the token. Returns its process id. Raises

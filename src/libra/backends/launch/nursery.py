@@ -15,8 +15,11 @@ import signal
 import socket
 import sys
 import time
+import traceback
+from dataclasses import asdict
 from typing import Any, NoReturn
 
+from libra.backends.arithmetic import Bf16Speed, probe
 from libra.backends.launch.forked import die_with, serve_and_leave
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.messages import StartEngine, StartTrainer
@@ -29,12 +32,14 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
     control = socket.socket(fileno=control_descriptor)
     began = time.monotonic()
     _import_everything()
+    bf16 = _probe()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
     # The kernel reaps, also those whom a worker forked and left behind; the controller sees a death on its socket.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    control.sendall(json.dumps({"ready": time.monotonic() - began}).encode() + b"\n")
+    ready = {"ready": time.monotonic() - began, "bf16": asdict(bf16)}
+    control.sendall(json.dumps(ready).encode() + b"\n")
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
         if not request:
@@ -94,6 +99,28 @@ def _import_everything() -> None:
     # A model that it knows by its name only, vLLM looks at in a process of its own, once for every engine until one has
     # kept the result: that takes as long as importing vLLM, and outlives a worker that is killed meanwhile.
     ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
+
+
+def _probe() -> Bf16Speed:
+    """In a child: it may start the threads and the GPU that later forks cannot take along."""
+    nursery = os.getpid()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        die_with(nursery)
+        try:
+            os.write(writing, json.dumps(asdict(probe())).encode())
+        except Exception:  # noqa: BLE001 - it must not go on as the nursery; the log says why, and the nursery ends too
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as answer:
+        found = answer.read()
+    os.waitpid(pid, 0)
+    if not found:
+        raise RuntimeError("matrix products could not be tried on this device")
+    return Bf16Speed(**json.loads(found))
 
 
 if __name__ == "__main__":

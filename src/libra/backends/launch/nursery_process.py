@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import ForkError, LaunchError
 from libra.backends.transport.weights import create_buffer
 
@@ -65,6 +66,7 @@ class NurseryProcess:
                 start_new_session=True,  # Ctrl-C is for the controller, which then ends its workers in order
             )
         theirs.close()
+        self.bf16: Bf16Speed  # of the device here; known when it is ready
         self._lock = asyncio.Lock()
         self._closed = False
         self._running: dict[int, int] = {}  # process id -> descriptor: an id may be given to another process later
@@ -82,6 +84,7 @@ class NurseryProcess:
                 "worker processes cannot start: " + (" | ".join(tail) or "no output")
                 + ". Is the engine extra installed? (pip install 'libra-rl[cpu]')"
             )  # fmt: skip
+        self.bf16 = Bf16Speed(**reply["bf16"])
         return float(reply["ready"])
 
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:

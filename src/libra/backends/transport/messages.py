@@ -8,11 +8,14 @@ lies in frames (`kv_frames.py`), and a joiner reads a core's state from its boar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 Precision = Literal["bf16", "fp32", "fp64"]  # of a trainer's arithmetic; bf16 is autocast over float32 parameters
+Dtype = Literal["bfloat16", "float32"]  # of engines, and of the weights that are published for them
+DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
 Sharding = Literal["none", "fsdp2"]  # of parameters, moments and gradients among the processes of one replica
 
 
@@ -24,11 +27,12 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Where one weight lies in the shared buffer: elements of bfloat16 from `offset` bytes on."""
+    """Where one weight lies in the shared buffer: elements of `dtype` from `offset` bytes on."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    dtype: Dtype
 
 
 class KVPlace(msgspec.Struct, frozen=True):
@@ -46,6 +50,7 @@ class StartEngine(Message, frozen=True):
     model_directory: str
     max_model_len: int
     max_num_seqs: int
+    dtype: Dtype
     kv_cache_bytes: int
     layout: tuple[Tensor, ...]
     buffer_bytes: int

@@ -62,7 +62,7 @@ class VllmEngine:
                 enable_prefix_caching=True,
                 scheduling_policy="priority",
                 logprobs_mode="processed_logprobs",  # of what is sampled from: logits divided by the temperature
-                dtype="bfloat16",
+                dtype=start.dtype,
                 enforce_eager=True,
                 disable_log_stats=True,
                 async_scheduling=False,
