@@ -20,10 +20,9 @@ from far_end import PATIENCE
 from nurseries import BARE
 
 from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.fork_server import NurseryProcess
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
-from libra.backends.launch.node import Node, NodeFacts
-from libra.backends.launch.nodes import NodeLostError
-from libra.backends.launch.nursery_process import NurseryProcess
+from libra.backends.launch.node import Node, NodeFacts, NodeLostError
 from libra.backends.launch.places import Seat
 from libra.backends.transport.messages import Failure, LoadWeights, Stop
 from libra.backends.transport.shared_vectors import Vector

@@ -121,7 +121,7 @@ def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: P
 
 
 def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.backends.launch.nursery_process._EXIT_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.fork_server._EXIT_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
@@ -144,7 +144,7 @@ def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatc
 
 
 def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.backends.launch.nursery_process._SPAWN_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.fork_server._SPAWN_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
@@ -257,7 +257,7 @@ def test_two_may_wait_for_the_same_worker_to_go(tmp_path: Path, monkeypatch: pyt
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         for seconds, leaves in ((PATIENCE, True), (0.05, False)):
-            monkeypatch.setattr("libra.backends.launch.nursery_process._EXIT_SECONDS", seconds)
+            monkeypatch.setattr("libra.backends.launch.fork_server._EXIT_SECONDS", seconds)
             link = await launcher.spawn("rollout-0", 0)
             waiting = asyncio.gather(launcher.gone(link), launcher.gone(link))
             await asyncio.sleep(0)

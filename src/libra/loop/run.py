@@ -122,7 +122,7 @@ def _launcher(config: RunConfig) -> AbstractAsyncContextManager[Launcher]:
     logs = config.run_directory / "logs"
     if config.cluster.launcher == "local":
         return LocalLauncher.open(logs)
-    from libra.backends.launch.ray_launcher import open_on_ray  # its library is an extra
+    from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
     return open_on_ray(config.cluster, logs)
 

@@ -13,11 +13,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from libra.backends.arithmetic import Bf16Speed
-from libra.backends.launch.background import raise_in_loop
 from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
-from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
-from libra.backends.launch.node import NodeFacts
-from libra.backends.launch.nodes import NodeLostError, Nodes, RemoteNode
+from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink, raise_in_loop
+from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
 from libra.backends.launch.places import Seat
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra.backends.launch.background import raise_in_loop
-from libra.backends.launch.launcher import WorkerLink
+from libra.backends.launch.launcher import WorkerLink, raise_in_loop
 from libra.backends.transport.messages import (
     Done,
     EngineMeasured,

@@ -6,6 +6,7 @@ launcher started is gone when it is closed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,3 +95,10 @@ class Launcher(Protocol):
     def exists(self, link: WorkerLink) -> bool:
         """Whether the worker's process is there, as far as is known."""
         ...
+
+
+def raise_in_loop(task: asyncio.Task[None]) -> None:
+    """As the callback of a task that is done: what broke it must not be forgotten, and goes to the loop's exception
+    handler."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

@@ -12,11 +12,12 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.fork_server import NurseryProcess
 from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import LaunchError
-from libra.backends.launch.nursery_process import NurseryProcess
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer
 
@@ -116,3 +117,38 @@ def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
     connection.sendall(token)
     connection.settimeout(None)
     return connection
+
+
+class NodeLostError(ConnectionError):
+    """The node is gone, or the process on it that starts workers."""
+
+
+class RemoteNode(Protocol):
+    """A `Node` elsewhere; its verbs are described there."""
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int: ...
+    def kill(self, pid: int) -> None: ...
+    async def gone(self, pid: int) -> None: ...
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Any:
+        """The weights, or where they can be had: what `write` of another node takes."""
+        ...
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Any) -> None: ...
+    async def ended(self) -> str: ...
+
+    def close(self) -> None:
+        """End it with all that it started; no error where it is gone."""
+        ...
+
+
+class Nodes(Protocol):
+    """Where nodes come from. `host` is the controller's address in their network."""
+
+    @property
+    def host(self) -> str: ...
+
+    def open(self, number: int) -> RemoteNode:
+        """A node for place `number`. It starts as soon as there is a machine for it."""
+        ...

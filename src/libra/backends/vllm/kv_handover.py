@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.kv_frames import OwnFrames
+from libra.backends.transport.kv_buffer import OwnFrames
 from libra.backends.transport.messages import Fetched, KVPlace, Parcel, Save, Saved
 from libra.backends.vllm.kv_leases import KVLeases
 from libra.cost.device import DeviceProfile

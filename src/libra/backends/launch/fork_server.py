@@ -38,7 +38,7 @@ WORKER_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-_COMMAND = ("-m", "libra.backends.launch.nursery")
+_COMMAND = ("-m", "libra.backends.launch.fork_server_main")
 
 _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a nursery that takes longer hangs
 _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself

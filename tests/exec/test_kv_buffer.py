@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.backends.transport.kv_frames import BLOCK_NAME, Filled, OwnFrames, attach
+from libra.backends.transport.kv_buffer import BLOCK_NAME, Filled, OwnFrames, attach
 from libra.backends.transport.messages import KVPlace
 
 FRAMES, BYTES = 3, 192

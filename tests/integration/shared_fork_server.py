@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from libra.backends.launch.fork_server import NurseryProcess
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.launch.nursery_process import NurseryProcess
 
 
 class SharedNursery:

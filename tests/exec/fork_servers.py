@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from libra.backends.launch.fork_server import NurseryProcess
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.launch.nursery_process import NurseryProcess
 
 BARE = """
 import sys
-import libra.backends.launch.nursery as nursery
+import libra.backends.launch.fork_server_main as nursery
 from libra.backends.arithmetic import Bf16Speed
 nursery._import_everything = lambda: None
 nursery._probe = lambda: Bf16Speed("", 16.0)  # which would import torch
