@@ -97,8 +97,8 @@ def test_a_run_goes_on_without_a_node_and_takes_its_slots_back(
     assert "train 2" in small_runs.rows("metrics")[0]["allocation"]
     workers = workers_of(small_runs)
     assert len(workers) == 4
-    nurseries = {worker.parent() for worker in workers.values()}
-    assert len(nurseries) == 3
+    fork_servers = {worker.parent() for worker in workers.values()}
+    assert len(fork_servers) == 3
     lost = workers["hybrid-0"].parent()
     victim = next(number for number in range(3) if cluster.holds(number, lost))
     hold.touch()
@@ -120,7 +120,7 @@ def test_a_run_goes_on_without_a_node_and_takes_its_slots_back(
     processes = [row for row in small_runs.rows("journal") if row["kind"] == "worker" and row["worker"] == "hybrid-0"]
     assert len(processes) >= 2  # it was started again, where Ray found room
     assert small_runs.rows("metrics")[-1]["roles"]["hybrid-0"] == "train"
-    assert all_gone([*workers.values(), *(n for n in nurseries if n is not None), *workers_of(small_runs).values()])
+    assert all_gone([*workers.values(), *(n for n in fork_servers if n is not None), *workers_of(small_runs).values()])
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
@@ -128,8 +128,8 @@ def test_nothing_of_a_cluster_outlives_the_controller_that_started_it(
     small_runs: SmallRuns, profile: str, end: signal.Signals
 ) -> None:
     process = small_runs.start("--launcher", "ray", planner__calibration=profile)
-    nursery = small_runs.run_directory / "logs" / "nursery-0.log"
-    wait_for(nursery.exists, "the start of a node", process)
+    fork_server = small_runs.run_directory / "logs" / "fork-server-0.log"
+    wait_for(fork_server.exists, "the start of a node", process)
     running: dict[str, list[psutil.Process]] = {}
     for each in processes_of(small_runs, process)[1:]:
         with suppress(psutil.Error):  # it has ended already

@@ -18,7 +18,7 @@ from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedErro
 from libra.backends.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
 from libra.backends.transport.messages import (
     Done,
-    KVPlace,
+    KVBufferPlace,
     LoadCheckpoint,
     LoadWeights,
     Publish,
@@ -224,7 +224,7 @@ class Processes:
                 await self._load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
-    def _kv_place(self, handle: EngineHandle) -> KVPlace | None:
+    def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
         if handover is None or not handover.may_pay(longest_context(self._config)):

@@ -25,7 +25,7 @@ from libra.route.catalogue import policy_named, policy_restored
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
 # larger model adds its weights, see `_check_memory`.
-NURSERY_BYTES = 900 << 20
+FORK_SERVER_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
 _RESUMED_AS_STARTED = (
     (None, "seed"),
@@ -127,7 +127,7 @@ def _check_memory(config: RunConfig) -> None:
     training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config)
     each = WORKER_BYTES + trained
     peers = (config.cluster.core + config.cluster.hybrid) * (training.processes - 1)
-    others = NURSERY_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
+    others = FORK_SERVER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
     needed = others + config.cluster.slots * each
     if needed > free:
         fit = max(0, int((free - others) // each))

@@ -94,7 +94,9 @@ class ClusterLauncher:
 
     def processes(self) -> list[int]:
         here = self._reception.address[0]
-        return [place.facts.nursery for place in self._places if place.node is not None and place.facts.host == here]
+        return [
+            place.facts.fork_server for place in self._places if place.node is not None and place.facts.host == here
+        ]
 
     def offers(self, slot: int) -> bool:
         return self._place(slot).node is not None

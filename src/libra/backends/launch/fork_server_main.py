@@ -1,8 +1,8 @@
 """A process that has imported the heavy libraries once and forks workers from there.
 
-Invariant: no worker outlives the nursery, and the nursery does not outlive the controller: each dies with its parent
-(`PR_SET_PDEATHSIG`), and the nursery also ends when the controller's socket closes. It never starts a thread, so a fork
-is a clean copy; importing vLLM takes seconds, forking it milliseconds.
+Invariant: no worker outlives the fork server, and the fork server does not outlive the controller: each dies with its
+parent (`PR_SET_PDEATHSIG`), and the fork server also ends when the controller's socket closes. It never starts a
+thread, so a fork is a clean copy; importing vLLM takes seconds, forking it milliseconds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
         if not request:
             return
         order: dict[str, Any] = json.loads(request)
-        nursery = os.getpid()
+        fork_server = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:  # memory or processes are short, which may pass: that start has failed, no more
@@ -87,7 +87,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
             control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
             continue
         if pid == 0:
-            die_with(nursery)
+            die_with(fork_server)
             control.close()
             _become_worker(socket.socket(fileno=descriptors[0]), order, weights_descriptor)
         os.close(descriptors[0])
@@ -95,7 +95,7 @@ def main(control_descriptor: int, weights_descriptor: int) -> None:
 
 
 def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> NoReturn:
-    """Run one worker in the forked child, and leave without the nursery's clean-up handlers."""
+    """Run one worker in the forked child, and leave without the fork server's clean-up handlers."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order["environment"])
@@ -137,14 +137,14 @@ def _import_everything() -> None:
 
 def _probe() -> Bf16Speed:
     """In a child: it may start the threads and the GPU that later forks cannot take along."""
-    nursery = os.getpid()
+    fork_server = os.getpid()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        die_with(nursery)
+        die_with(fork_server)
         try:
             os.write(writing, json.dumps(asdict(probe())).encode())
-        except Exception:  # noqa: BLE001 - it must not go on as the nursery; the log says why, and the nursery ends too
+        except Exception:  # noqa: BLE001 - it must not go on as the fork server, which ends too; the log says why
             traceback.print_exc()
         finally:
             os._exit(0)

@@ -126,7 +126,7 @@ class RayNodes:
             max_concurrency=_ANSWERS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
         )
-        return RayNode(actor.remote(str(self._logs.absolute()), f"nursery-{number}", accelerated))
+        return RayNode(actor.remote(str(self._logs.absolute()), f"fork-server-{number}", accelerated))
 
 
 @contextlib.asynccontextmanager
