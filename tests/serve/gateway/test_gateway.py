@@ -5,92 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
+from gateway_stage import Stage, staged
 
-from libra.route.baselines import LeastLoaded
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Request, ToolReturn
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway import server
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
-from libra.serve.gateway.server import Gateway
-from libra.serve.http_service import serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import AffineCost
 from libra.trajectory import Trajectory, Turn
-
-CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=8, max_num_batched_tokens=64)
-COST = AffineCost(2 * 10**9)  # 2 ms an iteration
-
-
-class Noting(LeastLoaded):
-    """Least loaded, and what it was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[Any] = []
-
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
-        self.told.append(request)
-        placement = super().place(request, fleet)
-        return None if placement is None else replace(placement, priority=-7)
-
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        self.told.append((request, returned))
-        return super().tool_returned(request, returned, fleet)
-
-    def finished(self, trajectory: Trajectory) -> None:
-        self.told.append(trajectory)
-        super().finished(trajectory)
-
-    def forget(self, trajectory_id: str) -> None:
-        self.told.append(f"forget {trajectory_id}")
-        super().forget(trajectory_id)
-
-    def instance_gone(self, instance: str) -> None:
-        self.told.append(f"gone {instance}")
-        super().instance_gone(instance)
-
-
-@dataclass
-class Stage:
-    session: ClientSession
-    gateway: Gateway
-    policy: Noting
-    emulators: dict[str, Emulator]
-    stops: dict[str, Callable[[], Awaitable[None]]]  # each ends an engine's server, by name
-    finished: list[Trajectory]
-
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        async with self.session.post(path, json=body) as response:
-            text = await response.text()
-            return response.status, json.loads(text) if text else None
-
-
-def staged(test: Callable[[Stage], Awaitable[None]], engines: int = 2, **settings: Any) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            sections, emulators, stops = [], {}, {}
-            for name in (f"e{number}" for number in range(engines)):
-                emulators[name] = Emulator([EngineSpec(name, CONFIG, COST)], 1.0, 10, 0)
-                own = await stack.enter_async_context(AsyncExitStack())
-                base = await own.enter_async_context(serving(emulators[name].application(), "127.0.0.1", 0))
-                sections.append(EngineSection(name=name, url=f"{base}/v1/", max_model_len=512))
-                stops[name] = own.aclose
-            policy, finished = Noting(), []
-            file = GatewayFile(engines=tuple(sections), **{"turn_tokens": 16, **settings})
-            gateway = Gateway(file, policy, finished.append)
-            base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
-            session = await stack.enter_async_context(ClientSession(base))
-            await test(Stage(session, gateway, policy, emulators, stops, finished))
-
-    asyncio.run(main())
 
 
 def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:

@@ -50,6 +50,9 @@ class GatewayFile(Section):
     priorities: Annotated[bool, Field(strict=True)] = False  # tell engines the policy's order: they schedule by it
     wait_seconds: _Seconds = 60.0  # that a turn waits for an engine which can take it
     idle_seconds: _Seconds = 3600.0  # after which a trajectory without a turn is forgotten
+    engine_timeout_seconds: _Seconds = 20.0  # without a byte of health or turns, after which an engine's turns are cut
+    turn_timeout_seconds: _Seconds = 3600.0  # without a byte of one turn, after which it is cut
+    max_attempts: _Count = 5  # engines that a turn is tried on, each having failed it, before it is refused
 
     @property
     def bucket_limits(self) -> tuple[int, ...]:
