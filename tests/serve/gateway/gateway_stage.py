@@ -60,6 +60,7 @@ class Scripted:
     """A server that answers /health while it is well, and turns as its script says, byte for byte."""
 
     script: Callable[[asyncio.StreamWriter], Awaitable[None]]
+    own: dict[str, Any] = field(default_factory=dict)  # more of its section
     well: bool = True
     heads: list[bytes] = field(default_factory=list)  # of the requests that came, as they came
 
@@ -145,7 +146,7 @@ def staged(
                 stops[name] = own.aclose
             for number, server in enumerate(scripted):
                 url = await stack.enter_async_context(server.serving())
-                sections.append(EngineSection(name=f"s{number}", url=url, max_model_len=512))
+                sections.append(EngineSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
             policy, finished = Noting(), []
             file = GatewayFile(engines=tuple(sections), **{"turn_tokens": 16, **settings})
             gateway = Gateway(file, policy, finished.append)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
 import pytest
 from aiohttp import web
-from gateway_stage import Stage, staged
+from gateway_stage import Scripted, Stage, staged
 
 from libra.route.policy import Request, ToolReturn
 from libra.serve.emulate.server import Emulator
@@ -297,3 +298,56 @@ def test_engines_and_metrics_can_be_seen() -> None:
             assert (await response.json())["data"][0]["id"] == "e0"
 
     staged(test)
+
+
+# Who asks
+
+
+async def answer(writer: asyncio.StreamWriter) -> None:
+    body = b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+@pytest.mark.parametrize(
+    ("own", "sent"),
+    [({}, "Bearer client"), ({"api_key": "engine"}, "Bearer engine"), ({"basic_auth": "me:pw"}, "Basic bWU6cHc=")],
+)
+def test_an_engine_hears_its_own_token_or_the_clients(own: dict[str, Any], sent: str) -> None:
+    async def test(stage: Stage) -> None:
+        headers = {"Authorization": "Bearer client"}
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+            async with stage.session.request(method, path, json={"prompt": "a"}, headers=headers) as response:
+                assert response.status == 200
+        health, turn, models = (dict(re.findall(r"(\S+): (.*)\r", it.decode())) for it in stage.scripted[0].heads[:3])
+        assert turn["Authorization"] == models["Authorization"] == sent
+        assert health.get("Authorization") == (sent if own else None)
+        for path in ("/engines", "/metrics"):
+            async with stage.session.get(path) as response:
+                assert "engine@" not in (text := await response.text()) and "pw" not in text and "Bearer" not in text
+
+    staged(test, engines=0, scripted=[Scripted(answer, own)])
+
+
+def test_a_token_that_no_header_can_hold_is_refused() -> None:
+    async def test(stage: Stage) -> None:
+        port = stage.session._base_url.port  # type: ignore[union-attr]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        writer.write(head)
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+
+    staged(test, engines=1)
+
+
+def test_nobody_follows_an_engine_to_another_address() -> None:
+    async def redirect(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 307 There\r\nLocation: http://127.0.0.1:1/v1/completions\r\nContent-Length: 0\r\n\r\n")
+
+    async def test(stage: Stage) -> None:
+        status, said = await stage.post("/v1/completions", {"prompt": "a"})
+        assert status == 502 and "engine s0 redirects with status 307" in said["error"]["message"]
+
+    staged(test, engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})])

@@ -229,18 +229,24 @@ class Gateway:
     ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
         """Raises `_LostError` or `_OverdueError` where nothing of an answer has been passed on."""
         engine = attempt.engine
+        headers = _JSON | _authorization(engine, request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with (
                 attempt,
-                self._session.post(f"{engine.section.url}/{path}", data=sent, headers=_JSON) as answer,
+                self._session.post(
+                    f"{engine.section.url}/{path}", data=sent, headers=headers, allow_redirects=False
+                ) as answer,
             ):
                 if body.stream and answer.status == 200:
                     return response, await self._stream(request, response, attempt, answer, body.stream_options is None)
                 whole = await answer.read()
                 attempt.hear(self._loop.time())
-                headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
-                passed = web.Response(body=whole, status=answer.status, headers=headers)
+                if 300 <= answer.status < 400:
+                    message = f"engine {engine.id} redirects with status {answer.status}: list its final address"
+                    return refused(message, 502), None
+                said = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+                passed = web.Response(body=whole, status=answer.status, headers=said)
                 if answer.status in _GONE:
                     raise _LostError(f"{engine.id} answered with status {answer.status}", passed)
                 usage = usage_of(whole) if answer.status == 200 else None
@@ -349,7 +355,12 @@ class Gateway:
         """One that has much to do may say late that it is well; what it generates meanwhile says so, too."""
         began = self._loop.time()
         try:
-            async with self._session.get(engine.section.health, timeout=ClientTimeout(total=_LOOK_DEADLINE)) as answer:
+            async with self._session.get(
+                engine.section.health,
+                timeout=ClientTimeout(total=_LOOK_DEADLINE),
+                headers=_authorization(engine),
+                allow_redirects=False,
+            ) as answer:
                 well = answer.status < 500
         except TimeoutError:
             well = engine.heard >= began
@@ -363,11 +374,15 @@ class Gateway:
 
     # What can be seen
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         for engine in self.engines.instances:
             with suppress(ClientError, OSError):
-                timeout = ClientTimeout(total=_LOOK_DEADLINE)
-                async with self._session.get(f"{engine.section.url}/models", timeout=timeout) as answer:
+                async with self._session.get(
+                    f"{engine.section.url}/models",
+                    timeout=ClientTimeout(total=_LOOK_DEADLINE),
+                    headers=_authorization(engine, request),
+                    allow_redirects=False,
+                ) as answer:
                     return web.Response(body=await answer.read(), status=answer.status, headers=_JSON)
         return refused("no engine is well: GET /engines says which are listed", 503)
 
@@ -391,6 +406,17 @@ class Gateway:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.engines.instances else 503)
+
+
+def _authorization(engine: EngineBehind, request: web.Request | None = None) -> dict[str, str]:
+    """The header that the engine wants: its own token, or what the client sent."""
+    value = engine.section.authorization()
+    if value is None and request is not None:
+        value = request.headers.get("Authorization")
+        if value is not None and not (value.isascii() and value.isprintable()):
+            message = refusal("the header Authorization holds more than printable ASCII characters", 400)
+            raise web.HTTPBadRequest(text=message.decode(), content_type="application/json")
+    return {} if value is None else {"Authorization": value}
 
 
 def _counting(connections: Connections) -> TraceConfig:
