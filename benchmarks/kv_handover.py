@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.kv_handover", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="a smaller model and few repeats: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else FULL
     cores = sorted(os.sched_getaffinity(0))

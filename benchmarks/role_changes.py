@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.role_changes", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="two changes each way: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     taken = psutil.cpu_percent(interval=1.0) / 100
     with tempfile.TemporaryDirectory() as directory:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -872,3 +873,8 @@ def test_a_refusal_in_a_process_of_its_own(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", changed(training={"learning_rat": 1e-4}, directory=str(tmp_path / "runs")))
     assert_refused(process("run", config), f"{config}: training.learning_rat: unknown key 'learning_rat'")
     assert everything_below(tmp_path) == {config}
+
+
+def test_the_version_is_told() -> None:
+    told = libra("--version")
+    assert (told.exit_code, told.stdout) == (0, f"libra {version('libra-rl')}\n")

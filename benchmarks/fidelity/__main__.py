@@ -90,7 +90,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is measured, a file for each model")
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)
     effort = QUICK if options.quick else FULL
