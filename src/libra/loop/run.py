@@ -49,10 +49,10 @@ from libra.loop.replanning import Replanner
 from libra.loop.rollout import Rollout
 from libra.loop.steering import Steering
 from libra.plan.problem import Allocation, Bucket
+from libra.records.causes import device_words, total
 from libra.records.disk import DiskError, writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
-from libra.report.causes import device_words, total
 from libra.report.live import Display
 from libra.route.catalogue import policy_named, policy_restored
 

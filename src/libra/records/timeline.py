@@ -1,29 +1,25 @@
-"""The run as a Chrome trace: who had which role when, what each did, how many turns ran.
+"""A run as a trace: who had which role when, what each did, how many turns ran.
 
-Invariant: the file is readable at any moment, also after a kill, and on every lane slices follow each other without
-overlap. Memory holds the open role and the last end of each lane and nothing else; the file holds at most
-`max_events` events, a note where it had to stop, and the names of lanes and the last role of each besides.
+On every lane slices follow each other without overlap. Memory holds the open role and the last end of each lane and
+nothing else; the last role of each worker is kept even in a full file.
 
-Open the file in https://ui.perfetto.dev or chrome://tracing. Groups, top to bottom: `roles` (one lane a worker, and
-the trainer's steps), `moves` (from one role to another, as a whole; one lane a worker), `where the time goes` (its
-cause; one lane a worker), `work` (batches, weight loads, joins; one lane a worker), `running turns` (one counter a
-worker: hundreds of turns overlap in an engine, and their number is what can be read), `staleness` (of the trajectories
-of each step).
+Groups, top to bottom: `roles` (one lane a worker, and the trainer's steps), `moves` (from one role to another, as a
+whole; one lane a worker), `where the time goes` (its cause; one lane a worker), `work` (batches, weight loads, joins;
+one lane a worker), `running turns` (one counter a worker: hundreds of turns overlap in an engine, and their number is
+what can be read), `staleness` (of the trajectories of each step).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Literal, Self
 
-from libra.report.causes import CAUSES, Cause
-from libra.report.roles import check_role, role_styles
-
-MAX_EVENTS = 500_000  # about 60 MB of JSON, which the viewers still open
+from libra.records.causes import Cause
+from libra.records.roles import Role, role_of, styles
+from libra.records.trace import MAX_EVENTS, JsonValue, TraceFile
 
 _ROLES, _MOVES, _CAUSES, _WORK, _TURNS, _STEPS = 1, 2, 3, 4, 5, 6
 _GROUPS = {
@@ -36,7 +32,36 @@ _GROUPS = {
 }
 _STEPS_LANE = "training steps"
 
-JsonValue = str | int | float
+# Names of the viewers' own palette; what waits is pale there, too.
+_ROLE_COLOURS = {
+    Role.TRAIN: "thread_state_iowait",
+    Role.ROLLOUT: "rail_response",
+    Role.JOINING: "yellow",
+    Role.DRAINING: "thread_state_uninterruptible",
+    Role.IDLE: "grey",
+    Role.FAILED: "terrible",
+}
+_BUCKET_COLOURS = ("rail_response", "rail_load", "rail_animation")
+_CAUSE_COLOURS = {
+    Cause.GENERATING: "rail_response",
+    Cause.COMPUTING: "thread_state_iowait",
+    Cause.EXCHANGING: "rail_animation",
+    Cause.PUBLISHING: "rail_load",
+    Cause.LOADING: "rail_load",
+    Cause.CHECKPOINTING: "rail_idle",
+    Cause.REDOING: "bad",
+    Cause.ROLLOUT_BOUND: "thread_state_sleeping",
+    Cause.REPLICA_BOUND: "thread_state_sleeping",
+    Cause.TRAINING_BOUND: "thread_state_sleeping",
+    Cause.TOOL_BOUND: "thread_state_runnable",
+    Cause.NO_WORK: "thread_state_unknown",
+    Cause.BOUNDARY: "thread_state_unknown",
+    Cause.STARTING: "yellow",
+    Cause.MOVING: "thread_state_uninterruptible",
+    Cause.FAILED: "terrible",
+    Cause.IDLE: "grey",
+    Cause.EVALUATING: "grey",
+}
 
 
 @dataclass(slots=True)
@@ -58,24 +83,18 @@ class Timeline:
     """
 
     def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
-        if max_events < 1:
-            raise ValueError("max_events must be >= 1")
-        self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
-        self._file.write("[")
-        self._room = max_events
-        self._first = True
+        self._trace = TraceFile(path, max_events)
         self._lanes: dict[tuple[int, str], _Lane] = {}
         self._open: dict[str, _OpenRole] = {}
         self._turns: dict[str, int] = {}
         self._seen_roles: dict[str, None] = {}
         self._latest = 0.0
         for pid, name in _GROUPS.items():
-            self._metadata("process_name", pid, 0, {"name": name})
-            self._metadata("process_sort_index", pid, 0, {"sort_index": pid})
+            self._trace.name_group(pid, name, pid)
 
     def role(self, worker: str, role: str, at: float) -> None:
         """The worker takes on `role` and keeps it until the next call."""
-        check_role(role)
+        role_of(role)  # refuses what is none
         self._seen_roles.setdefault(role)
         previous = self._open.get(worker)
         if previous is not None and previous.role == role:
@@ -107,22 +126,21 @@ class Timeline:
 
     def weights(self, worker: str, version: int, at: float) -> None:
         """An engine serves a new version of the weights from now on."""
-        self._instant(_ROLES, worker, f"weights v{version}", at, "t", {"version": version})
+        self._instant(worker, f"weights v{version}", at, {"version": version})
 
     def cause(self, worker: str, cause: Cause, start: float, end: float) -> None:
         """What the worker's time went to."""
-        style = CAUSES[cause]
-        self._slice(_CAUSES, worker, style.words, start, end, {}, style.chrome)
+        self._slice(_CAUSES, worker, cause.words, start, end, {}, _CAUSE_COLOURS[cause])
 
     def staleness(self, mean: float, largest: int, at: float) -> None:
         """Of the trajectories of a step that ends now, in versions."""
         self._see(at)
-        self._write(_counter(_STEPS, "staleness", at, {"mean": mean, "max": largest}))
+        self._trace.counter(_STEPS, "staleness", _microseconds(at), {"mean": mean, "max": largest})
 
     def lost(self, worker: str, at: float, text: str) -> None:
         """The worker is gone: its role is `failed`, and the moment is marked across all lanes."""
         self.role(worker, "failed", at)
-        self._instant(_ROLES, worker, f"lost: {text}", at, "g", {})
+        self._instant(worker, f"lost: {text}", at, {}, "g")
 
     def turns(self, worker: str, running: int, at: float) -> None:
         """Turns that run in an engine from now on; unchanged numbers are not written."""
@@ -132,17 +150,16 @@ class Timeline:
             return
         self._turns[worker] = running
         self._see(at)
-        self._write(_counter(_TURNS, worker, at, {"turns": running}))
+        self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
 
     def close(self) -> None:
         """End what is open and finish the file; closing twice does nothing."""
-        if self._file.closed:
+        if self._trace.closed:
             return
-        self._room = max(self._room, len(self._open))  # what a worker did last is kept even in a full file
+        self._trace.room = max(self._trace.room, len(self._open))
         for worker in list(self._open):
             self._end_role(worker, self._latest)
-        self._file.write("\n]\n")
-        self._file.close()
+        self._trace.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,8 +173,8 @@ class Timeline:
         ended = self._open.pop(worker, None)
         if ended is None:
             return
-        style = role_styles(self._seen_roles)[ended.role]
-        self._slice(_ROLES, worker, ended.role, ended.since, at, {}, style.chrome)
+        colour = styles(self._seen_roles, _ROLE_COLOURS, _BUCKET_COLOURS)[ended.role]
+        self._slice(_ROLES, worker, ended.role, ended.since, at, {}, colour)
 
     def _slice(
         self,
@@ -167,7 +184,7 @@ class Timeline:
         start: float,
         end: float,
         details: Mapping[str, JsonValue],
-        chrome_colour: str | None = None,
+        colour: str | None = None,
     ) -> None:
         if end < start:
             raise ValueError(f"{name} of {lane_name} ends at {end} s, before its start at {start} s")
@@ -177,70 +194,27 @@ class Timeline:
         lane.end = finish
         self._see(finish)
         shifted = {"reported_start": start} if begin > start else {}
-        event: dict[str, Any] = {
-            "ph": "X",
-            "pid": pid,
-            "tid": lane.tid,
-            "name": name,
-            "ts": _microseconds(begin),
-            "dur": _microseconds(finish) - _microseconds(begin),
-            "args": {**details, **shifted},
-        }
-        if chrome_colour is not None:
-            event["cname"] = chrome_colour
-        self._write(event)
+        ts = _microseconds(begin)
+        duration = _microseconds(finish) - ts
+        self._trace.slice(pid, lane.tid, name, ts, duration, {**details, **shifted}, colour)
 
     def _instant(
-        self, pid: int, lane_name: str, name: str, at: float, scope: str, details: Mapping[str, JsonValue]
+        self, worker: str, name: str, at: float, details: Mapping[str, JsonValue], scope: Literal["t", "g"] = "t"
     ) -> None:
-        tid = self._lane(pid, lane_name).tid
+        tid = self._lane(_ROLES, worker).tid
         self._see(at)
-        self._write(
-            {
-                "ph": "i",
-                "s": scope,
-                "pid": pid,
-                "tid": tid,
-                "name": name,
-                "ts": _microseconds(at),
-                "args": dict(details),
-            }
-        )
+        self._trace.instant(_ROLES, tid, name, _microseconds(at), details, scope)
 
     def _lane(self, pid: int, name: str) -> _Lane:
         if (pid, name) not in self._lanes:
             lane = _Lane(tid=len(self._lanes) + 1)
             self._lanes[pid, name] = lane
             order = 0 if name == _STEPS_LANE else lane.tid
-            self._metadata("thread_name", pid, lane.tid, {"name": name})
-            self._metadata("thread_sort_index", pid, lane.tid, {"sort_index": order})
+            self._trace.name_lane(pid, lane.tid, name, order)
         return self._lanes[pid, name]
-
-    def _metadata(self, name: str, pid: int, tid: int, args: Mapping[str, JsonValue]) -> None:
-        # Names of lanes are few and everything else is unreadable without them: they do not count against the bound.
-        self._append({"ph": "M", "name": name, "pid": pid, "tid": tid, "args": dict(args)})
 
     def _see(self, at: float) -> None:
         self._latest = max(self._latest, at)
-
-    def _write(self, event: dict[str, Any]) -> None:
-        if self._room > 0:
-            self._append(event)
-        elif self._room == 0:
-            full = {"ph": "i", "s": "g", "pid": _ROLES, "tid": 0, "name": "timeline full: later events are not kept"}
-            self._append({**full, "ts": event["ts"], "args": {}})
-        self._room -= 1
-
-    def _append(self, event: dict[str, Any]) -> None:
-        if self._file.closed:
-            raise ValueError("the timeline is closed; nothing can be added to it")
-        separator = "\n" if self._first else ",\n"
-        self._first = False
-        self._file.write(separator + json.dumps(event, separators=(",", ":"), allow_nan=False))
-
-
-def _counter(pid: int, name: str, at: float, values: Mapping[str, JsonValue]) -> dict[str, Any]:
-    return {"ph": "C", "pid": pid, "name": name, "ts": _microseconds(at), "args": dict(values)}
 
 
 def _microseconds(seconds: float) -> int:

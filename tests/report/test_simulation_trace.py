@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from made_simulation import busy, cut_short, open_loop, run, trajectories
 
-from libra.report.simulation_timeline import timeline_events, write_simulation_timeline
+from libra.report.simulation_trace import write_simulation_trace
 from libra.sim.clock import TICKS
 from libra.sim.outcome.result import SimulationResult
 
@@ -21,7 +21,7 @@ RESULTS = {"busy": busy, "cut short": cut_short, "trajectories": trajectories}
 
 
 def written(result: SimulationResult, path: Path, **settings: int) -> list[Event]:
-    write_simulation_timeline(result, path, **settings)
+    write_simulation_trace(result, path, **settings)
     events: list[Event] = json.loads(path.read_text(encoding="utf-8"))
     return events
 
@@ -93,7 +93,7 @@ def test_counters_and_pauses_are_those_that_were_watched(tmp_path: Path) -> None
         pauses = [e for e in its if e["name"] == "new weights"]
         assert [round(e["ts"] * 1000) for e in pauses] == [start // 1000 for start, _ in series.pauses]
         assert len(pauses) == 1
-    unwatched = list(timeline_events(run(open_loop(5), watched=False)))
+    unwatched = written(run(open_loop(5), watched=False), tmp_path / "unwatched.json")
     assert not any(event["ph"] == "C" for event in unwatched)
 
 
@@ -108,6 +108,6 @@ def test_a_long_simulation_stays_within_the_bound(most: int, tmp_path: Path) -> 
     assert all("of 150 requests is drawn" in note for note in notes)
 
 
-def test_a_bound_below_one_is_refused() -> None:
+def test_a_bound_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_events is 0"):
-        list(timeline_events(busy(), 0))
+        write_simulation_trace(busy(), tmp_path / "trace.json", 0)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from libra.backends.grpo.joint_step import Share, StepResult
 from libra.exec.workers import Role
-from libra.records.device_time import DeviceTime, Part, Phase, step_parts
-from libra.report.causes import Cause
+from libra.loop.recorder import step_parts
+from libra.records.causes import Cause
+from libra.records.device_time import DeviceTime, Part, Phase
 
 WORKERS = ("core-0", "hybrid-0", "rollout-0")
 UNPRODUCTIVE = (Phase.OUTSIDE, Phase.AGAIN)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from libra.records.causes import Cause, total
 from libra.records.run_log import prediction_error
 from libra.records.schema import (
     DecisionRecord,
@@ -20,7 +23,6 @@ from libra.records.schema import (
     RunSummary,
     StepRecord,
 )
-from libra.report.causes import Cause, total
 
 PERIOD = 20
 FIRST, SECOND, THIRD = "train 2 | short 2", "train 1 | short 2 | long 1", "train 1 | short 1 | long 1"
@@ -207,3 +209,23 @@ def write_run(directory: Path, number_of_steps: int = 120) -> MadeRun:
     (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     (directory / "summary.json").write_text(make_summary(steps, prediction_error(periods)).to_json(), encoding="utf-8")
     return MadeRun(directory, steps, periods)
+
+
+@pytest.fixture
+def made_run(tmp_path: Path) -> MadeRun:
+    return write_run(tmp_path / "run-7")
+
+
+@pytest.fixture
+def example_records() -> Mapping[str, Record]:
+    """One record of each kind."""
+    steps = make_steps(2)
+    return {
+        "step": steps[0],
+        "period": PeriodRecord(0, 1, 2, FIRST, 2.5, 2.6, "rollout", False),
+        "decision": MEASURED,
+        "undecided": DECISIONS[0],
+        "event": EVENTS[0],
+        "evaluation": EVALUATIONS[0],
+        "summary": make_summary(steps),
+    }

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.report.causes import Cause
-from libra.report.roles import ROLES
-from libra.report.timeline import Timeline
+from libra.records.causes import Cause
+from libra.records.roles import Role
+from libra.records.timeline import Timeline
 
 Event = dict[str, Any]
 
@@ -70,7 +70,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("lost: signal 9", 2_500_000, "g"),
     ]
     colours = {e["name"]: e["cname"] for e in events if "cname" in e}
-    assert colours["train"] == ROLES["train"].chrome
+    assert len({colours[role] for role in ("train", "draining", "failed", "rollout:short")}) == 4
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
         "roles",
         "moves",
@@ -85,7 +85,7 @@ calls = st.lists(
     st.tuples(
         st.sampled_from(["role", "work", "move", "step", "weights", "turns", "lost"]),
         st.sampled_from(["w0", "w1", 'w"2\n']),
-        st.sampled_from([*ROLES, "rollout:long"]),
+        st.sampled_from([*Role, "rollout:long"]),
         st.floats(0, 5, allow_subnormal=False),
     ),
     max_size=40,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from libra.records.roles import Role, role_of, styles
 from libra.records.schema import (
     EventRecord,
     Record,
@@ -17,7 +18,6 @@ from libra.records.schema import (
     read_records,
     read_summary,
 )
-from libra.report.roles import ROLES, check_role, role_style, role_styles
 
 EVENT = '{"time": 1.5, "kind": "checkpoint", "worker": null, "text": "saved"}'
 
@@ -72,7 +72,7 @@ def test_an_error_inside_the_summary_names_its_place(example_records: Mapping[st
     [
         ({"grad_norm": float("inf")}, "grad_norm is inf"),
         ({"step_seconds": 0.0}, "step_seconds must be > 0"),
-        ({"roles": {"w0": "sleeping"}}, "role 'sleeping': unknown; use one of train, rollout"),
+        ({"roles": {"w0": "sleeping"}}, "role 'sleeping': unknown; use one of idle, joining"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_where_it_is_made(
@@ -92,16 +92,18 @@ def test_integers_serve_as_seconds(example_records: Mapping[str, Record]) -> Non
 
 
 @pytest.mark.parametrize("role", ["sleeping", "train:core", "rollout:", "", "Rollout"])
-def test_roles_no_one_can_paint_are_refused(role: str) -> None:
+def test_roles_that_do_not_exist_are_refused(role: str) -> None:
     with pytest.raises(ValueError, match="role "):
-        check_role(role)
+        role_of(role)
 
 
-def test_every_role_has_its_own_colour_and_buckets_get_shades() -> None:
-    assert len({style.colour for style in ROLES.values()}) == len(ROLES)
-    assert len({style.chrome for style in ROLES.values()}) == len(ROLES)
-    styles = role_styles(["train", "rollout:short", "train", "rollout:long", "rollout:short", "rollout:a", "rollout:b"])
-    assert list(styles) == ["train", "rollout:short", "rollout:long", "rollout:a", "rollout:b"]
-    assert styles["rollout:short"] == ROLES["rollout"]
-    assert len({styles[role].colour for role in ("rollout:short", "rollout:long", "rollout:a")}) == 3
-    assert role_style("rollout:long") == ROLES["rollout"]
+def test_buckets_are_told_apart_in_the_order_in_which_they_appear() -> None:
+    labels = ["train", "rollout:short", "train", "rollout:long", "rollout:short", "rollout:a", "rollout:b"]
+    given = styles(labels, {role: role.value for role in Role}, ("first", "second", "third"))
+    assert given == {
+        "train": "train",
+        "rollout:short": "first",
+        "rollout:long": "second",
+        "rollout:a": "third",
+        "rollout:b": "third",
+    }

@@ -1,28 +1,23 @@
-"""A simulation as a Chrome trace: what each request did on its engine, and how full the engine was.
+"""A simulation as a trace: what each request did on its engine, and how full the engine was.
 
-Invariant: on every row slices follow each other without overlap, rows are as few as requests are there at once, and the
-file holds at most `max_events` events besides the names of engines and rows; where requests are too many, one in k is
-drawn, and the trace says so.
-
-Open the file in https://ui.perfetto.dev or chrome://tracing. A group for each engine: its counters, a row of pauses for
-new weights, and rows of requests (queued, prefill, KV transfer, decode). Times are to the nanosecond.
+A group for each engine: its counters, a row of pauses for new weights, and rows of requests (queued, prefill, KV
+transfer, decode). Slices of a row never overlap, and rows are as few as requests are there at once. Where requests are
+too many for the file, one in k is drawn, and the trace says so. Times are to the nanosecond.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.report.timeline import MAX_EVENTS
+from libra.records.trace import MAX_EVENTS, TraceFile
 from libra.sim.clock import TICKS
 from libra.sim.outcome.engine_series import EngineSeries
 from libra.sim.outcome.request_columns import ENDS
@@ -41,92 +36,60 @@ _COLOURS = {
     "new weights": "thread_state_iowait",
 }
 
-Event = dict[str, Any]
+
+def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
+    """Write the trace, its events in no particular order of time: the viewers sort them. Counters and pauses are there
+    if somebody watched."""
+    with TraceFile(path, max_events) as trace:
+        for group, engine in enumerate(result.engines, start=1):
+            trace.name_group(group, engine.name, group)
+        if (result.requests.engine < 0).any():
+            trace.name_group(_NOWHERE, "no engine", _NOWHERE)
+        rows = sum(len(series) + 1 for series in result.series)
+        merge = -(-2 * rows // max(1, int(_COUNTERS * max_events)))
+        for index, series in enumerate(result.series):
+            if series.pauses:
+                trace.name_lane(index + 1, _PAUSES, "weight updates", _PAUSES)
+            _counters(trace, series.merged(merge), index + 1, result.engines[index].config.kv_blocks)
+            for start, end in series.pauses[: trace.room]:
+                _slice(trace, index + 1, _PAUSES, "new weights", start, end, {})
+        _requests(trace, result)
 
 
-def write_simulation_timeline(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
-    """Write the trace. Counters and pauses are there if somebody watched."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("[")
-        for number, event in enumerate(timeline_events(result, max_events)):
-            file.write(",\n" if number else "\n")
-            file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
-        file.write("\n]\n")
-
-
-def timeline_events(result: SimulationResult, max_events: int = MAX_EVENTS) -> Iterator[Event]:
-    """The events, in no particular order of time: the viewers sort them."""
-    if max_events < 1:
-        raise ValueError(f"max_events is {max_events}; write 1 or more")
-    room = max_events
-    for index, (engine, series) in enumerate(_watched(result)):
-        yield _name("process_name", index + 1, 0, engine)
-        yield {**_name("process_sort_index", index + 1, 0, ""), "args": {"sort_index": index + 1}}
-        if series is not None and series.pauses:
-            yield _name("thread_name", index + 1, _PAUSES, "weight updates")
-    if (result.requests.engine < 0).any():
-        yield _name("process_name", _NOWHERE, 0, "no engine")
-    rows = sum(len(series) + 1 for series in result.series)
-    merge = -(-2 * rows // max(1, int(_COUNTERS * max_events)))
-    for index, (_, series) in enumerate(_watched(result)):
-        if series is None:
-            continue
-        blocks = result.engines[index].config.kv_blocks
-        for event in islice(_counters(series.merged(merge), index + 1, blocks), room):
-            room -= 1
-            yield event
-        for start, end in series.pauses[:room]:
-            room -= 1
-            yield _slice(index + 1, _PAUSES, "new weights", start, end, {})
-    yield from _requests(result, room)
-
-
-def _watched(result: SimulationResult) -> Iterator[tuple[str, EngineSeries | None]]:
-    series = result.series or (None,) * len(result.engines)
-    return ((engine.name, its) for engine, its in zip(result.engines, series, strict=True))
-
-
-def _counters(series: EngineSeries, group: int, blocks: int) -> Iterator[Event]:
+def _counters(trace: TraceFile, series: EngineSeries, group: int, blocks: int) -> None:
     if not len(series):
         return
     columns = (series.edges[:-1], series.running, series.waiting, series.held / blocks)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for tick, running, waiting, held in (*rows, (int(series.edges[-1]), 0, 0, 0)):
-        at = {"ph": "C", "pid": group, "ts": _microseconds(tick)}
-        yield {**at, "name": "requests", "args": {"running": round(running, 3), "waiting": round(waiting, 3)}}
-        yield {**at, "name": "KV held", "args": {"share": round(held, 6)}}
+        if trace.room < 2:
+            return
+        at = _microseconds(tick)
+        trace.counter(group, "requests", at, {"running": round(running, 3), "waiting": round(waiting, 3)})
+        trace.counter(group, "KV held", at, {"share": round(held, 6)})
 
 
-def _requests(result: SimulationResult, room: int) -> Iterator[Event]:
+def _requests(trace: TraceFile, result: SimulationResult) -> None:
     came = np.flatnonzero(result.requests.arrival <= result.end)
-    every = -(-len(_PHASES) * len(came) // room) if room else 0
+    every = -(-len(_PHASES) * len(came) // trace.room) if trace.room else 0
     if len(came) and every != 1:
         drawn = f"1 in {every:,}" if every else "none"
         note = f"{drawn} of {len(came):,} requests is drawn: all are more than the file may hold"
-        at = _microseconds(result.start)
-        yield {"ph": "i", "s": "g", "pid": _NOWHERE, "tid": 0, "name": note, "ts": at, "args": {}}
+        trace.room += 1  # for this note
+        trace.instant(_NOWHERE, 0, note, _microseconds(result.start), {}, scope="g")
     rows: defaultdict[int, _Rows] = defaultdict(_Rows)
     for request in _drawn(result, came[::every] if every else came[:0]):
         slices = request.slices
         if not slices:
             name = f"{request.about['status']}: request {request.about['request']}"
-            at = _microseconds(request.arrival)
-            yield {
-                "ph": "i",
-                "s": "p",
-                "pid": request.group,
-                "tid": 0,
-                "name": name,
-                "ts": at,
-                "args": request.about,
-            }
+            trace.instant(request.group, 0, name, _microseconds(request.arrival), request.about, scope="p")
             continue
         row = rows[request.group].take(slices[0][1], slices[-1][2])
         if row > rows[request.group].named:
             rows[request.group].named = row
-            yield _name("thread_name", request.group, _PAUSES + row, f"requests {row}")
+            trace.name_lane(request.group, _PAUSES + row, f"requests {row}", _PAUSES + row)
         for name, since, until in slices:
-            yield _slice(request.group, _PAUSES + row, name, since, until, request.about)
+            _slice(trace, request.group, _PAUSES + row, name, since, until, request.about)
 
 
 class _Rows:
@@ -211,21 +174,9 @@ def _slices(since: int, times: Sequence[int], end: int) -> Iterator[tuple[str, i
         since = until
 
 
-def _name(kind: str, group: int, row: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": group, "tid": row, "args": {"name": name}}
-
-
-def _slice(group: int, row: int, name: str, start: int, end: int, about: dict[str, Any]) -> Event:
-    return {
-        "ph": "X",
-        "pid": group,
-        "tid": row,
-        "name": name,
-        "cname": _COLOURS[name],
-        "ts": _microseconds(start),
-        "dur": (end // _NANOSECOND - start // _NANOSECOND) / 1000,
-        "args": about,
-    }
+def _slice(trace: TraceFile, group: int, row: int, name: str, start: int, end: int, about: dict[str, Any]) -> None:
+    duration = (end // _NANOSECOND - start // _NANOSECOND) / 1000
+    trace.slice(group, row, name, _microseconds(start), duration, about, _COLOURS[name])
 
 
 def _microseconds(tick: int) -> float:
