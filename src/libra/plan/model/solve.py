@@ -105,7 +105,7 @@ class _Search:
         """The running allocation, if it keeps the step and may be the answer. Then nothing changes: engines that are
         not needed stay, too, as stopping them gains nothing."""
         current = self._problem.current
-        if current is None or fits(self._problem, current) is not None:
+        if current is None or infeasibility(self._problem, current) is not None:
             return None
         if any(contains(self._problem, current, excluded) for excluded in self._excluding):
             return None
