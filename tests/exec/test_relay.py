@@ -29,7 +29,7 @@ from libra.backends.grpo.gradient_ring import SLOTS, Update
 from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError
 from libra.backends.grpo.relay import Relay, await_reader
 from libra.backends.grpo.remote_publication import RemotePublication
-from libra.backends.grpo.state_stream import Request, StateStream, Verdict
+from libra.backends.grpo.state_stream import StateRequest, StateStream, Verdict
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.transport.messages import RelayPlace, Serve
 from libra.backends.transport.shared_vectors import LayoutError
@@ -399,8 +399,8 @@ def test_frames_arrive_as_they_were_sent() -> None:
     shape = Shape(1 << 40, "float64", 0xFFFFFFFF)
     ours.greet(TOKEN, shape)
     assert theirs.greeting(PATIENCE) == (TOKEN.encode(), shape)
-    ours.ask(Request.COPY_UPDATE, 1 << 40)
-    assert theirs.asked(PATIENCE) == (Request.COPY_UPDATE, 1 << 40)
+    ours.ask(StateRequest.COPY_UPDATE, 1 << 40)
+    assert theirs.asked(PATIENCE) == (StateRequest.COPY_UPDATE, 1 << 40)
     state, update = State(1 << 40, 0xFFFFFFFF, 12, 1e-5), Update(7, 1e-5, 12.0, 0.5)
     ours.send_state(state)
     ours.send_update(update)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from libra.backends.launch.launcher import WorkerLink
-from libra.loop.fleet import Instance
+from libra.loop.fleet import ServingEngine
 from libra.loop.replanning import EngineWork
 
 
@@ -17,7 +17,7 @@ class EngineCounters:
         self._seen: dict[WorkerLink, EngineWork] = {}  # a slot's next engine is another one
         self.busiest_seconds = 0.0  # of any engine, in the last look
 
-    def gained(self, instances: Iterable[Instance]) -> EngineWork:
+    def gained(self, instances: Iterable[ServingEngine]) -> EngineWork:
         """Sums over all engines since the last call."""
         zero = EngineWork(0.0, 0, 0, 0, 0)
         now = {

@@ -28,7 +28,7 @@ from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCos
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.sources.fit import LinearFit, fit_linear
 from libra.exec.executor import Executor
-from libra.loop.fleet import Instance
+from libra.loop.fleet import ServingEngine
 
 _REPEATS = 3
 _GONE_SECONDS = 10.0  # in which the process of a lost engine has ended
@@ -113,7 +113,7 @@ async def _restart(executor: Executor, workers: Sequence[str]) -> list[float]:
     return [await executor.restart(name) for name in workers]
 
 
-def _engines(executor: Executor) -> tuple[Instance, ...]:
+def _engines(executor: Executor) -> tuple[ServingEngine, ...]:
     """Those in service, one at least. Raises `WorkerLostError`."""
     engines = executor.fleet.instances()
     if not engines:
@@ -142,7 +142,7 @@ async def _handover_cost(executor: Executor) -> HandoverCost | None:
     return HandoverCost(*fit_linear([(1.0, tokens) for tokens, _ in rows], [s for _, s in rows]).coefficients)
 
 
-async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[int, float]]:
+async def _handover_rows(entry: ServingEngine, handover: KVHandover) -> list[tuple[int, float]]:
     """Tokens, and seconds to save and to take their KV."""
     most = entry.capacity_tokens // BLOCK_TOKENS if handover.place(entry.handle) is not None else 0
     if most < 2:
@@ -176,7 +176,7 @@ _Row = tuple[tuple[float, float, float, float, float], float]
 """Per iteration: (1, sequences, context tokens, prefilled tokens, finished turns), and seconds."""
 
 
-async def _engine_rows(entry: Instance, config: RunConfig) -> list[_Row]:
+async def _engine_rows(entry: ServingEngine, config: RunConfig) -> list[_Row]:
     """Iterations inside the engine, and turns through the ordinary path from message to message."""
     size = config.engines[entry.shape]
     contexts = (16, max(24, (size.max_model_len - 16) * 3 // 4))
@@ -197,7 +197,7 @@ async def _engine_rows(entry: Instance, config: RunConfig) -> list[_Row]:
     return rows
 
 
-async def _closed_loop(entry: Instance, seats: int, context: int, tag: str) -> _Row:
+async def _closed_loop(entry: ServingEngine, seats: int, context: int, tag: str) -> _Row:
     """Short turns that come and go while every seat is taken."""
     handle = entry.handle
     waiting = asyncio.Semaphore(2 * seats)  # as many again wait inside the engine

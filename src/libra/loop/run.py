@@ -35,7 +35,7 @@ from libra.exec.workers import Pool, make_pool
 from libra.loop.counters import EngineCounters
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.evaluation import evaluate, logprob_gap
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
 from libra.loop.interrupted import Interrupted, allocation_in_force, read_interrupted
 from libra.loop.measure import measure, measure_plain
 from libra.loop.memory import MemoryWatch
@@ -205,7 +205,7 @@ class _Session:
         kv_bytes = kv_bytes_per_token(self._model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
-        fleet = Fleet(policy, allocation, handover)
+        fleet = EngineFleet(policy, allocation, handover)
         watcher = _Watcher(recorder, self._phase)
         checkpoint = before.checkpoint if before is not None else None
         beginning = Beginning(self._model, precision, kv_bytes, history.step, checkpoint)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.transport.messages import Generate, KVTransfer, Piece
-from libra.backends.vllm.kv_handover import Change
+from libra.backends.vllm.kv_handover import Handover
 from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
 from libra.route.policy import Placement, Request, ToolReturn
 
 
@@ -23,7 +23,7 @@ class RunningTurn:
         self,
         draft: Draft,
         task: str,
-        fleet: Fleet,
+        fleet: EngineFleet,
         most_tokens: int,
         stop_token: int,
         returned: ToolReturn | None = None,
@@ -40,7 +40,9 @@ class RunningTurn:
         self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
         self._engine: EngineHandle  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: Change | None = None  # how its context came to the engine that was last asked; None: it was there
+        self.change: Handover | None = (
+            None  # how its context came to the engine that was last asked; None: it was there
+        )
 
     @property
     def over(self) -> bool:

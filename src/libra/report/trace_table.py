@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from libra.trajectory import ToolStatus
-from libra.trajectory.statistics import Spread, ToolStats, TraceStats
+from libra.trajectory.statistics import LengthSpread, ToolStats, TraceStats
 
 _STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
 
@@ -66,7 +66,7 @@ def _tools(tools: tuple[ToolStats, ...]) -> Table:
     return table
 
 
-def _spread_cells(spread: Spread) -> tuple[str, ...]:
+def _spread_cells(spread: LengthSpread) -> tuple[str, ...]:
     percentiles = (spread.p50, spread.p90, spread.p99, spread.max)
     return (f"{spread.mean:,.1f}", *(f"{value:,}" for value in percentiles))
 

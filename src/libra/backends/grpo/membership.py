@@ -13,7 +13,7 @@ from libra.backends.launch.answers import Patience, ask_all
 from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.backends.transport.messages import (
     FORMING_SECONDS,
-    Done,
+    Acknowledged,
     Enter,
     Entered,
     HostRendezvous,
@@ -85,7 +85,7 @@ class Membership:
             (replica, Prepare(self.prepared, rank, size, replica.host, first.host, port))
             for rank, replica in enumerate(replicas)
         ]
-        await self.ask(orders, Done, deadline=self.patience.floor)
+        await self.ask(orders, Acknowledged, deadline=self.patience.floor)
         return self.prepared
 
     async def _meet_at(self, replica: Handle) -> int:

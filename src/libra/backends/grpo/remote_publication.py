@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from libra.backends.grpo.gradient_ring import Update
 from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError, overwritten
-from libra.backends.grpo.state_stream import SILENT_SECONDS, Request, StateStream, Verdict
+from libra.backends.grpo.state_stream import SILENT_SECONDS, StateRequest, StateStream, Verdict
 from libra.backends.transport.messages import RelayPlace
 from libra.backends.transport.shared_vectors import LayoutError, Vector
 
@@ -33,12 +33,12 @@ class RemotePublication:
 
     def at_rest(self) -> bool:
         with self._reaching():
-            self._stream.ask(Request.AT_REST)
+            self._stream.ask(StateRequest.AT_REST)
             return self._stream.verdict() is Verdict.YES
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
         with self._reaching():
-            self._stream.ask(Request.COPY_STATE)
+            self._stream.ask(StateRequest.COPY_STATE)
             if self._stream.verdict() is not Verdict.YES:
                 return None
             state = self._stream.state()
@@ -46,7 +46,7 @@ class RemotePublication:
 
     def has_update(self, number: int) -> bool:
         with self._reaching():
-            self._stream.ask(Request.HAS_UPDATE, number)
+            self._stream.ask(StateRequest.HAS_UPDATE, number)
             verdict = self._stream.verdict()
         if verdict is Verdict.OVERRUN:
             raise OverrunError(f"the update to state {number} is gone")
@@ -54,7 +54,7 @@ class RemotePublication:
 
     def copy_update(self, number: int, into: Vector) -> Update:
         with self._reaching():
-            self._stream.ask(Request.COPY_UPDATE, number)
+            self._stream.ask(StateRequest.COPY_UPDATE, number)
             update = self._stream.update()
             whole = self._stream.fill([into])
         if not whole:

@@ -34,7 +34,7 @@ _UPDATE = struct.Struct("!qddd")
 _PIECE = struct.Struct("!II")  # bytes that follow and their CRC-32; no bytes: the vectors end here
 
 
-class Request(IntEnum):
+class StateRequest(IntEnum):
     AT_REST, COPY_STATE, HAS_UPDATE, COPY_UPDATE = range(4)
 
 
@@ -42,7 +42,7 @@ class Verdict(IntEnum):
     NO, YES, OVERRUN, OTHER_SHAPE = range(4)
 
 
-Known = TypeVar("Known", Request, Verdict)
+Known = TypeVar("Known", StateRequest, Verdict)
 
 
 class StateStream:
@@ -63,13 +63,13 @@ class StateStream:
         token, length, dtype, signature = self._receive(_GREETING, seconds)
         return token, Shape(length, dtype.rstrip(b"\0").decode(errors="replace"), signature)
 
-    def ask(self, request: Request, number: int = 0) -> None:
+    def ask(self, request: StateRequest, number: int = 0) -> None:
         self._send(_REQUEST, request, number)
 
-    def asked(self, seconds: float) -> tuple[Request, int]:
+    def asked(self, seconds: float) -> tuple[StateRequest, int]:
         """The next request, which may be so long in coming."""
         request, number = self._receive(_REQUEST, seconds)
-        return _known(Request, request), number
+        return _known(StateRequest, request), number
 
     def answer(self, verdict: Verdict) -> None:
         self._send(_VERDICT, verdict)

@@ -20,9 +20,9 @@ from libra.backends.grpo.membership import FAILURES, ExchangeError, Membership
 from libra.backends.launch.answers import STANDARD, Patience
 from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.backends.transport.messages import (
+    Acknowledged,
     Commit,
     Discard,
-    Done,
     MeasureTraining,
     Message,
     Publish,
@@ -210,7 +210,7 @@ class Trainers:
     async def _discard(self) -> None:
         """Everyone who is left forgets the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
-        await self._members.ask(orders, Done, deadline=self._patience.floor)
+        await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
         """Everyone steps. Who is lost from here on does not undo the step: its gradient is in the sum."""

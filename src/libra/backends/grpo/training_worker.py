@@ -20,10 +20,10 @@ from libra.backends.grpo.trainer import Trainer
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.messages import (
+    Acknowledged,
     CatchUp,
     Commit,
     Discard,
-    Done,
     Enter,
     Entered,
     Follow,
@@ -100,12 +100,12 @@ class TrainingWorker:
                 return trainer.commit(message)
             case Discard():
                 trainer.discard()
-                return Done()
+                return Acknowledged()
             case HostRendezvous():
                 return Rendezvous(trainer.exchange.host_rendezvous(message))
             case Prepare():
                 trainer.exchange.prepare(message)
-                return Done()
+                return Acknowledged()
             case Enter():
                 return self._enter(message)
             case Identify():
@@ -126,12 +126,12 @@ class TrainingWorker:
                 return trainer.measure(message)
             case SaveCheckpoint():
                 trainer.save(Path(message.directory), message.optimiser)
-                return Done()
+                return Acknowledged()
             case LoadCheckpoint():
                 trainer.load(Path(message.directory))
-                return Done()
+                return Acknowledged()
             case Stop():
-                return Done()
+                return Acknowledged()
             case _:
                 raise TypeError(f"{type(message).__name__} is not a message for a trainer")
 

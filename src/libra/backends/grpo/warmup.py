@@ -20,7 +20,7 @@ from pathlib import Path
 from libra.backends.launch.handles import Handle
 from libra.backends.launch.launcher import Launcher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
-from libra.backends.transport.messages import Done, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
+from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
@@ -101,7 +101,7 @@ async def _train(
         batch = [_encode(environment, codec, rng) for _ in range(settings.batch)]
         done = await trainer.ask(WarmUp(batch, settings.learning_rate * ramp), WarmedUp)
         progress(WarmUpProgress(step + 1, settings.steps, done.loss))
-    await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Done)
+    await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
     await trainer.stop()
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from libra.backends.arithmetic import Bf16Speed
-from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
+from libra.backends.launch.copies import COPY_SECONDS, HangingNodeError, WeightCopies
 from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink, raise_in_loop
 from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
 from libra.backends.launch.places import Seat
@@ -64,7 +64,7 @@ class ClusterLauncher:
         self._most_losses = most_losses
         self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
         self._keepers: list[asyncio.Task[None]] = []
-        self._copies = Copies()
+        self._copies = WeightCopies()
         self.slots_changed: Callable[[], None] = lambda: None
 
     @classmethod

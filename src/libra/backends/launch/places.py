@@ -15,7 +15,7 @@ class NoRoomError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class SlotOffer:
     """What a node has for slots: accelerators, or where no node has any, cores."""
 
     node: str
@@ -31,7 +31,7 @@ class Seat:
     number: int
 
 
-def room(offers: Sequence[Offer], share: float, most: int | None) -> list[int]:
+def room(offers: Sequence[SlotOffer], share: float, most: int | None) -> list[int]:
     """Slots that each node has: one for each accelerator, or for each `share` of a core where no node has any; at most
     `most`."""
     accelerated = any(offer.gpus >= 1 for offer in offers)

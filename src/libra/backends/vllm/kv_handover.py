@@ -24,7 +24,7 @@ SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not wait
 
 
 @dataclass(slots=True)
-class Change:
+class Handover:
     """How a context came to another engine. `seconds` are those from the request for its KV until the other engine
     took it: of such a turn alone, others go on meanwhile."""
 
@@ -35,7 +35,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Changes:
+class Handovers:
     """Sums over contexts that changed engines."""
 
     handed_over: int = 0
@@ -44,7 +44,7 @@ class Changes:
     computed: int = 0
     computed_tokens: int = 0
 
-    def add(self, change: Change) -> None:
+    def add(self, change: Handover) -> None:
         if change.handed_tokens > 0:
             self.handed_over += 1
             self.handed_seconds += change.seconds
@@ -78,11 +78,11 @@ class KVHandover:
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
-    ) -> tuple[KVTransfer | None, Change]:
+    ) -> tuple[KVTransfer | None, Handover]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
         returns. What is told of the change is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
-        change = Change(len(tokens))
+        change = Handover(len(tokens))
         transfer = self._lease(blocks, source, target, change)
         if transfer is None:
             return None, change
@@ -114,7 +114,7 @@ class KVHandover:
         target.fetched(transfer.number).add_done_callback(done)
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
-    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Change) -> KVTransfer | None:
+    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Handover) -> KVTransfer | None:
         """Room for a context, where it is to be handed over."""
         if source.lost:
             change.why = "the engine was gone"
