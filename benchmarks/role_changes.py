@@ -29,7 +29,6 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.backends.arithmetic import choose, served_dtype
-from libra.backends.grpo.warmup import WarmUpProgress, warm_model
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token
@@ -42,6 +41,7 @@ from libra.exec.journal import Journal
 from libra.exec.transitions import Moved
 from libra.exec.workers import Worker, make_pool
 from libra.loop.fleet import EngineFleet
+from libra.loop.warmup import WarmUpProgress, warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.route.catalogue import policy_named
 

@@ -22,15 +22,15 @@ from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, Start
 from libra.exec.workers import Role, Worker
-from libra.loop.counters import EngineCounters
+from libra.loop.checkpoint import read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.loop.interrupted import read_interrupted
 from libra.loop.posttrain import PostTraining
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.loop.replanning import Replanner
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.steering import Steering
+from libra.loop.tally import EngineCounters
 from libra.plan.problem import Allocation, Bucket
 from libra.records.schema import Evaluation
 from libra.report.live import PlainDisplay

@@ -13,8 +13,8 @@ from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, w
 from fork_servers import TRAINING, fork_server
 from safetensors.torch import load_file
 
+from libra.backends.grpo.membership import STANDARD, Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.answers import STANDARD, Patience
 from libra.backends.launch.handles import Handle
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, Sharding, StartTrainer

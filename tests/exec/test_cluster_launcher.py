@@ -19,11 +19,10 @@ import pytest
 from far_end import PATIENCE
 from fork_servers import BARE
 
-from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.cluster import ClusterLauncher, Seat
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
-from libra.backends.launch.places import Seat
 from libra.backends.transport.messages import Failure, LoadWeights, Stop
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError

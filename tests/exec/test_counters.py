@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import cast
 
 from libra.backends.launch.handles import EngineHandle
-from libra.loop.counters import EngineCounters
 from libra.loop.fleet import ServingEngine
 from libra.loop.replanning import EngineWork
+from libra.loop.tally import EngineCounters
 
 
 def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> ServingEngine:

@@ -12,7 +12,7 @@ from far_end import PATIENCE
 from made_workers import MadeLauncher
 from scripted import FirstInstance
 
-from libra.backends.launch.answers import STANDARD
+from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.handles import WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLink
 from libra.backends.transport.messages import (

@@ -17,9 +17,8 @@ from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCos
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.loop.running_turn import RunningTurn
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 

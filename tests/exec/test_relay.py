@@ -23,14 +23,12 @@ from ways import HOST, PATIENCE, TOKEN
 
 import libra.backends.grpo.relay
 import libra.backends.grpo.state_stream
-from libra.backends.grpo.flat import FlatLayout
-from libra.backends.grpo.follower import BehindError, Follower
 from libra.backends.grpo.gradient_ring import SLOTS, Update
 from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError
 from libra.backends.grpo.relay import Relay, await_reader
-from libra.backends.grpo.remote_publication import RemotePublication
-from libra.backends.grpo.state_stream import StateRequest, StateStream, Verdict
-from libra.backends.grpo.train_state import TrainState
+from libra.backends.grpo.state_stream import RemotePublication, StateRequest, StateStream, Verdict
+from libra.backends.grpo.train_state import FlatLayout, TrainState
+from libra.backends.grpo.training_worker import BehindError, Follower
 from libra.backends.transport.messages import RelayPlace, Serve
 from libra.backends.transport.shared_vectors import LayoutError
 

@@ -12,9 +12,8 @@ from scripted import FirstInstance
 
 from libra.backends.launch.handles import EngineHandle
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.loop.running_turn import RunningTurn
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 

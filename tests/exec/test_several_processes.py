@@ -15,8 +15,8 @@ from equivalence import LIMITS, STEPS, batch, counts, distance
 from msgspec.structs import replace
 from stage import ONE_PROCESS, Division, Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 
+from libra.backends.grpo.membership import Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.answers import Patience
 from libra.backends.launch.handles import Handle, WorkerFailedError
 from libra.backends.transport.messages import (
     Acknowledged,

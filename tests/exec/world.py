@@ -22,9 +22,9 @@ from libra.exec.journal import Journal, Start, Step, read_journal
 from libra.exec.replay import Past, past
 from libra.exec.transitions import Applied, Moved, Mover
 from libra.exec.workers import DEADLINES, IDLE, Duty, Role, Worker, make_pool
+from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.loop.interrupted import allocation_in_force
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route.admission import Admission

@@ -42,9 +42,8 @@ from libra.backends.transport.messages import (
 )
 from libra.config.run import ModelConfig
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.loop.running_turn import RunningTurn
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 

@@ -35,9 +35,8 @@ from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.loop.running_turn import RunningTurn
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 

@@ -7,11 +7,16 @@ devices busy, because that is how the run will find them. Where that fails, nobo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import hashlib
+import json
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import libra
+from libra.backends.environment import COMPUTING, versions
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import (
     Generate,
@@ -20,6 +25,7 @@ from libra.backends.transport.messages import (
     MeasureEngine,
     MeasureHandover,
     MeasureTraining,
+    Precision,
     TrainingMeasured,
 )
 from libra.backends.vllm.kv_handover import KVHandover
@@ -233,3 +239,40 @@ def _sample_lengths(count: int) -> list[int]:
     """Uneven lengths, short ones more often: length i of n is the i/n quantile of a falling distribution."""
     last = len(_SAMPLE_LENGTHS) - 1
     return [_SAMPLE_LENGTHS[int(last * (index / max(count - 1, 1)) ** 1.7)] for index in range(count)]
+
+
+_LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
+_TRAINED = {"micro_batch_tokens", "processes", "sharding"}
+_CODE = ("exec", "cost")  # packages of workers and of their measurement
+
+
+def profile_key(
+    config: RunConfig,
+    hardware: str,
+    precision: Precision,
+    model_config: Mapping[str, Any],
+    code: Path = Path(libra.__file__).parent,
+) -> str:
+    """`hardware` as a launcher names it; `code`: the directory of this library."""
+    parts = {
+        "hardware": hardware,
+        "precision": precision,
+        "model": dict(model_config),
+        "cluster": config.cluster.model_dump(include=_LAID_OUT),
+        "start": config.start.model_dump(),  # who is measured beside whom
+        "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
+        "training": config.training.model_dump(include=_TRAINED),
+        "trajectories": config.training.trajectories,
+        "versions": versions(COMPUTING),
+        "code": _digest_of(code),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _digest_of(code: Path) -> str:
+    sources = sorted(path for package in _CODE for path in (code / package).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(f"{path.relative_to(code)}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

@@ -21,12 +21,12 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Checkpoint, Journal
 from libra.loop.batch import StepBatch, make_batch, quantile
 from libra.loop.checkpoint import RunState, save_checkpoint
-from libra.loop.counters import EngineCounters
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.recorder import Recorded, Recorder
 from libra.loop.replanning import Replanner
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.steering import Steering
+from libra.loop.tally import EngineCounters
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 from libra.report.live import Display, RunView

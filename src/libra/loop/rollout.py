@@ -15,9 +15,8 @@ from typing import Protocol, TypeVar
 
 from libra.backends.vllm.kv_handover import Handover
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
-from libra.loop.draft import Draft
 from libra.loop.fleet import EngineFleet
-from libra.loop.running_turn import RunningTurn
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.route.policy import Placement, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from libra.backends.arithmetic import Bf16Speed
+from libra.backends.environment import hardware_name
 from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import LaunchError
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer

