@@ -34,12 +34,12 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.config import ModelConfig
-from libra.exec.launch.handles import Handle
-from libra.exec.launch.local import LocalLauncher
-from libra.exec.tiny_model import write_tiny_model
-from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import Sample, StartTrainer
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.launch.handles import Handle
+from libra.backends.launch.local import LocalLauncher
+from libra.backends.tiny_model import write_tiny_model
+from libra.backends.transport.messages import Sample, StartTrainer
+from libra.config.run import ModelConfig
 
 WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.joins", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model and few joins: a first look, not a verdict")
     parser.add_argument("--remote", action="store_true", help="the joiner reads the core over TCP, as on another node")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))
     taken = psutil.cpu_percent(interval=1.0) / 100

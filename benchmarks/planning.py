@@ -28,16 +28,16 @@ from statistics import median
 from typing import Any, TypeVar
 
 from benchmarks.rows import Row, report
-from libra.cluster import GPUS, Cluster, NodeClass
-from libra.cost.roofline import roofline
-from libra.integrations.aiconfigurator import NoTablesError, tables
+from libra.config.recipe import Recipe
+from libra.cost.sources.roofline import roofline
+from libra.cost.sources.tables import NoTablesError, tables
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
-from libra.model_file import load_model
-from libra.plan.engines import tensor_degrees
+from libra.plan.options.engines import tensor_degrees
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner
 from libra.plan.problem import Prediction
-from libra.recipe import Recipe
 from libra.trajectory import Trajectory, Turn, write_trajectories
 
 MODEL = "Qwen/Qwen3-14B"
@@ -83,7 +83,7 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few plans a case: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     plans = 3 if options.quick else 10
     rows: list[Row] = []
@@ -194,7 +194,7 @@ def _cold_start_row(plans: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         write_trajectories(log, make_trajectories(random.Random(0), 512, 1.0))
-        command = [sys.executable, "-m", "libra.cli", "plan", "examples/cluster_48_a800.yaml", "--model", MODEL]
+        command = [sys.executable, "-m", "libra.cli.app", "plan", "examples/cluster_48_a800.yaml", "--model", MODEL]
         command += ["-t", str(log), "-r", "examples/request.yaml", "-o", str(Path(folder) / "plan.json")]
         seconds = []
         for _ in range(plans):

@@ -5,7 +5,7 @@ Invariant: errors are of whole iterations, against tables that are sampled anew;
     python -m benchmarks.profiles [--quick] [--json FILE]
 
 Needs the extra `aic`. The first rows, and those of experts, are GPUs and shapes whose kernels gave the constants of
-`libra.cost.rates`. Those "beyond" had no part in them: another mixture of experts, and a GPU without constants.
+`libra.cost.sources.rates`. Those "beyond" had no part in them: another mixture of experts, and a GPU without constants.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from statistics import median
 import numpy as np
 
 from benchmarks.rows import Row, report
-from libra.cluster import GPUS
 from libra.cost.grid import Array, EngineGrid, EngineProfile, iteration_lines, prefill_line
-from libra.cost.roofline import roofline
-from libra.integrations.aiconfigurator import tables
-from libra.model import Experts, ModelSpec
+from libra.cost.sources.roofline import roofline
+from libra.cost.sources.tables import tables
+from libra.hardware.cluster import GPUS
+from libra.hardware.model import Experts, ModelSpec
 
 GOAL = 0.25
 TPS = (1, 2, 4, 8)
@@ -80,7 +80,7 @@ def at(grid: EngineGrid, phase: str) -> Array:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiles", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     models = (QWEN_14B,) if options.quick else (QWEN_8B, QWEN_14B, QWEN_32B)
     seconds: dict[str, list[float]] = {"tables": [], "roofline": []}

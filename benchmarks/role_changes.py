@@ -28,20 +28,20 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.config import RunConfig, load_config
+from libra.backends.arithmetic import choose, served_dtype
+from libra.backends.grpo.warmup import WarmUpProgress, warm_model
+from libra.backends.launch.handles import EngineHandle, WorkerLostError
+from libra.backends.launch.local import LocalLauncher
+from libra.backends.tiny_model import kv_bytes_per_token
+from libra.backends.transport.messages import Generate, Sample
+from libra.config.run import RunConfig, load_config
 from libra.environments.registry import load_environment
-from libra.exec.arithmetic import choose, served_dtype
-from libra.exec.launch.handles import EngineHandle, WorkerLostError
-from libra.exec.launch.local import LocalLauncher
-from libra.exec.pool.beginning import Beginning
-from libra.exec.pool.executor import Executor
-from libra.exec.pool.journal import Journal
-from libra.exec.pool.mover import Moved
-from libra.exec.pool.pool import Worker, make_pool
-from libra.exec.rollout.fleet import Fleet
-from libra.exec.tiny_model import kv_bytes_per_token
-from libra.exec.warmup import WarmUpProgress, warm_model
-from libra.exec.wire.messages import Generate, Sample
+from libra.exec.beginning import Beginning
+from libra.exec.executor import Executor
+from libra.exec.journal import Journal
+from libra.exec.transitions import Moved
+from libra.exec.workers import Worker, make_pool
+from libra.loop.fleet import Fleet
 from libra.plan.problem import Allocation, Bucket
 from libra.route.catalogue import policy_named
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.role_changes", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="two changes each way: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     taken = psutil.cpu_percent(interval=1.0) / 100
     with tempfile.TemporaryDirectory() as directory:

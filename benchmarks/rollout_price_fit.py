@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.cluster import NodeClass
 from libra.cost.corrections import UNCORRECTED, BatchFactors
 from libra.cost.grid import EngineProfile
-from libra.plan.cluster_request import ClusterRequest
-from libra.plan.engines import engine_options
-from libra.plan.price import bucket_prices, price
+from libra.hardware.cluster import NodeClass
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.engines import engine_options
+from libra.plan.options.price import bucket_prices, price
 from libra.plan.problem import Allocation, EngineOption, Problem
 
 Floats = NDArray[np.float64]

@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.rollout_price_cases import Case
 from libra.plan.plan import Plan
 from libra.route.oracle import Oracle
-from libra.sim.posttrain.loop import simulate_posttraining
-from libra.sim.posttrain.outcome import StepRecord
-from libra.sim.posttrain.system import System
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.outcome import StepRecord
+from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
 
 # Batches that are under way at first all start together. Measured are so many times as many steps as start together,

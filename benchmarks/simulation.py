@@ -27,10 +27,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks.rows import Row, report
-from libra.cluster import GPUS
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.roofline import roofline
-from libra.model_file import load_model
+from libra.cost.sources.roofline import roofline
+from libra.hardware.cluster import GPUS
+from libra.hardware.model_file import load_model
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
 from libra.route.policy import Policy
 from libra.sim.cluster import Cluster, EngineSpec

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.admission import Admission
+from libra.route.admission import Admission
 
 
 def started(admission: Admission[int], *groups: str) -> None:

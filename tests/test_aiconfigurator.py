@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from libra.cluster import GPU, GPUS
-from libra.cost.rates import rates
-from libra.cost.roofline import all_reduce_seconds
-from libra.integrations.aiconfigurator import NoTablesError, tables
-from libra.model import Experts, LatentAttention, ModelSpec
+from libra.cost.sources.rates import rates
+from libra.cost.sources.roofline import all_reduce_seconds
+from libra.cost.sources.tables import NoTablesError, tables
+from libra.hardware.cluster import GPU, GPUS
+from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 QWEN_14B = ModelSpec("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN_30B = ModelSpec("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))

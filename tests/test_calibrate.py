@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `exec` is not installed")
 
-from libra.cluster import GPUS  # noqa: E402
-from libra.cost.rates import Measured  # noqa: E402
-from libra.cost.roofline import roofline  # noqa: E402
-from libra.exec.calibrate_device import Sizes, calibrate_device  # noqa: E402
-from libra.model import ModelSpec  # noqa: E402
+from libra.backends.calibration import Sizes, calibrate_device  # noqa: E402
+from libra.cost.sources.rates import Measured  # noqa: E402
+from libra.cost.sources.roofline import roofline  # noqa: E402
+from libra.hardware.cluster import GPUS  # noqa: E402
+from libra.hardware.model import ModelSpec  # noqa: E402
 
 TINY = Sizes(
     products=((16, 64, 64), (32, 64, 32)),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from libra.cli import app
-from libra.config import ConfigError, RunConfig, load_config
-from libra.disk import DiskError
-from libra.exec.loop.checkpoint import FORMAT
-from libra.exec.run_lock import locked
-from libra.plan.cluster_request import ClusterRequest
+from libra.cli.app import app
+from libra.config.recipe import Recipe
+from libra.config.run import ConfigError, RunConfig, load_config
+from libra.loop.checkpoint import FORMAT
+from libra.loop.run_lock import locked
 from libra.plan.document import dump_plan, parse_plan
-from libra.plan.slots import SlotRequest
-from libra.recipe import Recipe
-from libra.report.records import Evaluation
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.slots import SlotRequest
+from libra.records.disk import DiskError
+from libra.records.schema import Evaluation
 from libra.route.catalogue import policy_named
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -42,7 +43,7 @@ def libra(*arguments: object) -> Result:
 def process(*arguments: object, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "libra.cli", *(str(argument) for argument in arguments)],
+        [sys.executable, "-m", "libra.cli.app", *(str(argument) for argument in arguments)],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
@@ -135,7 +136,7 @@ def test_plan_writes_the_plan_and_still_shows_it(tmp_path: Path) -> None:
 def test_plan_needs_nothing_that_running_needs() -> None:
     code = (
         "import sys\n"
-        "from libra.cli import app\n"
+        "from libra.cli.app import app\n"
         f"app(['plan', {str(CONFIG)!r}, '-t', {str(LOG)!r}, '-p', {str(PROFILE)!r}], standalone_mode=False)\n"
         "heavy = {'torch', 'vllm', 'msgspec', 'psutil', 'transformers'} & set(sys.modules)\n"
         "heavy |= {name for name in sys.modules if name.startswith('libra.exec')}\n"
@@ -479,7 +480,9 @@ def test_bad_input_ends_in_one_line_that_names_key_and_remedy(
 
 def test_a_model_of_another_kind_is_refused_with_the_missing_field(tmp_path: Path) -> None:
     model = tmp_path / "config.json"
-    shape = json.loads((EXAMPLES.parent / "src" / "libra" / "models" / "Qwen--Qwen3-0.6B.json").read_text())
+    shape = json.loads(
+        (EXAMPLES.parent / "src" / "libra" / "hardware" / "models" / "Qwen--Qwen3-0.6B.json").read_text()
+    )
     del shape["num_key_value_heads"]
     model.write_text(json.dumps(shape))
     assert_refused(Asked(model=str(model)).call(tmp_path), "num_key_value_heads")
@@ -547,7 +550,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     async def started(*_: object) -> None:
         pytest.fail("the run was started")
 
-    monkeypatch.setattr("libra.exec.run.run", started)
+    monkeypatch.setattr("libra.loop.run.run", started)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -787,7 +790,7 @@ def test_a_run_that_goes_on_computes_as_it_did(here: Path, monkeypatch: pytest.M
         asked.append(config.training.precision)
         raise DiskError(here, OSError(28, "No space left on device"))
 
-    monkeypatch.setattr("libra.exec.run.run", full)
+    monkeypatch.setattr("libra.loop.run.run", full)
     for precision in ("auto", "fp32"):
         libra("run", write(here / "run.yaml", changed(training={"precision": precision})), "--resume")
         recorded = json.loads((here / "runs" / "calculator" / "config.json").read_text())
@@ -805,7 +808,7 @@ def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyP
             (run / "checkpoint-3" / "state.json").touch()
         raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
 
-    monkeypatch.setattr("libra.exec.run.run", full)
+    monkeypatch.setattr("libra.loop.run.run", full)
     result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
     remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
     assert (result.exit_code, result.stderr) == (
@@ -836,7 +839,7 @@ def test_an_overwritten_run_is_gone_and_the_new_one_is_locked(here: Path, monkey
             pass
         raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
 
-    monkeypatch.setattr("libra.exec.run.run", look)
+    monkeypatch.setattr("libra.loop.run.run", look)
     assert "journal.jsonl" in libra("run", write(here / "run.yaml", BASE), "--overwrite").stderr
     with locked(run):
         pass
@@ -870,7 +873,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(
         (run / "report.html").mkdir()
         raise DiskError(run / "metrics.jsonl", OSError(28, "No space left on device"))
 
-    monkeypatch.setattr("libra.exec.run.run", full)
+    monkeypatch.setattr("libra.loop.run.run", full)
     result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
     assert result.exit_code == 1 and "metrics.jsonl cannot be written" in result.stderr
 
@@ -887,3 +890,8 @@ def test_a_refusal_in_a_process_of_its_own(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", changed(training={"learning_rat": 1e-4}, directory=str(tmp_path / "runs")))
     assert_refused(process("run", config), f"{config}: training.learning_rat: unknown key 'learning_rat'")
     assert everything_below(tmp_path) == {config}
+
+
+def test_the_version_is_told() -> None:
+    told = libra("--version")
+    assert (told.exit_code, told.stdout) == (0, f"libra {version('libra-rl')}\n")

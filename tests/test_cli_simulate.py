@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from libra.cli import app
+from libra.cli.app import app
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENGINES, REQUESTS, AZURE, LOG = (
@@ -120,7 +120,17 @@ def test_the_same_inputs_give_the_same_bytes_in_every_process(plans: dict[str, P
         files = [tmp_path / f"{hash_seed}.{suffix}" for suffix in ("jsonl", "json", "html")]
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "libra.cli", "simulate", plans["async"], "-t", LOG, "--route", "two-choices"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "libra.cli.app",
+                    "simulate",
+                    plans["async"],
+                    "-t",
+                    LOG,
+                    "--route",
+                    "two-choices",
+                ),
                 *("--json", "--requests-out", files[0], "--timeline", files[1], "--report", files[2]),
             ],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -515,7 +525,7 @@ def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_
 def test_simulating_needs_nothing_that_running_needs() -> None:
     code = (
         "import sys\n"
-        "from libra.cli import app\n"
+        "from libra.cli.app import app\n"
         f"app(['simulate', {str(ENGINES)!r}, '--requests', {str(REQUESTS)!r}], standalone_mode=False)\n"
         "heavy = {'torch', 'vllm', 'msgspec', 'psutil', 'transformers'} & set(sys.modules)\n"
         "heavy |= {name for name in sys.modules if name.startswith('libra.exec')}\n"

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import libra.units
-from libra.cluster import GPUS, Cluster, NodeClass, ServingPool, load_cluster, override, with_gpus
-from libra.config import ConfigError
-from libra.units import RATES, SIZES, SPEEDS, quantity, rate
+import libra.config.units
+from libra.config.run import ConfigError
+from libra.config.units import RATES, SIZES, SPEEDS, quantity, rate
+from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool, load_cluster, override, with_gpus
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 A800 = NodeClass("a800", 6, 8, GPUS["A800"], 200e9, 25e9)
@@ -124,7 +124,7 @@ def test_a_rate_is_shown_in_bytes_and_in_bits() -> None:
 
 
 def test_the_examples_in_the_units_work() -> None:
-    assert doctest.testmod(libra.units).failed == 0
+    assert doctest.testmod(libra.config.units).failed == 0
 
 
 REFUSED_VALUES: list[tuple[str, Callable[[], object], str]] = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from libra.config import ConfigError, RunConfig, load_config
+from libra.config.run import ConfigError, RunConfig, load_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _REMOVE = object()

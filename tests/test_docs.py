@@ -20,13 +20,13 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from libra.cli import app
-from libra.cluster import load_cluster
-from libra.config import RunConfig
+from libra.cli.app import app
+from libra.config.recipe import Recipe
+from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
-from libra.recipe import Recipe
-from libra.report.causes import Cause
-from libra.report.records import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
+from libra.hardware.cluster import load_cluster
+from libra.records.causes import Cause
+from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 from libra.route.catalogue import POLICIES
 from libra.sim.engines_file import EnginesFile
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
@@ -244,7 +244,7 @@ def test_the_example_in_the_simulation_page_works(
 
 
 def test_the_running_example_imports_what_exists() -> None:
-    for statement in ast.walk(ast.parse(_readme_example("libra.exec.run"))):
+    for statement in ast.walk(ast.parse(_readme_example("libra.loop.run"))):
         if isinstance(statement, ast.ImportFrom):
             assert statement.module is not None
             module = importlib.import_module(statement.module)

@@ -12,11 +12,11 @@ from benchmarks.evaluation.ceiling_cell import Balance, balance
 from benchmarks.evaluation.foresight import Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.tool_bound_cell import tool_bound
+from libra.plan.model.solve import solve
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
-from libra.plan.solve import solve
 from libra.route.baselines import LeastLoaded
-from libra.sim.posttrain.loop import simulate_posttraining
-from libra.sim.posttrain.system import PUBLISHED_SWITCH, Moment, System
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.system import PUBLISHED_SWITCH, Moment, System
 from libra.trajectory import Trajectory
 
 GROUPS, STALENESS, PERIOD = 2, 1, 3

@@ -74,13 +74,15 @@ def test_inputs_count_by_their_contents_and_order(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("1")
     other.write_text("2")
-    digests = {code_of("libra.units", files).digest() for files in ([], [one], [other], [one, other], [other, one])}
+    digests = {
+        code_of("libra.config.units", files).digest() for files in ([], [one], [other], [one, other], [other, one])
+    }
     assert len(digests) == 5
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"workload\.json: No such file"):
-        code_of("libra.units", [tmp_path / "workload.json"]).digest()
+        code_of("libra.config.units", [tmp_path / "workload.json"]).digest()
 
 
 @pytest.mark.parametrize("module", ["elsewhere.module", "pack.missing"])
@@ -91,9 +93,11 @@ def test_a_module_of_no_package_is_refused(tmp_path: Path, module: str) -> None:
 
 def test_nothing_that_python_imports_is_missed() -> None:
     """Whatever a new interpreter has loaded of our packages after the import was found without running anything."""
-    program = "import sys, libra.plan.layouts; print(*(name for name in sys.modules if name.startswith('libra')))"
+    program = (
+        "import sys, libra.plan.options.layouts; print(*(name for name in sys.modules if name.startswith('libra')))"
+    )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    found = {name for name, _ in code_of("libra.plan.layouts").modules}
+    found = {name for name, _ in code_of("libra.plan.options.layouts").modules}
     assert len(loaded) > 15
     assert set(loaded) <= found
 

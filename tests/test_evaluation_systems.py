@@ -50,9 +50,9 @@ from benchmarks.evaluation.systems import (
     published,
 )
 from benchmarks.evaluation.tool_bound_cell import tool_bound
-from libra.cache import cache_directory
-from libra.sim.posttrain.loop import simulate_posttraining
-from libra.sim.posttrain.system import PUBLISHED_SWITCH, System
+from libra.config.cache import cache_directory
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.system import PUBLISHED_SWITCH, System
 
 MODEL = "Qwen/Qwen3-14B"
 SMALL = Setting(MODEL, "search_r1", nodes=2, groups=2, steps=3, staleness=1)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from oracles.small_cluster import A800, CLUSTER, QWEN_06B, RECIPE
 
-from libra.cache import cache_directory
-from libra.cluster import GPU, GPUS, Cluster
+from libra.config.cache import cache_directory
+from libra.config.recipe import Recipe
+from libra.config.yaml_file import ConfigError
 from libra.cost.grid import EngineProfile
-from libra.cost.grid_file import load_grid, save_calibration
-from libra.cost.rates import Calibration, Measured
-from libra.cost.roofline import roofline
-from libra.model import ModelSpec
+from libra.cost.sources.grid_file import load_grid, save_calibration
+from libra.cost.sources.profiles import engine_profiles
+from libra.cost.sources.rates import Calibration, Measured
+from libra.cost.sources.roofline import roofline
+from libra.hardware.cluster import GPU, GPUS, Cluster
+from libra.hardware.model import ModelSpec
 from libra.plan.planner import rooflines
-from libra.profiles import engine_profiles
-from libra.recipe import Recipe
-from libra.yaml_file import ConfigError
 
 UNKNOWN = Cluster((replace(A800, name="new", gpu=replace(GPUS["A800"], name="X1")),))
 TWO_GPUS = Cluster((replace(A800, gpus=2),))  # two degrees, not four
@@ -45,7 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.extend(degrees)
         return replace(roofline(gpu, model, degrees, intra_bandwidth=intra_bandwidth), source="tables: made up")
 
-    monkeypatch.setattr("libra.profiles.tables", tables)
+    monkeypatch.setattr("libra.cost.sources.profiles.tables", tables)
     return asked
 
 
@@ -139,7 +139,7 @@ def test_what_differs_is_kept_apart(reads: list[int], cache: Path, cluster: Clus
 def test_what_other_code_made_is_not_read(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = engine_profiles(TWO_GPUS, QWEN_06B, RECIPE)
     reads.clear()
-    monkeypatch.setattr("libra.profiles._code", lambda: "other")
+    monkeypatch.setattr("libra.cost.sources.profiles._code", lambda: "other")
     assert engine_profiles(TWO_GPUS, QWEN_06B, RECIPE) == fresh
     assert sorted(reads) == [1, 2]
 

@@ -12,15 +12,15 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from libra.cluster import load_cluster
-from libra.config import ConfigError, load_config
-from libra.model_file import load_model
-from libra.recipe import load_recipe
+from libra.config.recipe import load_recipe
+from libra.config.run import ConfigError, load_config
+from libra.hardware.cluster import load_cluster
+from libra.hardware.model_file import load_model
 from libra.trajectory import TrajectoryFormatError, read_workload
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-MODELS = ROOT / "src" / "libra" / "models"
+MODELS = ROOT / "src" / "libra" / "hardware" / "models"
 
 
 def _read_log(path: Path) -> None:

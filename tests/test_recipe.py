@@ -11,8 +11,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from libra.config import ConfigError
-from libra.recipe import Dtype, Optimiser, Recipe, TrainingBytes, load_recipe
+from libra.config.recipe import Dtype, Optimiser, Recipe, TrainingBytes, load_recipe
+from libra.config.run import ConfigError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

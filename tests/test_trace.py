@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.lengths import LengthTracker
-from libra.trace import Spread, ToolStats, trace_stats
 from libra.trajectory import Trajectory, Turn, read_trajectories
+from libra.trajectory.statistics import Spread, ToolStats, trace_stats
 
 SAMPLE = Path(__file__).parent / "data" / "trajectories.jsonl"
 REAL_LOGS = ("claude_code_sessions.jsonl", "tau_bench_airline.jsonl")

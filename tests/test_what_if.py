@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.small_cluster import A800, CLUSTER
 
-from libra.cluster import GPUS, Cluster, NodeClass
-from libra.recipe import Recipe
-from libra.what_if import assume
-from libra.yaml_file import ConfigError
+from libra.config.recipe import Recipe
+from libra.config.yaml_file import ConfigError
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.plan.explain.what_if import assume
 
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
 MIXED = Cluster((A800, L40S))

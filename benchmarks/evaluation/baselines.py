@@ -13,16 +13,16 @@ from functools import cache
 
 from benchmarks.evaluation.fixed_plans import uniform_plans
 from benchmarks.evaluation.setting import STEPS, Setting
-from libra.plan.cluster_request import ClusterRequest
+from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
-from libra.sim.posttrain.episodes import Episodes
-from libra.sim.posttrain.loop import simulate_posttraining
-from libra.sim.posttrain.resampled import Resampled
-from libra.sim.posttrain.system import System
-from libra.sim.posttrain.training import TrainingPrice
+from libra.sim.training_run.episodes import Episodes
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.system import System
+from libra.sim.training_run.training import TrainingPrice
 
 # colocated: all GPUs generate, then all train (verl). Free: tp.
 # even: half of the GPUs train. Free: tp, concurrency.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from libra.sim.posttrain.episodes import Episodes
+from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from libra.cluster import GPUS, Cluster, NodeClass
+from libra.config.recipe import Recipe
 from libra.cost.engine_memory import BLOCK
-from libra.model import ModelSpec
-from libra.plan.engines import engine_kv_tokens
-from libra.profiles import engine_profiles
-from libra.recipe import Recipe
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.plan.options.engines import engine_kv_tokens
 from libra.sim.cluster import EngineSpec
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost
@@ -51,4 +51,4 @@ def engines_of(
 
 def shape_file(model: str) -> Path:
     """The file that `load_model` reads for a name of the library: an input of every cell that asks for it."""
-    return Path(str(files("libra"))) / "models" / f"{model.replace('/', '--')}.json"
+    return Path(str(files("libra.hardware"))) / "models" / f"{model.replace('/', '--')}.json"

@@ -12,8 +12,8 @@ from libra.cost.device import SwitchCost
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
-from libra.sim.posttrain.episodes import Episodes
-from libra.sim.posttrain.system import Moment
+from libra.sim.training_run.episodes import Episodes
+from libra.sim.training_run.system import Moment
 from libra.trajectory import Trajectory
 
 _ALL_ALIKE = 1e6  # steps after which a trajectory counts half as much: those of a period all count

@@ -9,9 +9,9 @@ from benchmarks.evaluation.baselines import Choice
 from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle, ours
-from libra.sim.posttrain.loop import simulate_posttraining
-from libra.sim.posttrain.outcome import PostTraining
-from libra.sim.posttrain.system import System
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.system import System
 
 
 def run(

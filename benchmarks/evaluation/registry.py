@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks.evaluation.experiment import Experiment
-from libra.yaml_file import unknown
+from libra.config.yaml_file import unknown
 
 MODULES = (  # of this package; each has an `EXPERIMENT`
     "tp_by_length",

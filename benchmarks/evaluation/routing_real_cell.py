@@ -15,17 +15,17 @@ from benchmarks.evaluation.engines import a800_nodes
 from benchmarks.evaluation.intervals import bootstrap_interval
 from benchmarks.evaluation.routing_real_data import halves, read_log, without_waits
 from benchmarks.evaluation.routing_real_rank import Array, Ranked, explained, rank_correlation
-from libra.model_file import load_model
+from libra.config.recipe import Recipe
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.model_file import load_model
 from libra.plan.planner import Planner
-from libra.profiles import engine_profiles
-from libra.recipe import Recipe
 from libra.route.catalogue import policy_named
 from libra.route.causal_tree import CausalTree, ToolState, payload_class
 from libra.route.hierarchy import Hierarchy, state_of
 from libra.route.policy import Request
 from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.metrics import metrics_of
-from libra.sim.posttrain.resampled import Resampled
+from libra.sim.training_run.resampled import Resampled
 from libra.trajectory import Trajectory
 
 OURS, THEIRS, ATTAINED = "cmlfq", "cmlfq-published", "attained service"

@@ -16,7 +16,7 @@ from benchmarks.evaluation.posttraining_cell import told
 from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import made, ours_planner
-from libra.sim.posttrain.loop import simulate_posttraining
+from libra.sim.training_run.loop import simulate_posttraining
 
 T = TypeVar("T")
 

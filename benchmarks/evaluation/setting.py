@@ -13,13 +13,13 @@ from typing import Any
 from benchmarks.evaluation.by_step import ByStep
 from benchmarks.evaluation.engines import GPUS_OF_NODE, a800_nodes, shape_file
 from benchmarks.workloads.definition import FILES, read
+from libra.config.recipe import Recipe
 from libra.cost.grid import EngineProfile
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
-from libra.model_file import load_model
 from libra.plan.planner import Planner
-from libra.profiles import engine_profiles
-from libra.recipe import Recipe
-from libra.sim.posttrain.episodes import Episodes
+from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
 
 STEPS = 60  # over the whole drift, unless an experiment says otherwise

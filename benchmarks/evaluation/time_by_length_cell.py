@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from benchmarks.evaluation.engines import a800_nodes, engines_of
 from benchmarks.evaluation.spread_requests import spread_requests
+from libra.config.recipe import Recipe
+from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
-from libra.model_file import load_model
-from libra.plan.layouts import training_layouts
-from libra.recipe import Recipe
+from libra.plan.options.layouts import training_layouts
 from libra.route.baselines import LeastLoaded
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from libra.config import ModelConfig
-from libra.exec.tiny_model import write_tiny_model
+from libra.backends.tiny_model import write_tiny_model
+from libra.config.run import ModelConfig
 
 ModelName = Literal["tiny", "small"]
 

@@ -23,8 +23,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
-from libra.exec.launch.nursery_process import WORKER_ENVIRONMENT
-from libra.exec.tiny_model import kv_bytes_per_token
+from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.backends.tiny_model import kv_bytes_per_token
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
@@ -55,7 +55,7 @@ class RealEngine:
         wrong = [name for name, value in WORKER_ENVIRONMENT.items() if os.environ.get(name) != value]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)}: start this process with libra.exec.launch.nursery_process.WORKER_ENVIRONMENT"
+                f"{', '.join(wrong)}: start this process with libra.backends.launch.fork_server.WORKER_ENVIRONMENT"
             )
         torch.set_num_threads(1)
         self.number = number

@@ -32,7 +32,7 @@ class Sitting:
         soak = os.getpid()
         with open(self.output, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "libra.cli", "run", *command],
+                [sys.executable, "-m", "libra.cli.app", "run", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -70,7 +70,7 @@ class Sitting:
             return None
         return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
 
-    def nursery(self) -> psutil.Process | None:
+    def fork_server(self) -> psutil.Process | None:
         try:
             return next(iter(psutil.Process(self.pid).children()), None)
         except psutil.NoSuchProcess:

@@ -20,7 +20,7 @@ from benchmarks.soak.storm import Storm, Struck
 from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
 from benchmarks.soak.weights import weights
 from benchmarks.soak.written import Segments, Tail, read_rows
-from libra.config import load_config
+from libra.config.run import load_config
 
 CONFIG = Path(__file__).with_name("soak.yaml")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from benchmarks.workloads.definition import Workload
 from libra.route.catalogue import policy_named
 from libra.route.quality import Quality, evaluate, static_fleet
-from libra.sim.posttrain.episodes import Episodes
+from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
 
 # Single-shot routing accuracy on Search-R1, Libra, arXiv 2606.03077.

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.workloads.baselines import PUBLISHED, quality
 from benchmarks.workloads.definition import FILES, Workload, parse
 from benchmarks.workloads.facts import at_version, facts
-from libra.sim.posttrain.drifting_tasks import DriftingTasks
-from libra.sim.posttrain.task_shape import LengthClass, TaskShape
+from libra.sim.training_run.drifting_tasks import DriftingTasks
+from libra.sim.training_run.task_shape import LengthClass, TaskShape
 
 MEANS = {"search_r1": (2_500, 11_500), "dapo_math": (3_000, 13_800), "r2e_gym": (8_000, 18_400)}  # tokens
 SEARCH_SHORTEST = 0.79  # share of the shortest class at the start; its share at the end is set

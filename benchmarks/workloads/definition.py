@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter
 
-from libra.sim.posttrain.drifting_tasks import DriftingTasks
-from libra.sim.posttrain.task_shape import TaskShape
+from libra.sim.training_run.drifting_tasks import DriftingTasks
+from libra.sim.training_run.task_shape import TaskShape
 from libra.trajectory import dump_trajectory
 
 FILES = Path(__file__).parent

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.route.causal_tree import ToolState, payload_class
-from libra.sim.posttrain.episodes import Episodes
+from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
 
 PERCENTS = (5, 25, 50, 75, 90, 99, 100)

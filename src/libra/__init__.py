@@ -10,29 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from libra.cluster import Cluster as Cluster
-    from libra.cluster import load_cluster as load_cluster
+    from libra.config.recipe import Recipe as Recipe
+    from libra.config.recipe import load_recipe as load_recipe
+    from libra.cost.sources.profiles import engine_profiles as engine_profiles
+    from libra.hardware.cluster import Cluster as Cluster
+    from libra.hardware.cluster import load_cluster as load_cluster
+    from libra.hardware.model import ModelSpec as ModelSpec
+    from libra.hardware.model_file import load_model as load_model
     from libra.lengths import LengthTracker as LengthTracker
-    from libra.model import ModelSpec as ModelSpec
-    from libra.model_file import load_model as load_model
-    from libra.plan.explained import explain_plan as explain_plan
+    from libra.plan.explain.explained import explain_plan as explain_plan
     from libra.plan.plan import Plan as Plan
     from libra.plan.planner import Planner as Planner
     from libra.plan.problem import InfeasiblePlanError as InfeasiblePlanError
     from libra.plan.replanner import Replanner as Replanner
-    from libra.profiles import engine_profiles as engine_profiles
-    from libra.recipe import Recipe as Recipe
-    from libra.recipe import load_recipe as load_recipe
     from libra.sim.cluster import EngineSpec as EngineSpec
     from libra.sim.engine.config import EngineConfig as EngineConfig
     from libra.sim.engines_file import load_engines as load_engines
     from libra.sim.of_plan import simulate_plan as simulate_plan
     from libra.sim.outcome.metrics import metrics_of as metrics_of
     from libra.sim.outcome.result import SimulationResult as SimulationResult
-    from libra.sim.posttrain.loop import simulate_posttraining as simulate_posttraining
-    from libra.sim.posttrain.resampled import Resampled as Resampled
-    from libra.sim.posttrain.system import System as System
     from libra.sim.simulate import simulate as simulate
+    from libra.sim.training_run.loop import simulate_posttraining as simulate_posttraining
+    from libra.sim.training_run.resampled import Resampled as Resampled
+    from libra.sim.training_run.system import System as System
     from libra.sim.workload.recorded_requests import recorded_requests as recorded_requests
     from libra.sim.workload.replay import Replay as Replay
     from libra.sim.workload.request_file import read_requests as read_requests
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
     from libra.trajectory import read_trajectories as read_trajectories
 
 _HOME = {
-    "Cluster": "libra.cluster",
+    "Cluster": "libra.hardware.cluster",
     "EngineConfig": "libra.sim.engine.config",
     "EngineSpec": "libra.sim.cluster",
     "InfeasiblePlanError": "libra.plan.problem",
     "LengthTracker": "libra.lengths",
-    "ModelSpec": "libra.model",
+    "ModelSpec": "libra.hardware.model",
     "Plan": "libra.plan.plan",
     "Planner": "libra.plan.planner",
-    "Recipe": "libra.recipe",
+    "Recipe": "libra.config.recipe",
     "Replanner": "libra.plan.replanner",
     "Replay": "libra.sim.workload.replay",
-    "Resampled": "libra.sim.posttrain.resampled",
+    "Resampled": "libra.sim.training_run.resampled",
     "SimulationResult": "libra.sim.outcome.result",
-    "System": "libra.sim.posttrain.system",
+    "System": "libra.sim.training_run.system",
     "Trajectory": "libra.trajectory",
-    "engine_profiles": "libra.profiles",
-    "explain_plan": "libra.plan.explained",
-    "load_cluster": "libra.cluster",
+    "engine_profiles": "libra.cost.sources.profiles",
+    "explain_plan": "libra.plan.explain.explained",
+    "load_cluster": "libra.hardware.cluster",
     "load_engines": "libra.sim.engines_file",
-    "load_model": "libra.model_file",
-    "load_recipe": "libra.recipe",
+    "load_model": "libra.hardware.model_file",
+    "load_recipe": "libra.config.recipe",
     "metrics_of": "libra.sim.outcome.metrics",
     "read_requests": "libra.sim.workload.request_file",
     "read_trajectories": "libra.trajectory",
     "recorded_requests": "libra.sim.workload.recorded_requests",
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
-    "simulate_posttraining": "libra.sim.posttrain.loop",
+    "simulate_posttraining": "libra.sim.training_run.loop",
 }
 __all__ = sorted(_HOME)
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.cluster import GPUS, NodeClass
 from libra.cost.collectives import (
     Fabric,
     Group,
@@ -18,6 +17,7 @@ from libra.cost.collectives import (
     point_to_point_seconds,
     reduce_scatter_seconds,
 )
+from libra.hardware.cluster import GPUS, NodeClass
 
 NODE = Fabric(gpus=8, link=100e9, network=20e9, link_latency=2e-6, network_latency=5e-6)
 

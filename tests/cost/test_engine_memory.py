@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.small_cluster import QWEN_14B
 
-from libra.cluster import GPUS
 from libra.cost.engine_memory import BLOCK, kv_tokens
-from libra.model import Experts, LatentAttention, ModelSpec
+from libra.hardware.cluster import GPUS
+from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 A800 = GPUS["A800"].memory
 MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.cost.fit import fit_linear
+from libra.cost.sources.fit import fit_linear
 
 FEATURES = [(1.0, float(b), float(b * context)) for b in (1, 4, 8) for context in (16, 64, 150)]
 

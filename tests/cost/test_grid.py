@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from libra.config.yaml_file import ConfigError
 from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
-from libra.cost.grid_file import load_grid, save_grid
-from libra.yaml_file import ConfigError
+from libra.cost.sources.grid_file import load_grid, save_grid
 
 GRID = EngineGrid(
     tp=1,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from libra.cluster import GPU, GPUS
-from libra.cost.grid_file import load_calibration, save_calibration
-from libra.cost.rates import Calibration, Measured, Rates, rates
-from libra.cost.roofline import all_reduce_seconds, roofline
-from libra.model import Experts, LatentAttention, ModelSpec
-from libra.yaml_file import ConfigError
+from libra.config.yaml_file import ConfigError
+from libra.cost.sources.grid_file import load_calibration, save_calibration
+from libra.cost.sources.rates import Calibration, Measured, Rates, rates
+from libra.cost.sources.roofline import all_reduce_seconds, roofline
+from libra.hardware.cluster import GPU, GPUS
+from libra.hardware.model import Experts, LatentAttention, ModelSpec
 
 QWEN_14B = ModelSpec("14b", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN_30B = ModelSpec("30b", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.cluster import GPUS
+from libra.config.recipe import TrainingBytes
 from libra.cost.train_memory import CONTEXT, FRAGMENTATION, MemoryBreakdown, Reference, training_memory
-from libra.model import Experts, ModelSpec
-from libra.parallel import RECOMPUTE, SHARDING, ParallelLayout, Recompute, Sharding
-from libra.recipe import TrainingBytes
+from libra.hardware.cluster import GPUS
+from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout, Recompute, Sharding
 
 QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN3_30B = ModelSpec(

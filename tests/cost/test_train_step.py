@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import libra.cost.train_step as train_step_module
-from libra.cluster import GPUS, NodeClass
+from libra.config.recipe import TrainingBytes
 from libra.cost.collectives import Fabric, fabric
+from libra.cost.sources.train_rates import TrainingRates, training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference
 from libra.cost.train_passes import Passes, Work
-from libra.cost.train_rates import TrainingRates, training_rates
 from libra.cost.train_step import STEP_ITEMS, step_table, train_step
-from libra.model import Experts, ModelSpec
-from libra.parallel import RECOMPUTE, SHARDING, LayoutTable, ParallelLayout, Recompute, Sharding
-from libra.recipe import TrainingBytes
+from libra.hardware.cluster import GPUS, NodeClass
+from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.parallel import RECOMPUTE, SHARDING, LayoutTable, ParallelLayout, Recompute, Sharding
 
 QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN3_30B = ModelSpec(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from libra.config import load_config
+from libra.config.run import load_config
 from libra.environments.protocol import Prompt, Span, ToolCall, ToolError
 from libra.environments.registry import load_environment
 

@@ -11,8 +11,8 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers, 32 wide, 32 tokens; no weights yet."""
-    from libra.config import ModelConfig
-    from libra.exec.tiny_model import write_tiny_model
+    from libra.backends.tiny_model import write_tiny_model
+    from libra.config.run import ModelConfig
 
     directory = tmp_path_factory.mktemp("model")
     shape = ModelConfig(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16)

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from replicas import make_trainer
 
-from libra.exec.launch.handles import Handle
-from libra.exec.launch.launcher import WorkerLink
-from libra.exec.train.trainer import Trainer
-from libra.exec.train.trainers import Trainers
-from libra.exec.train.training_worker import TrainingWorker
-from libra.exec.wire.channel import ControllerChannel, WorkerChannel
-from libra.exec.wire.messages import Precision
+from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.grpo.training_worker import TrainingWorker
+from libra.backends.launch.handles import Handle
+from libra.backends.launch.launcher import WorkerLink
+from libra.backends.transport.channel import ControllerChannel, WorkerChannel
+from libra.backends.transport.messages import Precision
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from libra.exec.wire.messages import Precision, Sample
+from libra.backends.transport.messages import Precision, Sample
 
 Tensors = Mapping[str, torch.Tensor]
 

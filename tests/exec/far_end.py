@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from libra.exec.launch.handles import Handle
-from libra.exec.launch.launcher import WorkerLink
-from libra.exec.wire.channel import ControllerChannel, WorkerChannel
-from libra.exec.wire.messages import Generated, Message, Piece, ToWorker
+from libra.backends.launch.handles import Handle
+from libra.backends.launch.launcher import WorkerLink
+from libra.backends.transport.channel import ControllerChannel, WorkerChannel
+from libra.backends.transport.messages import Generated, Message, Piece, ToWorker
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 

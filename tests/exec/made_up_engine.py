@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.launch.launcher import WorkerLink
-from libra.exec.rollout.report import Report, Sampled
-from libra.exec.wire.channel import ControllerChannel
-from libra.exec.wire.messages import (
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.launch.launcher import WorkerLink
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.messages import (
     Done,
     FromWorker,
     Generate,
@@ -27,6 +26,7 @@ from libra.exec.wire.messages import (
     Message,
     Stop,
 )
+from libra.backends.vllm.report import Report, Sampled
 
 STOP = ord(";")
 ALPHABET = [*map(ord, "abcdefg"), STOP]

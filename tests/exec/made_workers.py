@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from far_end import FarEnd
 
-from libra.exec.arithmetic import Bf16Speed
-from libra.exec.launch.launcher import SourceLostError, WorkerLink
-from libra.exec.wire.channel import ControllerChannel
-from libra.exec.wire.messages import (
+from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.launcher import SourceLostError, WorkerLink
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.messages import (
     CatchUp,
     Commit,
     Done,
@@ -25,6 +25,7 @@ from libra.exec.wire.messages import (
     Generate,
     Generated,
     HandoverMeasured,
+    HostRendezvous,
     Identify,
     Interrupt,
     LoadCheckpoint,
@@ -33,20 +34,19 @@ from libra.exec.wire.messages import (
     MeasureEngine,
     MeasureHandover,
     MeasureTraining,
-    Meet,
-    Meeting,
     Message,
     Piece,
     Publish,
     Published,
     Ready,
     Reduced,
+    Rendezvous,
     SaveCheckpoint,
     Score,
     Scored,
-    Standing,
     StartEngine,
     StartTrainer,
+    StateDigest,
     StatePlace,
     Stop,
     Train,
@@ -109,8 +109,8 @@ class MadeWorker:
                 return Ready(0.1, (), 0)
             case Publish():
                 return Published(order.version, 7)
-            case Meet():
-                return Meeting(4711)
+            case HostRendezvous():
+                return Rendezvous(4711)
             case Enter():
                 return Entered(order.generation, "")
             case Identify() | Follow():
@@ -154,8 +154,8 @@ class MadeWorker:
         busy = self._iterations / 1000
         return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
 
-    def _standing(self) -> Standing:
-        return Standing(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
+    def _standing(self) -> StateDigest:
+        return StateDigest(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
 
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1

@@ -11,12 +11,22 @@ from typing import TypeVar
 import torch
 from accelerate.state import AcceleratorState
 
-from libra.exec.launch.pace import Pacer
-from libra.exec.train.elastic import GradientExchange
-from libra.exec.train.grpo import Denominator
-from libra.exec.train.trainer import Trainer
-from libra.exec.wire.messages import Commit, Meet, Precision, Prepare, Reduced, Sample, StartTrainer, Train, Trained
-from libra.exec.wire.weights import create_buffer
+from libra.backends.grpo.elastic import GradientExchange
+from libra.backends.grpo.grpo import Denominator
+from libra.backends.grpo.trainer import Trainer
+from libra.backends.launch.pace import Pacer
+from libra.backends.transport.messages import (
+    Commit,
+    HostRendezvous,
+    Precision,
+    Prepare,
+    Reduced,
+    Sample,
+    StartTrainer,
+    Train,
+    Trained,
+)
+from libra.backends.transport.weights import create_buffer
 
 R = TypeVar("R")
 
@@ -99,7 +109,7 @@ def at_once(*verbs: Callable[[], R]) -> list[R]:
 def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Sequence[str] = ()) -> int:
     """A membership with ranks in this order, each at its address; returns the port at which they meet."""
     addresses = hosts or [HOST] * len(exchanges)
-    port = exchanges[0].meet(Meet(addresses[0], 0))
+    port = exchanges[0].host_rendezvous(HostRendezvous(addresses[0], 0))
     for rank, (exchange, address) in enumerate(zip(exchanges, addresses, strict=True)):
         exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port))
     return port

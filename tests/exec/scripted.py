@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.rollout import TurnReport
-from libra.exec.wire.messages import Generate, Piece
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.rollout import TurnReport
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 from libra.trajectory import Trajectory

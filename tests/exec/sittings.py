@@ -13,27 +13,27 @@ from typing import Any, cast
 
 from scripted import AskTool, MergingCodec, letters
 
-from libra.config import RunConfig
+from libra.backends.grpo.joint_step import StepResult
+from libra.backends.grpo.membership import CoreLostError
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.messages import Done, Generate, Message, Piece, Sample, SaveCheckpoint
+from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
-from libra.exec.interrupted import read_interrupted
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.loop.counters import EngineCounters
-from libra.exec.loop.posttrain import PostTraining
-from libra.exec.loop.recorder import Recorded, Recorder, missing_trajectories
-from libra.exec.loop.replanning import Replanner
-from libra.exec.loop.steering import Steering
-from libra.exec.pool.executor import Executor
-from libra.exec.pool.journal import Journal, Start
-from libra.exec.pool.pool import Role, Worker
-from libra.exec.rollout.episode_file import EpisodeFile, History
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.rollout import Episode, Rollout
-from libra.exec.train.joint_step import StepResult
-from libra.exec.train.membership import CoreLostError
-from libra.exec.wire.messages import Done, Generate, Message, Piece, Sample, SaveCheckpoint
+from libra.exec.executor import Executor
+from libra.exec.journal import Journal, Start
+from libra.exec.workers import Role, Worker
+from libra.loop.counters import EngineCounters
+from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.interrupted import read_interrupted
+from libra.loop.posttrain import PostTraining
+from libra.loop.recorder import Recorded, Recorder, missing_trajectories
+from libra.loop.replanning import Replanner
+from libra.loop.rollout import Episode, Rollout
+from libra.loop.steering import Steering
 from libra.plan.problem import Allocation, Bucket
+from libra.records.schema import Evaluation
 from libra.report.live import PlainDisplay
-from libra.report.records import Evaluation
 from libra.route.published import PublishedCMLFQ
 
 STEPS, PER_STEP, SIZE, STALENESS = 7, 2, 3, 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from libra.exec.train.train_state import TrainState
+from libra.backends.grpo.train_state import TrainState
 
 RATE = 0.01
 SHAPES = ((3, 5), (5,), (2, 2))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.exec.pool.assignment import assign, bucket_limits, current_allocation, describe, fitted
-from libra.exec.pool.moves import Move, obstacle
-from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role, Worker
+from libra.exec.assignment import assign, bucket_limits, current_allocation, describe, fitted
+from libra.exec.moves import Move, obstacle
+from libra.exec.workers import IDLE, TRAIN, Duty, Role, Worker
 from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
 
 SHAPES = ("short", "middle", "long")

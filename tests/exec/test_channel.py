@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-import libra.exec.wire.channel
-from libra.exec.wire.channel import ControllerChannel, WorkerChannel
-from libra.exec.wire.messages import Done, Failure, Generate, Interrupt, LoadWeights, Message, Published, Stop
+import libra.backends.transport.channel
+from libra.backends.transport.channel import ControllerChannel, WorkerChannel
+from libra.backends.transport.messages import Done, Failure, Generate, Interrupt, LoadWeights, Message, Published, Stop
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
@@ -131,7 +131,7 @@ def test_a_message_that_is_too_long_is_not_sent(
     worker: tuple[WorkerChannel, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel, peer = worker
-    monkeypatch.setattr(libra.exec.wire.channel, "LARGEST_FRAME", 100)
+    monkeypatch.setattr(libra.backends.transport.channel, "LARGEST_FRAME", 100)
     with pytest.raises(ValueError, match=r"Failure of \d+ bytes exceeds the frame limit of 100"):
         channel.send(Failure("x" * 100))
     channel.send(Done())

@@ -10,13 +10,13 @@ from typing import cast
 
 import pytest
 
-from libra.config import ConfigError
-from libra.disk import DiskError
-from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
-from libra.exec.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
-from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import Done, Message, SaveCheckpoint
-from libra.report.records import Evaluation
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
+from libra.backends.transport.messages import Done, Message, SaveCheckpoint
+from libra.config.run import ConfigError
+from libra.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
+from libra.records.disk import DiskError
+from libra.records.schema import Evaluation
 
 STATE = RunState(3, 12.5, {"seen": 7}, {"policy": "some"}, Evaluation("start", 0, 8, 0.25, 0.5, 2.0))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.loop.counters import EngineCounters
-from libra.exec.loop.replanning import EngineWork
-from libra.exec.rollout.fleet import Instance
+from libra.backends.launch.handles import EngineHandle
+from libra.loop.counters import EngineCounters
+from libra.loop.fleet import Instance
+from libra.loop.replanning import EngineWork
 
 
 def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> Instance:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.disk import DiskError
-from libra.exec.line_file import LineFile
-from libra.exec.rollout.episode_file import EpisodeFile, EpisodeFileError, Group, History, TakenBatch, read_history
-from libra.exec.rollout.rollout import Episode
+from libra.loop.episode_file import EpisodeFile, EpisodeFileError, Group, History, TakenBatch, read_history
+from libra.loop.rollout import Episode
+from libra.records.disk import DiskError
+from libra.records.line_file import LineFile
 from libra.trajectory import Trajectory, Turn
 
 

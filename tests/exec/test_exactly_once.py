@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_token
 from scripted import AskTool, Unwatched
 
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.messages import LoadWeights
 from libra.environments.protocol import Prompt, ToolCall
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.rollout import Episode, Rollout
-from libra.exec.wire.messages import LoadWeights
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route import policy
 from libra.route.catalogue import POLICIES, policy_named

@@ -12,19 +12,10 @@ from far_end import PATIENCE
 from made_workers import MadeLauncher
 from scripted import FirstInstance
 
-from libra.config import RunConfig
-from libra.disk import DiskError
-from libra.exec.launch.answers import STANDARD
-from libra.exec.launch.handles import WorkerLostError
-from libra.exec.launch.launcher import ForkError, WorkerLink
-from libra.exec.pool import executor as executor_module
-from libra.exec.pool.beginning import Beginning
-from libra.exec.pool.executor import Executor
-from libra.exec.pool.journal import Journal, Lost, Process, Start, Step, read_journal
-from libra.exec.pool.mover import Moved
-from libra.exec.pool.pool import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
-from libra.exec.rollout.fleet import Fleet
-from libra.exec.wire.messages import (
+from libra.backends.launch.answers import STANDARD
+from libra.backends.launch.handles import WorkerLostError
+from libra.backends.launch.launcher import ForkError, WorkerLink
+from libra.backends.transport.messages import (
     Failure,
     Identify,
     LoadCheckpoint,
@@ -34,12 +25,21 @@ from libra.exec.wire.messages import (
     Publish,
     Published,
     SaveCheckpoint,
-    Standing,
     StartEngine,
+    StateDigest,
     StatePlace,
     Stop,
 )
+from libra.config.run import RunConfig
+from libra.exec import executor as executor_module
+from libra.exec.beginning import Beginning
+from libra.exec.executor import Executor
+from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
+from libra.exec.transitions import Moved
+from libra.exec.workers import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
+from libra.loop.fleet import Fleet
 from libra.plan.problem import Allocation, Bucket
+from libra.records.disk import DiskError
 
 CONFIG = RunConfig.model_validate(
     {
@@ -211,7 +211,7 @@ def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(t
         async def late() -> Message:
             asked.set()
             await hold.wait()
-            return Standing(0, 0, 64, [StatePlace(0, 0, 0)])
+            return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
 
         core = made.launcher.workers["core-0"]
         core.instead[Identify] = late

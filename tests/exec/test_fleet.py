@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from scripted import FirstInstance, Script, ScriptedEngine, instance
 
-from libra.exec.rollout.fleet import Fleet
+from libra.loop.fleet import Fleet
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import InstanceView, View
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from small_states import gradient, make_state, step, vectors
 from ways import WAYS, Way, around_copies, before_copies, reading
 
-import libra.exec.train.follower
-import libra.exec.train.publication
-import libra.exec.train.state_stream
-from libra.exec.train.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
-from libra.exec.train.follower import SNAPSHOTS, BehindError, Follower, SilentError
-from libra.exec.train.gradient_ring import SLOTS, Update
-from libra.exec.train.publication import OverrunError
-from libra.exec.train.train_state import TrainState
+import libra.backends.grpo.follower
+import libra.backends.grpo.publication
+import libra.backends.grpo.state_stream
+from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
+from libra.backends.grpo.follower import SNAPSHOTS, BehindError, Follower, SilentError
+from libra.backends.grpo.gradient_ring import SLOTS, Update
+from libra.backends.grpo.publication import OverrunError
+from libra.backends.grpo.train_state import TrainState
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -96,8 +96,8 @@ def test_a_torn_state_is_never_taken_for_a_whole_one(
     states, updates, looks = iter(beside_states), iter(beside_updates), iter(between)
     with pytest.MonkeyPatch.context() as patch, reading(way, core.state, joiner) as publication:
         around_copies(patch, lambda is_gradient: core.act(next(updates if is_gradient else states, 0)))
-        patch.setattr(libra.exec.train.state_stream, "_PIECE_BYTES", 80)
-        patch.setattr(libra.exec.train.publication, "_wait", lambda: core.act(1))
+        patch.setattr(libra.backends.grpo.state_stream, "_PIECE_BYTES", 80)
+        patch.setattr(libra.backends.grpo.publication, "_wait", lambda: core.act(1))
         follower, going = Follower(publication, joiner), True
         while going:
             try:
@@ -194,14 +194,14 @@ def test_a_core_that_is_always_faster_is_given_up(way: Way, copied: int, monkeyp
 @ways
 def test_a_core_that_does_not_get_done_with_a_change(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     core, joiner = make_state(0), make_state(1)
-    monkeypatch.setattr(libra.exec.train.publication, "_wait", lambda: None)
+    monkeypatch.setattr(libra.backends.grpo.publication, "_wait", lambda: None)
     with reading(way, core, joiner) as publication:
         follower = Follower(publication, joiner)
         with core.change():
             for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
                 follower.advance()
                 assert follower.number is None
-            monkeypatch.setattr(libra.exec.train.follower, "SILENT_SECONDS", 0.0)
+            monkeypatch.setattr(libra.backends.grpo.follower, "SILENT_SECONDS", 0.0)
             with pytest.raises(SilentError, match="does not get done"):
                 follower.advance()
         follower.advance()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.exec.train.grpo import BEHAVIOUR_WEIGHT_CAP, Denominator, LossSum, denominator, group_advantages, loss_sum
+from libra.backends.grpo.grpo import BEHAVIOUR_WEIGHT_CAP, Denominator, LossSum, denominator, group_advantages, loss_sum
 
 KINDS: tuple[Denominator, ...] = ("tokens", "sequences", "constant")
 CLIP = (0.8, 1.28)

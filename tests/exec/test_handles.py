@@ -9,19 +9,19 @@ from collections.abc import Awaitable, Callable
 import pytest
 from far_end import PATIENCE, FarEnd, connect, generated, piece, whole
 
-import libra.exec.launch.handles
-from libra.exec.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
-from libra.exec.wire.channel import _frame
-from libra.exec.wire.messages import (
+import libra.backends.launch.handles
+from libra.backends.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
+from libra.backends.transport.channel import _frame
+from libra.backends.transport.messages import (
     Done,
     Failure,
     Fetched,
     Generate,
     Interrupt,
+    KVTransfer,
     Loaded,
     LoadWeights,
     Message,
-    Parcel,
     Piece,
     Publish,
     Published,
@@ -475,7 +475,7 @@ def test_nothing_comes_of_a_turn_after_its_engine_was_given_up() -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow one another as fast as the loop goes."""
-    monkeypatch.setattr(libra.exec.launch.handles, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(libra.backends.launch.handles, "LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("looks")
@@ -498,19 +498,19 @@ def test_an_engine_without_turns_may_be_silent() -> None:
 
 
 def test_any_sign_of_life_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.launch.handles, "SILENT_LOOKS", 2)
+    monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 2)
     look = asyncio.Event()
     slept: asyncio.Queue[None] = asyncio.Queue()
     real_sleep = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        if seconds != libra.exec.launch.handles.LOOK_SECONDS:
+        if seconds != libra.backends.launch.handles.LOOK_SECONDS:
             return await real_sleep(seconds)
         slept.put_nowait(None)
         await look.wait()
         look.clear()
 
-    monkeypatch.setattr(libra.exec.launch.handles.asyncio, "sleep", sleep)
+    monkeypatch.setattr(libra.backends.launch.handles.asyncio, "sleep", sleep)
 
     async def next_look() -> None:
         look.set()
@@ -536,7 +536,7 @@ def test_any_sign_of_life_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_takes_no_weights_is_lost_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.launch.handles, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(libra.backends.launch.handles, "LOOK_SECONDS", 0.0)
 
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         with pytest.raises(WorkerLostError, match="engine took no weights in time"):
@@ -576,12 +576,12 @@ def test_an_answer_that_is_too_late_is_a_loss_and_not_the_next_orders() -> None:
 
 # --- KV that is handed over ----------------------------------------------------------------------------------------
 
-PARCEL = Parcel(7, [0, 1])
+TRANSFER = KVTransfer(7, [0, 1])
 
 
 def test_what_an_engine_says_after_it_was_given_up_is_dropped() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        saving, fetching = handle.save(Save([5] * 32, None, PARCEL)), handle.fetched(8)
+        saving, fetching = handle.save(Save([5] * 32, None, TRANSFER)), handle.fetched(8)
         await far.receive()
         # All of it arrives at once, and the first thing is why it is given up.
         far.send_bytes(b"".join(map(_frame, (Failure("KeyError: 7"), Saved(7, 2), Fetched(8, 16)))))
@@ -594,15 +594,15 @@ def test_what_an_engine_says_after_it_was_given_up_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("unasked", [Saved(9, 2), Fetched(9, 16)])
-def test_an_engine_that_tells_of_a_parcel_which_nobody_gave_it_is_lost_and_nobody_else(unasked: Message) -> None:
+def test_an_engine_that_tells_of_a_transfer_which_nobody_gave_it_is_lost_and_nobody_else(unasked: Message) -> None:
     async def run() -> None:
         reasons: asyncio.Queue[str] = asyncio.Queue()
         handle, far = await connect(EngineHandle, lambda name, why: reasons.put_nowait(why), "engine")
         try:
-            saving = handle.save(Save([5] * 32, None, PARCEL))
+            saving = handle.save(Save([5] * 32, None, TRANSFER))
             far.send(unasked)
             why = await asyncio.wait_for(reasons.get(), PATIENCE)
-            assert why == f"it sent {type(unasked).__name__} for parcel 9, which it was not given"
+            assert why == f"it sent {type(unasked).__name__} for transfer 9, which it was not given"
             assert await saving is None
         finally:
             handle.close()

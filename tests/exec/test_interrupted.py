@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import pytest
 
-from libra.exec.interrupted import allocation_in_force
-from libra.exec.pool.past import Past
-from libra.exec.pool.pool import TRAIN, Duty, Role, make_pool
+from libra.exec.replay import Past
+from libra.exec.workers import TRAIN, Duty, Role, make_pool
+from libra.loop.interrupted import allocation_in_force
 from libra.plan.problem import Allocation, Bucket
 
 HOLDS = {"short": 40, "middle": 100, "long": 100}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra.exec.pool.journal import (
+from libra.exec.journal import (
     AnyEntry,
     Applied,
     Checkpoint,
@@ -29,7 +29,7 @@ from libra.exec.pool.journal import (
     Undone,
     read_journal,
 )
-from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role
+from libra.exec.workers import IDLE, TRAIN, Duty, Role
 from libra.plan.problem import Allocation, Bucket
 
 ENTRIES: list[AnyEntry] = [

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from far_end import PATIENCE, FarEnd, connect
 
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.messages import HandoverMeasured, MeasureHandover
+from libra.backends.vllm.kv_handover import KVHandover
 from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.exec import measure
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.rollout.fleet import Instance
-from libra.exec.rollout.kv_handover import KVHandover
-from libra.exec.wire.messages import HandoverMeasured, MeasureHandover
+from libra.loop import measure
+from libra.loop.fleet import Instance
 
 BLOCKS = 4
 ROWS = [(BLOCK_TOKENS, 0.25)]
@@ -45,7 +45,7 @@ def test_frames_of_a_lost_engine_are_measured_with_when_its_process_is_gone() ->
             await asyncio.sleep(3 * measure._LOOK_SECONDS)
             assert not measuring.done() and far.nothing_waits()
         order = await far.receive()
-        assert isinstance(order, MeasureHandover) and len(order.parcel.frames) == BLOCKS
+        assert isinstance(order, MeasureHandover) and len(order.transfer.frames) == BLOCKS
         far.send(HandoverMeasured(ROWS))
         assert await measuring == ROWS
         assert handover.leases.free == BLOCKS

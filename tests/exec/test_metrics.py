@@ -15,12 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_run import PER_STEP, SIZE, Runs, rows, until
 
-from libra.config import ConfigError, MetricsConfig
-from libra.exec import run as run_module
-from libra.exec.loop.tally import OUTCOMES
-from libra.exec.metrics_endpoint import MetricsEndpoint
-from libra.report.causes import Cause
-from libra.report.records import RunSummary
+from libra.config.run import ConfigError, MetricsConfig
+from libra.loop import run as run_module
+from libra.loop.metrics_endpoint import MetricsEndpoint
+from libra.loop.tally import OUTCOMES
+from libra.records.causes import Cause
+from libra.records.schema import RunSummary
 
 STEPS = 24
 Labels = tuple[tuple[str, str], ...]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from world import FIRST, LONGEST, World
 
-from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
+from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.journal import Applied, Done, Dropped, Failed, Intend, Lost, Plan, Undone, read_journal
 from libra.exec.losses import LOSS_WINDOW
-from libra.exec.pool.journal import Applied, Done, Dropped, Failed, Intend, Lost, Plan, Undone, read_journal
-from libra.exec.pool.moves import Move
-from libra.exec.pool.pool import IDLE, MOST_LOSSES, TRAIN, Duty, Role
+from libra.exec.moves import Move
+from libra.exec.workers import IDLE, MOST_LOSSES, TRAIN, Duty, Role
 from libra.plan.problem import Allocation, Bucket
 
 # FIRST: hybrid-0 trains, hybrid-1 is the long engine, both rollouts are short ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra.exec.pool.journal import (
+from libra.exec.journal import (
     AnyEntry,
     Applied,
     Checkpoint,
@@ -20,9 +20,9 @@ from libra.exec.pool.journal import (
     Step,
     Undone,
 )
-from libra.exec.pool.moves import Move
-from libra.exec.pool.past import past
-from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role
+from libra.exec.moves import Move
+from libra.exec.replay import past
+from libra.exec.workers import IDLE, TRAIN, Duty, Role
 from libra.plan.problem import Allocation, Bucket
 
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")

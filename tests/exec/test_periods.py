@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from libra.exec.loop.periods import Periods
-from libra.exec.loop.recorder import Recorder
+from libra.loop.periods import Periods
+from libra.loop.recorder import Recorder
 from libra.plan.problem import Prediction
-from libra.report.records import DecisionRecord, PeriodRecord
+from libra.records.schema import DecisionRecord, PeriodRecord
 
 PREDICTED = Prediction(step=2.0, rollout=2.0, training=1.0, latency=0.5, bottleneck="rollout")
 DECISION = DecisionRecord(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.exec.launch.places import NoRoomError, Offer, Seat, room, seats
+from libra.backends.launch.places import NoRoomError, Offer, Seat, room, seats
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 12))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra.exec.losses import LOSS_WINDOW
-from libra.exec.pool.pool import (
+from libra.exec.workers import (
     DEADLINES,
     IDLE,
     MOST_LOSSES,

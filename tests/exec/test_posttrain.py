@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from sittings import CONFIG, PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit, sit_until_killed
 
-from libra.config import ConfigError
-from libra.disk import DiskError
+from libra.backends.grpo.membership import CoreLostError
+from libra.config.run import ConfigError
 from libra.environments.protocol import Prompt
-from libra.exec.interrupted import read_interrupted
-from libra.exec.loop.checkpoint import latest_checkpoint
-from libra.exec.loop.posttrain import PostTraining
-from libra.exec.pool.journal import read_journal
-from libra.exec.rollout.rollout import Episode, Rollout
-from libra.exec.train.membership import CoreLostError
-from libra.report.causes import Cause
-from libra.report.records import StepRecord, read_records
+from libra.exec.journal import read_journal
+from libra.loop.checkpoint import latest_checkpoint
+from libra.loop.interrupted import read_interrupted
+from libra.loop.posttrain import PostTraining
+from libra.loop.rollout import Episode, Rollout
+from libra.records.causes import Cause
+from libra.records.disk import DiskError
+from libra.records.schema import StepRecord, read_records
 from libra.trajectory import read_trajectories
 
 EVERYBODY = sorted(f"g{group}-{index}" for group in range(STEPS * PER_STEP) for index in range(SIZE))
@@ -278,7 +278,7 @@ LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
 from sittings import Sitting
-from libra.disk import DiskError
+from libra.records.disk import DiskError
 
 directory, room = Path(sys.argv[1]), int(sys.argv[2])
 

@@ -8,9 +8,9 @@ import socket
 import pytest
 from far_end import PATIENCE
 
-from libra.exec.launch.reception import Reception
-from libra.exec.wire.channel import WorkerChannel
-from libra.exec.wire.messages import Done
+from libra.backends.launch.reception import Reception
+from libra.backends.transport.channel import WorkerChannel
+from libra.backends.transport.messages import Done
 
 
 async def knock(reception: Reception, *words: bytes) -> socket.socket:
@@ -54,7 +54,7 @@ def test_a_worker_with_its_token_is_let_in_once_and_nobody_else() -> None:
 
 
 def test_silence_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.exec.launch.reception._TOKEN_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.reception._TOKEN_SECONDS", 0.05)
 
     async def scenario() -> None:
         async with Reception.open("127.0.0.1") as reception:

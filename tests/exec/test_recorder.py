@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from test_episode_file import episode
 
-from libra.disk import DiskError
-from libra.exec.loop.device_time import Phase
-from libra.exec.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
-from libra.exec.pool.mover import Moved
-from libra.exec.pool.moves import Move
-from libra.exec.pool.pool import IDLE, TRAIN, Duty, Role, Worker
-from libra.report.causes import Cause
-from libra.report.records import PeriodRecord, StepRecord
+from libra.exec.moves import Move
+from libra.exec.transitions import Moved
+from libra.exec.workers import IDLE, TRAIN, Duty, Role, Worker
+from libra.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
+from libra.records.causes import Cause
+from libra.records.device_time import Phase
+from libra.records.disk import DiskError
+from libra.records.schema import PeriodRecord, StepRecord
 
 LONG = Duty(Role.ROLLOUT, "long")
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
@@ -94,7 +94,7 @@ def test_a_join_says_how_long_it_took_and_who_waited(recorder: Recorder) -> None
 def test_the_timeline_has_a_lane_of_causes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too short to be seen is not drawn, and counts all the same."""
     clock = recorder._started
-    monkeypatch.setattr("libra.exec.loop.recorder.time.monotonic", lambda: clock)
+    monkeypatch.setattr("libra.loop.recorder.time.monotonic", lambda: clock)
     recorder.meet([Worker("w", 0, ANY, Role.ROLLOUT, "long")])
     recorder.begin()
     recorder.phase(Phase.WAITING)
@@ -202,8 +202,8 @@ def test_a_full_disk_names_the_file(recorder: Recorder, monkeypatch: pytest.Monk
             pass
 
     recorder.meet([Worker("w0", 0, ANY, Role.TRAIN)])  # whose time is drawn when the recorder closes
-    monkeypatch.setattr("libra.exec.loop.recorder._SPAN_SECONDS", 0.0)
-    monkeypatch.setattr(recorder._timeline, "_file", Full())
+    monkeypatch.setattr("libra.loop.recorder._SPAN_SECONDS", 0.0)
+    monkeypatch.setattr(recorder._timeline._trace, "_file", Full())
     with pytest.raises(DiskError, match=r"timeline\.json cannot be written \(No space left on device\)"):
         recorder.lost("w0", "signal 9", retired=False)
     with pytest.raises(DiskError, match=r"timeline\.json"):

@@ -21,30 +21,30 @@ import torch
 from small_states import RATE, gradient, make_state, parameters, step
 from ways import HOST, PATIENCE, TOKEN
 
-import libra.exec.train.relay
-import libra.exec.train.state_stream
-from libra.exec.train.flat import FlatLayout
-from libra.exec.train.follower import BehindError, Follower
-from libra.exec.train.gradient_ring import SLOTS, Update
-from libra.exec.train.publication import OverrunError, Shape, State, UnreachableError
-from libra.exec.train.relay import Relay, await_reader
-from libra.exec.train.remote_publication import RemotePublication
-from libra.exec.train.state_stream import Request, StateStream, Verdict
-from libra.exec.train.train_state import TrainState
-from libra.exec.wire.messages import RelayPlace, Serve
-from libra.exec.wire.shared_vectors import LayoutError
+import libra.backends.grpo.relay
+import libra.backends.grpo.state_stream
+from libra.backends.grpo.flat import FlatLayout
+from libra.backends.grpo.follower import BehindError, Follower
+from libra.backends.grpo.gradient_ring import SLOTS, Update
+from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError
+from libra.backends.grpo.relay import Relay, await_reader
+from libra.backends.grpo.remote_publication import RemotePublication
+from libra.backends.grpo.state_stream import Request, StateStream, Verdict
+from libra.backends.grpo.train_state import TrainState
+from libra.backends.transport.messages import RelayPlace, Serve
+from libra.backends.transport.shared_vectors import LayoutError
 
 LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay is in the middle when its reader is
 
 # A core without torch: it only has the memory, starts a relay for it and says where.
 CORE = """
 import os, sys
-from libra.exec.train.board import board_layout
-from libra.exec.train.gradient_ring import ring_layout
-from libra.exec.train.publication import Shape
-from libra.exec.train.relay import Relay
-from libra.exec.wire.messages import Serve, StatePlace
-from libra.exec.wire.shared_vectors import OwnVectors
+from libra.backends.grpo.board import board_layout
+from libra.backends.grpo.gradient_ring import ring_layout
+from libra.backends.grpo.publication import Shape
+from libra.backends.grpo.relay import Relay
+from libra.backends.transport.messages import Serve, StatePlace
+from libra.backends.transport.shared_vectors import OwnVectors
 board, ring = OwnVectors("board", board_layout(64, "float32")), OwnVectors("ring", ring_layout(64, "float32"))
 place = StatePlace(os.getpid(), board.descriptor, ring.descriptor)
 relay = Relay(Serve(sys.argv[1], sys.argv[2], tuple(os.sched_getaffinity(0))), place, Shape(64, "float32", 0))
@@ -114,7 +114,7 @@ def test_a_step_in_the_middle_of_a_copy_is_noticed_and_ends_it() -> None:
         pieces: list[int] = []
         during_copies(publication, [lambda: step(core), *[lambda: pieces.append(0)] * 1000])  # type: ignore[arg-type]
         assert joiner.take_state(publication) is None
-        assert 3 * core.size / libra.exec.train.state_stream._PIECE_BYTES > len(pieces)
+        assert 3 * core.size / libra.backends.grpo.state_stream._PIECE_BYTES > len(pieces)
         assert joiner.take_state(publication) == core.number and same(joiner, core)
 
 
@@ -185,7 +185,7 @@ def test_who_does_not_know_the_token_is_not_answered_and_keeps_nobody_out() -> N
 
 
 def test_a_stranger_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.train.relay, "GREETING_SECONDS", 0.1)
+    monkeypatch.setattr(libra.backends.grpo.relay, "GREETING_SECONDS", 0.1)
     shape = Shape(64, "float32", 7)
     with socket.create_server((HOST, 0)) as listener, socket.create_connection(listener.getsockname()):
         relay = Thread(target=lambda: await_reader(listener, TOKEN, shape, PATIENCE).close())
@@ -279,7 +279,7 @@ def test_a_relay_that_dies_or_hangs_in_the_middle_of_a_copy(
     with relay_of(core) as relay:
         publication = joiner.publication_at(place(relay))
         assert publication.at_rest()
-        monkeypatch.setattr(libra.exec.train.state_stream, "SILENT_SECONDS", 0.3)
+        monkeypatch.setattr(libra.backends.grpo.state_stream, "SILENT_SECONDS", 0.3)
         during_copies(publication, [lambda: os.kill(relay._process.pid, end)])  # type: ignore[arg-type]
         follower = Follower(publication, joiner)
         with pytest.raises(UnreachableError, match="cannot be reached any more"):
@@ -338,7 +338,7 @@ class Impostor:
         stream.close()
 
 
-STREAM = libra.exec.train.state_stream
+STREAM = libra.backends.grpo.state_stream
 UPDATE = STREAM._UPDATE.pack(5, 0.1, 1.0, 2.0)
 WHOLE = STREAM._PIECE.pack(0, 0) + bytes([Verdict.YES])
 

@@ -12,9 +12,9 @@ import pytest
 from equivalence import STEPS
 from stage import Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 
-from libra.exec.launch.answers import Patience
-from libra.exec.launch.handles import Handle
-from libra.exec.wire.messages import Precision
+from libra.backends.launch.answers import Patience
+from libra.backends.launch.handles import Handle
+from libra.backends.transport.messages import Precision
 
 pytestmark = pytest.mark.integration
 

@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from libra.exec.launch.handles import START_DEADLINE
-from libra.exec.wire.channel import PeerChannel
-from libra.exec.wire.messages import Failure
+from libra.backends.launch.handles import START_DEADLINE
+from libra.backends.transport.channel import PeerChannel
+from libra.backends.transport.messages import Failure
 
 LEADER = """
 import os, signal, socket, sys
-from libra.exec.launch.forked import serve_and_leave
-from libra.exec.train import replica_processes
-from libra.exec.train.inside import meet
-from libra.exec.wire.channel import WorkerChannel
+from libra.backends.launch.fork_server_main import serve_and_leave
+from libra.backends.grpo import replica_processes
+from libra.backends.grpo.inside import meet
+from libra.backends.transport.channel import WorkerChannel
 
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in every worker
 

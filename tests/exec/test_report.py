@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.exec.rollout.report import REPORT_SECONDS, Report, Sampled
-from libra.exec.wire.messages import Generated, Piece
+from libra.backends.transport.messages import Generated, Piece
+from libra.backends.vllm.report import REPORT_SECONDS, Report, Sampled
 
 
 def sampled(turn: str, *tokens: int, prefilled: int = 0, ended: bool = False) -> Sampled:

@@ -23,11 +23,11 @@ from scripted import (
     turn,
 )
 
+from libra.backends.launch.handles import EngineHandle, WorkerLostError
+from libra.backends.transport.messages import Done, Generate
 from libra.environments.protocol import Prompt, Tool, ToolError
-from libra.exec.launch.handles import EngineHandle, WorkerLostError
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.rollout import Episode, Rollout, TurnReport
-from libra.exec.wire.messages import Done, Generate
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.rollout import Episode, Rollout, TurnReport
 from libra.route.policy import Request, ToolReturn
 from libra.trajectory import ToolStatus, Turn
 

@@ -20,21 +20,11 @@ from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
 from test_steering import PROFILE
 
-from libra.config import ConfigError, ModelConfig, RunConfig
-from libra.cost.device import HandoverCost
-from libra.cost.profile_file import load_profile, save_profile
-from libra.environments.protocol import Prompt
-from libra.exec import run as run_module
-from libra.exec.arithmetic import Bf16Speed
-from libra.exec.interrupted import Interrupted
-from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
-from libra.exec.loop.checkpoint import latest_checkpoint
-from libra.exec.rollout.episode_file import read_history
-from libra.exec.rollout.rollout import Rollout
-from libra.exec.run import run
-from libra.exec.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
-from libra.exec.train.membership import CoreLostError
-from libra.exec.wire.messages import (
+from libra.backends.arithmetic import Bf16Speed
+from libra.backends.grpo.membership import CoreLostError
+from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
+from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
+from libra.backends.transport.messages import (
     Dtype,
     EngineMeasured,
     Failure,
@@ -52,11 +42,21 @@ from libra.exec.wire.messages import (
     StartTrainer,
     Train,
 )
+from libra.config.run import ConfigError, ModelConfig, RunConfig
+from libra.cost.device import HandoverCost
+from libra.cost.sources.profile_file import load_profile, save_profile
+from libra.environments.protocol import Prompt
+from libra.loop import run as run_module
+from libra.loop.checkpoint import latest_checkpoint
+from libra.loop.episode_file import read_history
+from libra.loop.interrupted import Interrupted
+from libra.loop.rollout import Rollout
+from libra.loop.run import run
 from libra.plan.problem import InfeasiblePlanError
+from libra.records.run_log import prediction_error
+from libra.records.schema import PeriodRecord, RunSummary, read_records
 from libra.report.html import render_report
 from libra.report.live import PlainDisplay
-from libra.report.records import PeriodRecord, RunSummary, read_records
-from libra.report.run_log import prediction_error
 from libra.trajectory import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
@@ -148,7 +148,7 @@ class Runs:
             return codec.encode(f"A{chance.randrange(2)};" if "=" in codec.decode(tokens) else ">e:1;")
 
         self.launcher = MadeLauncher(speak)
-        self._patch.setattr("libra.exec.run.LocalLauncher", self.launcher)
+        self._patch.setattr("libra.loop.run.LocalLauncher", self.launcher)
         config.run_directory.mkdir(parents=True, exist_ok=True)
         (config.run_directory / "config.json").write_text(config.model_dump_json())
         display = PlainDisplay(open("/dev/null", "w"))  # noqa: SIM115

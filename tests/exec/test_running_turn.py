@@ -10,11 +10,11 @@ from far_end import PATIENCE
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, next_token
 from scripted import FirstInstance
 
+from libra.backends.launch.handles import EngineHandle
 from libra.environments.protocol import Prompt
-from libra.exec.launch.handles import EngineHandle
-from libra.exec.rollout.draft import Draft
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.running_turn import RunningTurn
+from libra.loop.draft import Draft
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.running_turn import RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 

@@ -11,14 +11,14 @@ from crew import Crew, Worker, crew
 from equivalence import LIMITS, STEPS, batch, counts, distance, write_model
 from msgspec.structs import replace
 
-import libra.exec.train.publication
-from libra.exec.train.elastic import GradientExchange
-from libra.exec.train.follower import SNAPSHOTS
-from libra.exec.train.joining import JoinError
-from libra.exec.train.trainer import Trainer
-from libra.exec.train.trainers import Trainers
-from libra.exec.wire.messages import Precision, Reduced, Train
-from libra.exec.wire.shared_vectors import Vector
+import libra.backends.grpo.publication
+from libra.backends.grpo.elastic import GradientExchange
+from libra.backends.grpo.follower import SNAPSHOTS
+from libra.backends.grpo.joining import JoinError
+from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.transport.messages import Precision, Reduced, Train
+from libra.backends.transport.shared_vectors import Vector
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,7 +143,7 @@ def test_a_joiner_that_is_overtaken_is_let_in_by_a_core_that_stands_still(
                     torn.append(core.number)
 
             await step(trainers, 1)
-            monkeypatch.setattr(libra.exec.train.publication, "_copy", copy)
+            monkeypatch.setattr(libra.backends.grpo.publication, "_copy", copy)
             await trainers.join((await several.hire("hybrid-0")).handle)
             assert len(torn) == 3 * SNAPSHOTS
             assert await step(trainers, 2) == 2

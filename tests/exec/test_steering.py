@@ -14,13 +14,13 @@ from test_episode_file import episode
 from test_executor import CONFIG
 
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
-from libra.exec.loop.recorder import Recorder
-from libra.exec.loop.replanning import Replanner
-from libra.exec.loop.steering import Steering
-from libra.exec.pool.assignment import assign, bucket_limits, current_allocation
-from libra.exec.pool.executor import Executor
-from libra.exec.pool.mover import Applied, Moved
-from libra.exec.pool.pool import DEADLINES, Role, Worker, make_pool
+from libra.exec.assignment import assign, bucket_limits, current_allocation
+from libra.exec.executor import Executor
+from libra.exec.transitions import Applied, Moved
+from libra.exec.workers import DEADLINES, Role, Worker, make_pool
+from libra.loop.recorder import Recorder
+from libra.loop.replanning import Replanner
+from libra.loop.steering import Steering
 from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
 from libra.report.live import PlainDisplay
 

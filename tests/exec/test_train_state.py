@@ -11,19 +11,19 @@ import pytest
 import torch
 from small_states import RATE, SHAPES, make_state, parameters, step, vectors
 
-from libra.exec.train.flat import FlatLayout
-from libra.exec.train.follower import Follower
-from libra.exec.train.gradient_ring import SLOTS
-from libra.exec.train.publication import OverrunError, Shape, SharedPublication
-from libra.exec.train.train_state import TrainState
-from libra.exec.wire.messages import StatePlace
-from libra.exec.wire.shared_vectors import Layout, LayoutError, attach
+from libra.backends.grpo.flat import FlatLayout
+from libra.backends.grpo.follower import Follower
+from libra.backends.grpo.gradient_ring import SLOTS
+from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
+from libra.backends.grpo.train_state import TrainState
+from libra.backends.transport.messages import StatePlace
+from libra.backends.transport.shared_vectors import Layout, LayoutError, attach
 
 # Another process: copies the state and the update to it, prints both.
 READER = """
 import json, sys, torch
-from libra.exec.wire.messages import StatePlace
-from libra.exec.train.publication import Shape, SharedPublication
+from libra.backends.transport.messages import StatePlace
+from libra.backends.grpo.publication import Shape, SharedPublication
 place, shape = json.loads(sys.argv[1])
 publication = SharedPublication(StatePlace(*place), Shape(*shape))
 board = [torch.zeros(shape[0]) for _ in range(3)]

@@ -25,13 +25,13 @@ from replicas import (
     train,
 )
 
-from libra.exec.tiny_model import TokenizerCodec
-from libra.exec.train.elastic import GradientExchange, PeerLostError
-from libra.exec.train.grpo import Denominator
-from libra.exec.train.micro_batches import micro_batches
-from libra.exec.train.trainer import Trainer
-from libra.exec.wire.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
-from libra.exec.wire.weights import WeightBuffer
+from libra.backends.grpo.elastic import GradientExchange, PeerLostError
+from libra.backends.grpo.grpo import Denominator
+from libra.backends.grpo.micro_batches import micro_batches
+from libra.backends.grpo.trainer import Trainer
+from libra.backends.tiny_model import TokenizerCodec
+from libra.backends.transport.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
+from libra.backends.transport.weights import WeightBuffer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from voters import PORT, RELAYS, Fate, Floor, Voter
 
-import libra.exec.train.membership
-import libra.exec.train.trainers
-from libra.exec.launch.answers import Patience
-from libra.exec.launch.handles import WorkerFailedError, WorkerLostError
-from libra.exec.train import joining
-from libra.exec.train.boundary import Boundary
-from libra.exec.train.joining import BOUNDARIES, JoinError
-from libra.exec.train.joint_step import split_evenly
-from libra.exec.train.membership import FAILURES, CoreLostError, ExchangeError, Membership
-from libra.exec.train.trainers import DivergedError, Trainers
-from libra.exec.wire.messages import (
+import libra.backends.grpo.membership
+import libra.backends.grpo.trainers
+from libra.backends.grpo import joining
+from libra.backends.grpo.boundary import Boundary
+from libra.backends.grpo.joining import BOUNDARIES, JoinError
+from libra.backends.grpo.joint_step import split_evenly
+from libra.backends.grpo.membership import FAILURES, CoreLostError, ExchangeError, Membership
+from libra.backends.grpo.trainers import DivergedError, Trainers
+from libra.backends.launch.answers import Patience
+from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
+from libra.backends.transport.messages import (
     TOKEN_BYTES,
     CatchUp,
     Commit,
@@ -32,9 +32,9 @@ from libra.exec.wire.messages import (
     Enter,
     Entered,
     Follow,
+    HostRendezvous,
     Identify,
     MeasureTraining,
-    Meet,
     Message,
     Prepare,
     Publish,
@@ -536,7 +536,7 @@ def test_measuring_that_fails_without_a_loss_is_an_end_after_a_few_times() -> No
 
 
 def test_one_that_cannot_enter_does_not_hurry_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.train.membership, "FORMING_SECONDS", 2.0)
+    monkeypatch.setattr(libra.backends.grpo.membership, "FORMING_SECONDS", 2.0)
 
     async def scenario(scene: Scene) -> None:
         core, hybrid = scene.floor.replicas.values()
@@ -569,11 +569,11 @@ def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
 def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None:
     async def scenario(scene: Scene) -> None:
         core, joiner = scene.floor.replicas["core-0"], await scene.floor.hire("hybrid-0")
-        core.will(Meet, ["fail"])
+        core.will(HostRendezvous, ["fail"])
         joiner.unformed = {1}
         await scene.trainers.join(joiner.handle)
         assert [order.port for order in joiner.told(Prepare)] == [0, PORT]
-        assert core.told(Meet) == [Meet(HOST, 0)] * 2
+        assert core.told(HostRendezvous) == [HostRendezvous(HOST, 0)] * 2
         assert await scene.step(1) == 2
 
     play(scenario)
@@ -582,7 +582,7 @@ def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None
 def test_who_dies_when_the_others_are_to_meet_at_it_is_left_behind() -> None:
     async def scenario(scene: Scene) -> None:
         scene.floor.replicas["core-0"].fall()
-        scene.floor.replicas["core-1"].will(Meet, ["die"])
+        scene.floor.replicas["core-1"].will(HostRendezvous, ["die"])
         assert await scene.step(1) == 2
         assert scene.trainers.names() == ("core-2", "hybrid-0")
         assert scene.floor.replicas["hybrid-0"].told(Prepare)[-1].port == PORT
@@ -749,7 +749,7 @@ def test_what_only_a_core_is_asked_may_fail_without_its_loss() -> None:
 def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(libra.exec.train.trainers, "ANSWER_DEADLINE", 0.2)
+    monkeypatch.setattr(libra.backends.grpo.trainers, "ANSWER_DEADLINE", 0.2)
     monkeypatch.setattr(Membership.ask, "__defaults__", (None, 0.2))
 
     async def scenario(scene: Scene) -> None:
@@ -764,7 +764,7 @@ def test_while_one_hangs_the_others_may_wait_for_it_longer_than_for_any_other_or
 
 @pytest.mark.parametrize("order", [Train, Commit, Discard, Prepare, Enter])
 def test_a_replica_that_hangs_is_found_and_killed(order: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libra.exec.train.membership, "FORMING_SECONDS", SHORT.floor)
+    monkeypatch.setattr(libra.backends.grpo.membership, "FORMING_SECONDS", SHORT.floor)
 
     async def scenario(scene: Scene) -> None:
         _, second, hybrid = scene.floor.replicas.values()

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.exec.wire.messages import DTYPE_BYTES, Dtype, Tensor
-from libra.exec.wire.weights import BUFFERS, WeightBuffer, WeightUpdateError, create_buffer, make_layout
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
+from libra.backends.transport.weights import BUFFERS, WeightBuffer, WeightUpdateError, create_buffer, make_layout
 
 SHAPES = [("embed.weight", (7, 5)), ("norm.weight", (5,)), ("scale", ()), ("head.weight", (3, 2, 2))]
 LAYOUT, SIZE = make_layout(SHAPES, "bfloat16")
@@ -24,8 +24,8 @@ LAYOUT, SIZE = make_layout(SHAPES, "bfloat16")
 # An engine's side: reads buffer 0, then answers by writing buffer 1 as a trainer would.
 READER = """
 import json, sys
-from libra.exec.wire.messages import DTYPE_BYTES, Dtype, Tensor
-from libra.exec.wire.weights import WeightBuffer
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
+from libra.backends.transport.weights import WeightBuffer
 descriptor, size, checksum = map(int, sys.argv[1:4])
 layout = [Tensor(name, tuple(shape), offset, dtype) for name, shape, offset, dtype in json.loads(sys.argv[4])]
 buffer = WeightBuffer(descriptor, size)

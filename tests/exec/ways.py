@@ -14,13 +14,13 @@ from typing import Literal
 
 import pytest
 
-import libra.exec.train.publication
-import libra.exec.train.state_stream
-from libra.exec.train.publication import Publication, SharedPublication
-from libra.exec.train.relay import await_reader, serve
-from libra.exec.train.train_state import TrainState
-from libra.exec.wire.messages import RelayPlace
-from libra.exec.wire.shared_vectors import Vector
+import libra.backends.grpo.publication
+import libra.backends.grpo.state_stream
+from libra.backends.grpo.publication import Publication, SharedPublication
+from libra.backends.grpo.relay import await_reader, serve
+from libra.backends.grpo.train_state import TrainState
+from libra.backends.transport.messages import RelayPlace
+from libra.backends.transport.shared_vectors import Vector
 
 Way = Literal["shared", "relayed"]
 WAYS: list[Way] = ["shared", "relayed"]
@@ -76,8 +76,8 @@ def around_copies(patch: pytest.MonkeyPatch, act: Callable[[bool], object]) -> N
         kind["gradient"] = True
         return gradient(publication, number)
 
-    patch.setattr(libra.exec.train.publication, "_copy", copy)
-    patch.setattr(libra.exec.train.state_stream, "_copy", piece)
+    patch.setattr(libra.backends.grpo.publication, "_copy", copy)
+    patch.setattr(libra.backends.grpo.state_stream, "_copy", piece)
     patch.setattr(SharedPublication, "state", seen_state)
     patch.setattr(SharedPublication, "gradient", seen_gradient)
 
@@ -93,8 +93,8 @@ def before_copies(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         act()
         return bytes(data)
 
-    patch.setattr(libra.exec.train.publication, "_copy", copy)
-    patch.setattr(libra.exec.train.state_stream, "_copy", piece)
+    patch.setattr(libra.backends.grpo.publication, "_copy", copy)
+    patch.setattr(libra.backends.grpo.state_stream, "_copy", piece)
 
 
 def _relay(listener: socket.socket, core: TrainState) -> None:

@@ -14,20 +14,20 @@ from typing import Any, cast
 
 from scripted import AskTool, MergingCodec, Unwatched, letters
 
-from libra.admission import Admission
+from libra.backends.grpo.joining import JoinError
+from libra.backends.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
+from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt
-from libra.exec.interrupted import allocation_in_force
-from libra.exec.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
-from libra.exec.pool.journal import Journal, Start, Step, read_journal
-from libra.exec.pool.mover import Applied, Moved, Mover
-from libra.exec.pool.past import Past, past
-from libra.exec.pool.pool import DEADLINES, IDLE, Duty, Role, Worker, make_pool
-from libra.exec.rollout.episode_file import EpisodeFile, History, read_history
-from libra.exec.rollout.fleet import Fleet, Instance
-from libra.exec.rollout.rollout import Episode, Rollout
-from libra.exec.train.joining import JoinError
-from libra.exec.wire.messages import Generate, Piece
+from libra.exec.journal import Journal, Start, Step, read_journal
+from libra.exec.replay import Past, past
+from libra.exec.transitions import Applied, Moved, Mover
+from libra.exec.workers import DEADLINES, IDLE, Duty, Role, Worker, make_pool
+from libra.loop.episode_file import EpisodeFile, History, read_history
+from libra.loop.fleet import Fleet, Instance
+from libra.loop.interrupted import allocation_in_force
+from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
+from libra.route.admission import Admission
 from libra.route.published import PublishedCMLFQ
 
 HOLDS = {"short": 40, "middle": 100, "long": 100}  # tokens

@@ -61,7 +61,7 @@ class SmallRuns:
             [
                 sys.executable,
                 "-m",
-                "libra.cli",
+                "libra.cli.app",
                 "run",
                 str(path),
                 "--directory",

@@ -17,10 +17,10 @@ from arithmetic import LOGPROB_GAP
 from small_runs import SMALL_RUN, SmallRuns
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.exec.interrupted import allocation_in_force
-from libra.exec.pool.journal import read_journal
-from libra.exec.pool.past import past
-from libra.exec.pool.pool import make_pool
+from libra.exec.journal import read_journal
+from libra.exec.replay import past
+from libra.exec.workers import make_pool
+from libra.loop.interrupted import allocation_in_force
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration
@@ -169,7 +169,7 @@ def test_a_killed_controller_takes_its_workers_with_it_and_its_run_goes_on(small
     # Beyond the checkpoint of step 3, with some steps to be made again.
     wait_for(lambda: len(small_runs.rows("metrics")) >= 5, "the fifth step", process)
     workers = processes_of(small_runs, process)[1:]
-    assert len(workers) >= 5  # the nursery and four workers
+    assert len(workers) >= 5  # the fork server and four workers
     process.kill()
     process.communicate()
     assert all_gone(workers)

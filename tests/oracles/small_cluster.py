@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from libra.cluster import GPUS, Cluster, NodeClass
+from libra.config.recipe import Recipe
 from libra.cost.engine_memory import kv_tokens
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.model import ModelSpec
-from libra.recipe import Recipe
 
 SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
 LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)

@@ -11,18 +11,18 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, SHORT, kv_of
 
+from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import prefill_line
-from libra.cost.roofline import roofline
+from libra.cost.sources.roofline import roofline
 from libra.cost.transfer import weight_sync
+from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.model import Experts, ModelSpec
-from libra.plan.engines import engine_options, most_buckets, tensor_degrees
+from libra.plan.options.engines import engine_options, most_buckets, tensor_degrees
+from libra.plan.options.price import bucket_prices, infeasibility, price
 from libra.plan.planner import Planner
-from libra.plan.price import bucket_prices, fits, price
 from libra.plan.problem import Allocation, Bucket, EngineOption, Problem
-from libra.recipe import Recipe
 
 SYNC = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", max_buckets=2)
 STALENESS = (0, 1, 3)
@@ -215,7 +215,7 @@ def test_a_longer_lag_never_makes_a_step_longer_where_nobody_waits_for_tools() -
         for training in problem.training:
             buckets = (Bucket("a800/tp1", 1, 0, 1000), Bucket("a800/tp4", 1, 1000, 8192))
             allocation = Allocation(training.replicas, buckets, training.layout)
-            if fits(problem, allocation) is None:
+            if infeasibility(problem, allocation) is None:
                 steps.setdefault(allocation, []).append(price(problem, allocation).step)
     assert steps
     for found in steps.values():

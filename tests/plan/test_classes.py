@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles.small_request import LONG, SHORT
 
 from libra.lengths import TrajectoryClass
-from libra.plan.classes import SHARE_TOLERANCE, check_classes, present, reach
+from libra.plan.options.classes import SHARE_TOLERANCE, check_classes, present, reach
 
 
 def with_shares(*shares: float) -> tuple[TrajectoryClass, ...]:

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT
 
-from libra.cluster import GPUS, Cluster, NodeClass
+from libra.config.recipe import Recipe
 from libra.cost.transfer import colocated_switch_seconds
-from libra.model import ModelSpec
-from libra.plan.cluster_request import ClusterRequest
-from libra.plan.engines import engine_options
-from libra.plan.layouts import training_layouts
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.engines import engine_options
+from libra.plan.options.layouts import training_layouts
 from libra.plan.planner import rooflines
 from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError, Pool
-from libra.recipe import Recipe
 
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
 MIXED = Cluster((A800, L40S))

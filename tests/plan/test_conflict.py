@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra.plan.conflict import Constraint, conflict, constraints, has_plan, message
-from libra.plan.feasible import require_feasible
+from libra.plan.explain.conflict import Constraint, conflict, constraints, has_plan, message
+from libra.plan.model.relaxation import require_feasible
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import A800, CLASSES, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
 
-from libra.cluster import GPUS, NodeClass
+from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import EngineProfile, prefill_line
-from libra.cost.roofline import roofline
+from libra.cost.sources.roofline import roofline
 from libra.cost.transfer import weight_sync
+from libra.hardware.cluster import GPUS, NodeClass
+from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.model import Experts, ModelSpec
-from libra.plan.engines import engine_options, tensor_degrees
+from libra.plan.options.engines import engine_options, tensor_degrees
 from libra.plan.problem import EngineOption
-from libra.recipe import Recipe
 
 SIX = replace(A800, gpus=6)
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)

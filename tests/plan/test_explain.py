@@ -11,11 +11,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from libra.plan.changes import Change, relaxations, restrictions, without_strays
-from libra.plan.explain import Explanation, by_kind, explain
-from libra.plan.feasible import require_feasible
-from libra.plan.moves import engines_by_shape
-from libra.plan.price import fits, price, training_option
+from libra.plan.explain.changes import Change, relaxations, restrictions, without_strays
+from libra.plan.explain.explanation import Explanation, by_kind, explain
+from libra.plan.explain.splits import splits
+from libra.plan.model.relaxation import require_feasible
+from libra.plan.model.solve import STEP_TOLERANCE, solve
+from libra.plan.options.price import infeasibility, price, training_option
 from libra.plan.problem import (
     Allocation,
     Bucket,
@@ -27,8 +28,7 @@ from libra.plan.problem import (
     Solution,
     TrainingOption,
 )
-from libra.plan.solve import STEP_TOLERANCE, solve
-from libra.plan.splits import splits
+from libra.plan.transition import engines_by_shape
 
 FEW = settings(max_examples=40, deadline=None)
 CLOSE = 2 * STEP_TOLERANCE  # relative: the tie-break's and the bisection's together
@@ -47,7 +47,7 @@ def allocations(problem: Problem) -> Iterator[Allocation]:
                     serving = tuple(map(Bucket, shapes, counts, starts, ends))
                     for option in problem.training:
                         allocation = Allocation(option.replicas, serving, option.layout)
-                        if fits(problem, allocation) is None:
+                        if infeasibility(problem, allocation) is None:
                             yield allocation
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
 
-from libra.cluster import override
-from libra.plan.explained import assume_otherwise, explain_plan
+from libra.hardware.cluster import override
+from libra.plan.explain.explained import assume_otherwise, explain_plan
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, rooflines
 

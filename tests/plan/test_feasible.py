@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from oracles.enumerate_problems import optimum, priced, problems
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, TWO
 
-from libra.plan.feasible import ample_step, require_feasible
+from libra.plan.model.relaxation import ample_step, require_feasible
+from libra.plan.model.solve import solve
 from libra.plan.problem import InfeasiblePlanError, Pool, Problem
-from libra.plan.solve import solve
 
 SMALL = replace(PROBLEM, pools=(Pool("a", 1, 2),))
 APART = replace(PROBLEM, pools=(Pool("a", 1, 1), Pool("b", 1, 1)), engines=(replace(LONG, pool="b"),))

@@ -9,19 +9,19 @@ from itertools import pairwise, product
 
 import pytest
 
-from libra.cluster import GPUS, NodeClass
+from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
+from libra.cost.sources.train_rates import training_rates
 from libra.cost.train_batch import batch_of
 from libra.cost.train_memory import training_memory
 from libra.cost.train_passes import Work
-from libra.cost.train_rates import training_rates
 from libra.cost.train_step import train_step
+from libra.hardware.cluster import GPUS, NodeClass
+from libra.hardware.model import Experts, ModelSpec
+from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout
 from libra.lengths import TrajectoryClass
-from libra.model import Experts, ModelSpec
-from libra.parallel import RECOMPUTE, SHARDING, ParallelLayout
-from libra.plan.layout_space import device_counts, families_of, members_of
-from libra.plan.layouts import Layouts, Rejected, training_layouts
-from libra.recipe import Recipe
+from libra.plan.options.layout_space import device_counts, families_of, members_of
+from libra.plan.options.layouts import Layouts, Rejected, training_layouts
 
 QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
 QWEN3_30B = ModelSpec(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from oracles.small_request import one_bucket, two_buckets
 
 from libra.cost.device import SwitchCost
-from libra.plan.moves import Move, diff, seconds
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import Move, diff, seconds
 
 SWITCH = SwitchCost(engine_start=8.0, trainer_join=3.0, weight_load=0.5)
 TO_SHORT, TO_LONG = Move("train->rollout", None, "short"), Move("train->rollout", None, "long")

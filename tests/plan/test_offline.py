@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from oracles.small_request import PROFILE
 
-from libra.config import ConfigError, RunConfig, load_config
+from libra.config.recipe import Recipe
+from libra.config.run import ConfigError, RunConfig, load_config
 from libra.cost.device import DeviceProfile
-from libra.exec.loop.replanning import Replanner
-from libra.exec.pool.pool import make_pool
+from libra.exec.workers import make_pool
 from libra.lengths import LengthTracker
+from libra.loop.replanning import Replanner
 from libra.plan.offline import gather, gather_workload, request_from
-from libra.plan.slots import EngineShape, Fleet, SlotRequest
-from libra.recipe import Recipe
+from libra.plan.options.slots import EngineShape, Fleet, SlotRequest
 from libra.trajectory import Trajectory, Turn, read_trajectories, read_workload, write_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

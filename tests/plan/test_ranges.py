@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import bucket_step, priced, problems
 from oracles.small_problem import ONE, PROBLEM
 
+from libra.plan.model.ranges import NEVER, RangeTable
 from libra.plan.problem import Bucket, Problem, TrainingOption
-from libra.plan.ranges import NEVER, RangeTable
 
 MOST = 6  # engines that the oracle tries
 

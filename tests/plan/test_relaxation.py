@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import Priced, members, moves, priced, problems
 from oracles.small_problem import LONG, ONE, PROBLEM
 
+from libra.plan.model.ranges import NEVER, RangeTable
+from libra.plan.model.relaxation import Candidate, Relaxation, cheapest_cover
 from libra.plan.problem import Pool, Problem
-from libra.plan.ranges import NEVER, RangeTable
-from libra.plan.relaxation import Candidate, Relaxation, cheapest_cover
 
 
 def keeps(problem: Problem, candidate: Candidate, plan: Priced) -> bool:

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from libra.plan.moves import changes, diff
-from libra.plan.price import price
+from libra.plan.options.price import price
 from libra.plan.problem import (
     ONE_DEVICE,
     Allocation,
@@ -21,6 +20,7 @@ from libra.plan.problem import (
     TrainingOption,
 )
 from libra.plan.replan import Case, decide, decide_over, expected
+from libra.plan.transition import changes, diff
 
 
 def make_problem(work: float = 8.0, layout: str = ONE_DEVICE) -> Problem:

@@ -8,10 +8,10 @@ import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_14B, RECIPE
 
 from libra.cost.device import SwitchCost
-from libra.plan.moves import Change, Move, changes
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
 from libra.plan.switching import ENGINE_START, TRAINER_START, live_refill, switch_cost, switch_seconds
+from libra.plan.transition import Change, Move, changes
 
 REQUEST = Planner(CLUSTER, QWEN_14B, RECIPE).request(CLASSES)
 SWITCH = SwitchCost(engine_start=50.0, trainer_join=30.0, weight_load=2.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra.plan.explain import (
+from libra.plan.explain.explanation import (
     Bound,
     BucketView,
     Explanation,
@@ -13,8 +13,8 @@ from libra.plan.explain import (
     Relief,
     Routing,
 )
+from libra.plan.explain.splits import Split
 from libra.plan.problem import Prediction, Proof
-from libra.plan.splits import Split
 
 CLASSES = [(4_000, 0.5), (8_000, 0.3), (40_960, 0.2)]
 

@@ -10,9 +10,9 @@ from made_explanation import EXPLANATION
 from rich.console import Console
 from rich.table import Table
 
-from libra.plan.explain import Bound, Routing
+from libra.plan.explain.explanation import Bound, Routing
+from libra.plan.explain.splits import Split
 from libra.plan.problem import Proof
-from libra.plan.splits import Split
 from libra.report.explain_table import MOST_SPLITS, crossing, explain_tables, headline, routing_sentence
 
 

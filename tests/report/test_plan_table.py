@@ -11,16 +11,16 @@ from oracles.small_request import LONG, REQUEST, SHORT, two_buckets
 from rich.console import Console
 from rich.table import Table
 
-from libra.cluster import Cluster
+from libra.hardware.cluster import Cluster
+from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
-from libra.parallel import ParallelLayout
-from libra.plan.cluster_request import ClusterRequest
 from libra.plan.offline import Evidence
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.slots import EngineShape
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
 from libra.plan.planner import rooflines
 from libra.plan.problem import Allocation, Bucket, Prediction, Proof
-from libra.plan.slots import EngineShape
 from libra.report.plan_table import log_notes, plan_tables
 from libra.trajectory import Trajectory, Turn
 

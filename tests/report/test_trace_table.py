@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from libra.report.trace_table import trace_tables
-from libra.trace import TraceStats, trace_stats
 from libra.trajectory import Trajectory, Turn, read_trajectories
+from libra.trajectory.statistics import TraceStats, trace_stats
 
 SAMPLE = Path(__file__).parents[1] / "data" / "trajectories.jsonl"
 

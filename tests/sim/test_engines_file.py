@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from libra.cluster import GPUS
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.roofline import roofline
-from libra.model_file import load_model
+from libra.cost.sources.roofline import roofline
+from libra.hardware.cluster import GPUS
+from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineConfig

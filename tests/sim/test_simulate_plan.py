@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE, kv_of
 
-from libra.config import load_config
+from libra.config.recipe import Recipe
+from libra.config.run import load_config
 from libra.cost.device import EngineCost
-from libra.cost.profile_file import load_profile
+from libra.cost.sources.profile_file import load_profile
 from libra.plan.offline import gather, request_from
+from libra.plan.options.price import bucket_prices
 from libra.plan.plan import Plan, make_plan
 from libra.plan.planner import Planner
-from libra.plan.price import bucket_prices
-from libra.recipe import Recipe
 from libra.route.catalogue import policy_named
 from libra.route.published import PublishedCMLFQ
 from libra.sim.clock import seconds, ticks

@@ -26,7 +26,7 @@ from libra.cost.collectives import (
 )
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
-from libra.model import ModelSpec
+from libra.hardware.model import ModelSpec
 from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster, EngineSpec

@@ -1,0 +1,1 @@
+"""What engines, training, memory and transfers cost."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra.cluster import NodeClass
-from libra.parallel import Array
+from libra.hardware.cluster import NodeClass
+from libra.hardware.parallel import Array
 
 Column = Array | float
 

@@ -6,7 +6,7 @@ engine needs besides is stated here and taken off before the KV cache gets the r
 
 from __future__ import annotations
 
-from libra.model import ModelSpec
+from libra.hardware.model import ModelSpec
 
 BLOCK = 16  # tokens of one KV block: vLLM's default on GPUs
 CONTEXT = 1.5e9  # bytes: assumed for the CUDA context, NCCL's buffers and captured CUDA graphs

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from libra.cost.fit import fit_linear
+from libra.cost.sources.fit import fit_linear
 
 Array = NDArray[np.float64]
 Table = tuple[tuple[float, ...], ...]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from libra.hardware.parallel import Array
 from libra.lengths import TrajectoryClass
-from libra.parallel import Array
 
 
 @dataclass(frozen=True, slots=True)

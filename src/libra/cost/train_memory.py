@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 
-from libra.model import ModelSpec
-from libra.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
-from libra.recipe import TrainingBytes
+from libra.config.recipe import TrainingBytes
+from libra.hardware.model import ModelSpec
+from libra.hardware.parallel import RECOMPUTE, SHARDING, Array, LayoutTable, ParallelLayout
 
 Reference = Literal["none", "resident", "offloaded"]
 

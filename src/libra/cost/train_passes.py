@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra.cluster import GPU
+from libra.config.recipe import TrainingBytes
 from libra.cost.collectives import Fabric, Group, all_gather_seconds, all_to_all_seconds, point_to_point_seconds
+from libra.cost.sources.train_rates import TrainingRates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference
-from libra.cost.train_rates import TrainingRates
-from libra.model import ModelSpec
-from libra.parallel import RECOMPUTE, Array, LayoutTable
-from libra.recipe import TrainingBytes
+from libra.hardware.cluster import GPU
+from libra.hardware.model import ModelSpec
+from libra.hardware.parallel import RECOMPUTE, Array, LayoutTable
 
 ATTENTION_BACKWARD = 2.5  # FLOPs of FlashAttention's backward, relative to its forward
 LAUNCH = 8e-6  # seconds per operation, measured with linear layers on A100 and H100

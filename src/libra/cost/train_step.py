@@ -20,7 +20,7 @@ from libra.cost.train_batch import Packed
 from libra.cost.train_memory import StageParameters, stage_parameters
 from libra.cost.train_passes import ATTENTION_BACKWARD, HIDDEN, Passes, Work, layer_passes
 from libra.cost.transfer import HOST_LINK
-from libra.parallel import SHARDING, Array, LayoutTable, ParallelLayout
+from libra.hardware.parallel import SHARDING, Array, LayoutTable, ParallelLayout
 
 SIMULATED = 64  # micro-batches of a pipeline that are simulated; further ones repeat its steady state
 

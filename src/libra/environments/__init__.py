@@ -1,0 +1,1 @@
+"""Tasks that agents are trained on."""

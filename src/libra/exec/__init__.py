@@ -1,0 +1,1 @@
+"""The executor: who does what, and the transitions between allocations."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from libra.config import ConfigError, RunConfig
+from libra.config.recipe import Recipe
+from libra.config.run import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
+from libra.plan.options.slots import Fleet, SlotRequest
 from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 from libra.plan.request import longest_context, make_request, make_tracker
-from libra.plan.slots import Fleet, SlotRequest
-from libra.recipe import Recipe
 from libra.trajectory import Trajectory
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from libra.plan.price import training_option
+from libra.plan.options.price import training_option
 from libra.plan.problem import Allocation, Pool, Problem
 
 Role = Literal["train", "generate"]

@@ -12,14 +12,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from libra.parallel import ParallelLayout
-from libra.plan.cluster_request import ClusterRequest
-from libra.plan.conflict import conflict, message
+from libra.hardware.parallel import ParallelLayout
+from libra.plan.explain.conflict import conflict, message
+from libra.plan.model.solve import solve
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.price import bucket_prices
+from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group, place
-from libra.plan.price import bucket_prices
 from libra.plan.problem import STRICT, Allocation, InfeasiblePlanError, Prediction, Problem, Proof, Solution
-from libra.plan.slots import SlotRequest
-from libra.plan.solve import solve
 
 FORMAT = 2
 

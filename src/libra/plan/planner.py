@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libra.cluster import Cluster
+from libra.config.recipe import Recipe
 from libra.cost.grid import EngineProfile
+from libra.hardware.cluster import Cluster
+from libra.hardware.model import ModelSpec
 from libra.lengths import LengthTracker, TrajectoryClass
-from libra.model import ModelSpec
-from libra.plan.cluster_request import ClusterRequest
-from libra.plan.engines import node_roofline
-from libra.plan.held import Held
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.engines import node_roofline
+from libra.plan.options.held import Held
 from libra.plan.plan import Plan, make_plan
 from libra.plan.problem import Allocation, Problem
 from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
-from libra.recipe import Recipe
 
 CLASSES = 24  # classes of trajectories that a plan tells apart
 
@@ -31,7 +31,7 @@ class Planner:
     """`Planner(cluster, model, recipe).plan(tracker)` is the best division of the cluster for what was tracked.
 
     `profiles`, one for each class of nodes, say how fast engines are; without them the roofline of each GPU does
-    (`libra.profiles.engine_profiles` finds better ones).
+    (`libra.cost.sources.profiles.engine_profiles` finds better ones).
     """
 
     cluster: Cluster

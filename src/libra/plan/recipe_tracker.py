@@ -5,9 +5,9 @@ Invariant: the command line, the planner's users and the replanner price the sam
 
 from __future__ import annotations
 
+from libra.config.recipe import Recipe
 from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker
-from libra.recipe import Recipe
 
 PLANNER_HALF_LIFE_STEPS = 4.0  # optimiser steps, of a tracker to plan from, unless the caller knows better
 

@@ -7,12 +7,12 @@ is the caller's to know, and none of it has a default.
 
 from __future__ import annotations
 
-from libra.config import RunConfig
+from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.lengths import LengthTracker
+from libra.plan.options.slots import EngineShape, Fleet, SlotRequest, Workload
 from libra.plan.problem import Allocation
-from libra.plan.slots import EngineShape, Fleet, SlotRequest, Workload
 
 _CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
 

@@ -17,9 +17,9 @@ from libra.cost.device import SwitchCost
 from libra.cost.grid import prefill_line
 from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import weight_sync
-from libra.plan.cluster_request import ClusterRequest
-from libra.plan.moves import Change, changes, engines_by_shape
+from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.problem import Allocation, Problem
+from libra.plan.transition import Change, changes, engines_by_shape
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
 # the middle of that in the logarithm. What runs measures its own.

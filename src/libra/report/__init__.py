@@ -1,0 +1,1 @@
+"""What a person sees: pages, charts, timelines, tables, the live display."""

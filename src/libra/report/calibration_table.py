@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from libra.cluster import GPU
-from libra.cost.rates import Calibration, Measured
+from libra.cost.sources.rates import Calibration, Measured
+from libra.hardware.cluster import GPU
 from libra.report.words import percent
 
 

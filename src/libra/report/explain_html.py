@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from libra.plan.explain import Explanation, PlanView
+from libra.plan.explain.explanation import Explanation, PlanView
 from libra.report.explain_charts import bucket_figure, split_figures
 from libra.report.explain_table import LEAST_LOSS, headline, loss, roles, routing_sentence
 from libra.report.markup import NOTHING, Markup, join, tag, text

@@ -12,8 +12,8 @@ from itertools import pairwise
 from rich.markup import escape
 from rich.table import Table
 
-from libra.plan.explain import Bound, Explanation, PlanView
-from libra.plan.splits import Split
+from libra.plan.explain.explanation import Bound, Explanation, PlanView
+from libra.plan.explain.splits import Split
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import duration, percent, signed_percent
 

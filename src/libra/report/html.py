@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from libra.records.run_log import RunLog, read_run
 from libra.report.figures import device_figures, learning_figures, roles_figure, speed_figures
 from libra.report.markup import Markup, tag, text
 from libra.report.page import cards, page, section, tile_row
-from libra.report.run_log import RunLog, read_run
 from libra.report.tables import (
     decisions_table,
     evaluations_table,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra.records.run_log import RunLog
+from libra.records.schema import DecisionRecord, Evaluation, EventRecord, StepRecord
 from libra.report.paper import Marker
-from libra.report.records import DecisionRecord, Evaluation, EventRecord, StepRecord
-from libra.report.run_log import RunLog
 from libra.report.words import duration, percent, plural
 
 _NEUTRAL, _ALARM = "#46525f", "#b3261e"

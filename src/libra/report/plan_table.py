@@ -13,10 +13,10 @@ from rich.table import Table
 
 from libra.lengths import TrajectoryClass
 from libra.plan.offline import Evidence
+from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
 from libra.plan.problem import Bottleneck
-from libra.plan.slots import SlotRequest
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import duration, percent, plain, plural
 

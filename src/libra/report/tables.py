@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from libra.records.run_log import Outcome, RunLog, outcomes
+from libra.records.schema import DecisionRecord, StepRecord
 from libra.report.markers import named_decisions
 from libra.report.markup import NOTHING, Markup, join, tag, text
-from libra.report.records import DecisionRecord, StepRecord
-from libra.report.run_log import Outcome, RunLog, outcomes
 from libra.report.verdict import edges, why_nothing_was_decided
 from libra.report.words import count, duration, percent, plain, plural, signed_duration
 

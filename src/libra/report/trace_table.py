@@ -10,8 +10,8 @@ from typing import get_args
 from rich.markup import escape
 from rich.table import Table
 
-from libra.trace import Spread, ToolStats, TraceStats
 from libra.trajectory import ToolStatus
+from libra.trajectory.statistics import Spread, ToolStats, TraceStats
 
 _STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
 

@@ -1,0 +1,1 @@
+"""Where requests go, and when groups may start: pure policies."""

@@ -12,19 +12,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from libra.cluster import GPU, GPUS, Cluster, NodeClass
+from libra.config.recipe import Recipe
+from libra.config.yaml_file import ConfigError, Section, read_section, refusal, unknown
 from libra.cost.engine_memory import BLOCK, kv_tokens
 from libra.cost.grid import EngineGrid
-from libra.model import ModelSpec
-from libra.model_file import load_model
-from libra.profiles import engine_profiles
-from libra.recipe import Recipe
+from libra.cost.sources.profiles import engine_profiles
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.hardware.model_file import load_model
 from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineConfig, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost, Overhead
 from libra.sim.weight_update import WeightUpdate
-from libra.yaml_file import ConfigError, Section, read_section, refusal, unknown
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]

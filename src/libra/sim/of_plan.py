@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from libra.plan.options.price import BucketPrice, bucket_prices
+from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import Plan
-from libra.plan.price import BucketPrice, bucket_prices
-from libra.plan.slots import SlotRequest
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import ticks

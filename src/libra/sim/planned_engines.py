@@ -10,11 +10,11 @@ from functools import lru_cache
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import EngineGrid
-from libra.plan.cluster_request import ClusterRequest
-from libra.plan.engines import engine_kv_tokens
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.engines import engine_kv_tokens
+from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
-from libra.plan.slots import SlotRequest
 from libra.sim.cluster import EngineSpec
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost

@@ -1,0 +1,281 @@
+"""Measures what one device does: matrix products, attention, a training step, with torch alone.
+
+Invariant: whatever is reported was measured here, after a warm-up, as the median of repeated runs with their spread;
+the work of every run is counted by formula, so that rates of different devices mean the same.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+from libra.backends.arithmetic import choose, probe, served_dtype
+from libra.cost.sources.rates import Calibration, Measured
+
+if TYPE_CHECKING:
+    import torch
+
+_HEAD = 64  # width of the heads of the model that is trained
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much work each measurement does. It should outgrow the caches, and its time the launch."""
+
+    products: tuple[tuple[int, int, int], ...]  # tokens, inputs, outputs of linear layers that arithmetic bounds
+    weights: tuple[int, int]  # inputs, outputs of a linear layer over one token, which memory bounds
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int  # sequences of the decode
+    context: int  # tokens of each of them, and of the prefill
+    hidden: int  # of the model that is trained, as are the next four
+    intermediate: int
+    layers: int
+    vocab: int
+    rows: int  # sequences of `length` tokens a training step
+    length: int
+    repeats: int  # at most
+    seconds: float  # of one measurement, after which no repeat is begun
+
+    def __post_init__(self) -> None:
+        if self.repeats < 3:
+            raise ValueError(f"Sizes.repeats is {self.repeats}; a median with its spread needs 3 or more")
+        if self.hidden % _HEAD:
+            raise ValueError(f"Sizes.hidden is {self.hidden}; give a multiple of {_HEAD}, the width of a head")
+
+
+_CALLS = 8  # in a row, for one time
+_SHORT_CALLS = 64  # where one takes microseconds
+
+# Layers of a 14B model, 1 GiB of KV, and a training step of 1.2B parameters: seconds on a data-centre GPU, under 40 GB.
+CUDA_SIZES = Sizes(
+    products=((4096, 5120, 7168), (4096, 5120, 34816), (8192, 17408, 5120)),
+    weights=(8192, 16384),
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    batch=32,
+    context=8192,
+    hidden=2048,
+    intermediate=8192,
+    layers=16,
+    vocab=32768,
+    rows=2,
+    length=4096,
+    repeats=20,
+    seconds=5.0,
+)
+CPU_SIZES = Sizes(
+    products=((256, 1024, 1536), (256, 1024, 4096), (512, 4096, 1024)),
+    weights=(4096, 4096),
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    batch=16,
+    context=1024,
+    hidden=256,
+    intermediate=1024,
+    layers=4,
+    vocab=2048,
+    rows=2,
+    length=256,
+    repeats=10,
+    seconds=1.0,
+)
+
+
+def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> Calibration:
+    """Measure `device`, "cuda" or "cpu": unless told, the current CUDA device, or the CPU where there is none.
+
+    Raises ValueError for a device that torch does not have. Takes up to a minute on a GPU, 20 s on two CPU cores.
+    """
+    import torch
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device is {kind}; give cpu, or cuda where torch finds a CUDA device")
+    bench = _Bench(torch.device(kind), getattr(torch, served_dtype(choose("auto", [probe(kind)]).precision)))
+    sizes = sizes or (CUDA_SIZES if kind == "cuda" else CPU_SIZES)
+    training_flops, parameters = _training(bench, sizes)
+    return Calibration(
+        device=torch.cuda.get_device_name(bench.device) if kind == "cuda" else _processor(),
+        torch=torch.__version__,
+        date=datetime.now(UTC).date().isoformat(),
+        dtype=str(bench.dtype).removeprefix("torch."),
+        linear_flops=_pooled([2 * m * k * n / t for m, k, n in sizes.products for t in _linear(bench, sizes, m, k, n)]),
+        bandwidth=_pooled(
+            [bench.bytes * sizes.weights[0] * sizes.weights[1] / t for t in _linear(bench, sizes, 1, *sizes.weights)]
+        ),
+        linear_launch=_pooled(_linear(bench, sizes, 1, sizes.head_dim, sizes.head_dim, _SHORT_CALLS)),
+        attention_flops=_pooled(
+            [
+                2 * sizes.heads * sizes.head_dim * sizes.context**2 / t
+                for t in _prefill(bench, sizes, sizes.context)  # causal: half of all pairs, two products
+            ]
+        ),
+        attention_launch=_pooled(_prefill(bench, sizes, 16, _SHORT_CALLS)),
+        cache_bandwidth=_pooled(
+            [
+                2 * bench.bytes * sizes.batch * sizes.context * sizes.kv_heads * sizes.head_dim / t
+                for t in _decode(bench, sizes, sizes.batch, sizes.context)
+            ]
+        ),
+        decode_launch=_pooled(_decode(bench, sizes, 1, 16, _SHORT_CALLS)),
+        training_flops=training_flops,
+        training_parameters=parameters,
+    )
+
+
+def _processor() -> str:
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return int(self.dtype.itemsize)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        import torch
+
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def seconds(self, call: Callable[[], object], sizes: Sizes, calls: int) -> list[float]:
+        """Of one of `calls` calls in a row, once for every repeat.
+
+        On CUDA the calls are one graph, as engines replay their decode: what is left between kernels is the device's.
+        """
+        import torch
+
+        if self.device.type == "cuda":
+            aside = torch.cuda.Stream(self.device)
+            aside.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    call()
+            torch.cuda.current_stream(self.device).wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    call()
+            return self.samples(graph.replay, sizes, calls)
+        return self.samples(lambda: [call() for _ in range(calls)], sizes, calls)
+
+    def samples(self, run: Callable[[], object], sizes: Sizes, calls: int = 1) -> list[float]:
+        """Seconds of a run over its calls, after one run to warm up; three runs or more."""
+        import torch
+
+        def once() -> float:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - began
+
+        once()
+        taken: list[float] = []
+        while len(taken) < 3 or (len(taken) < sizes.repeats and sum(taken) < sizes.seconds):
+            taken.append(once())
+        return [seconds / calls for seconds in taken]
+
+
+def _pooled(values: list[float]) -> Measured:
+    tenths = quantiles(values, n=10, method="inclusive")
+    middle = median(values)
+    return Measured(middle, (tenths[-1] - tenths[0]) / middle)
+
+
+def _linear(bench: _Bench, sizes: Sizes, tokens: int, inputs: int, outputs: int, calls: int = _CALLS) -> list[float]:
+    import torch
+
+    x, weight = bench.random(tokens, inputs), bench.random(outputs, inputs)
+    with torch.inference_mode():
+        return bench.seconds(lambda: torch.nn.functional.linear(x, weight), sizes, calls)
+
+
+def _prefill(bench: _Bench, sizes: Sizes, tokens: int, calls: int = 1) -> list[float]:
+    import torch
+
+    q = bench.random(1, sizes.heads, tokens, sizes.head_dim)
+    k, v = (bench.random(1, sizes.kv_heads, tokens, sizes.head_dim) for _ in range(2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.inference_mode():
+        return bench.seconds(lambda: attend(q, k, v, is_causal=True, enable_gqa=True), sizes, calls)
+
+
+def _decode(bench: _Bench, sizes: Sizes, batch: int, context: int, calls: int = _CALLS) -> list[float]:
+    import torch
+
+    q = bench.random(batch, sizes.heads, 1, sizes.head_dim)
+    k, v = (bench.random(batch, sizes.kv_heads, context, sizes.head_dim) for _ in range(2))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.inference_mode():
+        return bench.seconds(lambda: attend(q, k, v, enable_gqa=True), sizes, calls)
+
+
+def _training(bench: _Bench, sizes: Sizes) -> tuple[Measured, int]:
+    """FLOP/s of forward, backward and AdamW, and the parameters of the model.
+
+    A step is 6 FLOPs a token and matrix weight (Kaplan et al. 2020, section 2.1) and, for causal attention, 6 * length
+    * hidden a token and layer; the embedding's look-up is no product.
+    """
+    import torch
+
+    model = _decoder(bench, sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bench.device.type == "cuda")
+    tokens = torch.randint(sizes.vocab, (sizes.rows, sizes.length + 1), device=bench.device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    matrices = parameters - sizes.vocab * sizes.hidden - (2 * sizes.layers + 1) * sizes.hidden
+    count = sizes.rows * sizes.length
+    flops = 6 * count * (matrices + sizes.layers * sizes.length * sizes.hidden)
+    return _pooled([flops / seconds for seconds in bench.samples(step, sizes)]), parameters
+
+
+def _decoder(bench: _Bench, sizes: Sizes) -> torch.nn.Module:
+    """A decoder-only transformer with gated MLPs, as small as it can be written."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
+            self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden, bias=False)
+            self.out = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+            self.up = nn.Linear(sizes.hidden, 2 * sizes.intermediate, bias=False)
+            self.down = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, -1, _HEAD)).permute(2, 0, 3, 1, 4)
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(attended.transpose(1, 2).flatten(-2))
+            gate, value = self.up(self.between(x)).chunk(2, dim=-1)
+            return x + self.down(torch.nn.functional.silu(gate) * value)
+
+    with torch.device(bench.device):
+        model = nn.Sequential(
+            nn.Embedding(sizes.vocab, sizes.hidden),
+            *(Layer() for _ in range(sizes.layers)),
+            nn.RMSNorm(sizes.hidden),
+            nn.Linear(sizes.hidden, sizes.vocab, bias=False),
+        )
+    return model.to(bench.dtype)

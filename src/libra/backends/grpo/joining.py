@@ -1,0 +1,195 @@
+"""How a replica comes to take part: beside the steps of the others, then between two of them.
+
+Invariant: it is let in only when it is shown to hold the state that the core holds, and the boundary between two steps
+is held for messages alone. There are two exceptions: a joiner whose every copy was overtaken, and one that was busy
+with a copy or an update at many boundaries; then the core makes no step until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+from libra.backends.grpo.boundary import Boundary
+from libra.backends.grpo.membership import Membership
+from libra.backends.launch.handles import Handle, WorkerFailedError, WorkerLostError
+from libra.backends.transport.messages import (
+    TOKEN_BYTES,
+    CatchUp,
+    Follow,
+    Identify,
+    Message,
+    RelayPlace,
+    Serve,
+    Serving,
+    StateDigest,
+    StatePlace,
+)
+
+BOUNDARIES = 20  # at which a joiner is given the chance to enter
+COURTEOUS = 15  # of them: at those it is let in only if it is there at once
+HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
+HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
+SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
+
+Places = list[StatePlace | RelayPlace]
+
+
+class JoinError(WorkerFailedError):
+    """A replica does not come level with the core."""
+
+
+class Joiner:
+    """A started replica on its way in."""
+
+    def __init__(
+        self, replica: Handle, core: bool, membership: Membership, boundary: Boundary, step_seconds: float
+    ) -> None:
+        """`step_seconds`: what a step takes, 0 where that is not known."""
+        self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
+        self._hold = max(HOLD, HOLD_SHARE * step_seconds)
+        self._late: asyncio.Task[StateDigest] | None = None  # an answer that a boundary did not wait for
+        self._follows: Handle | None = None
+        self._generation = 0  # for which it was prepared
+        self._wanted: StateDigest | None = None  # the core's, at the last boundary
+        self._behind = ""  # why it ceased to follow
+        self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed nobody yet
+
+    async def join(self) -> float:
+        """Returns the seconds that a step waited for the entry. Raises `JoinError`, `WorkerLostError`."""
+        try:
+            for boundary in range(BOUNDARIES):
+                hold = self._hold if boundary < COURTEOUS else None
+                if self._is_stale():
+                    await self._introduce(hold)
+                waited = await self._try_to_enter(hold)
+                if waited is not None:
+                    return waited
+                if self._wanted is not None:
+                    await self._come_level(self._wanted)
+        finally:
+            if self._late is not None:
+                self._late.cancel()
+        raise JoinError(f"worker {self._replica.name} cannot join: it was not level at {BOUNDARIES} step boundaries")
+
+    def _is_stale(self) -> bool:
+        """At first, and when somebody was lost: what was prepared will not do."""
+        return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
+
+    async def _introduce(self, hold: float | None) -> None:
+        """Everyone prepares the generation with it, and it follows the core; not at this boundary where it is in the
+        middle of a copy and does not listen within `hold` seconds (None: however long it takes)."""
+        members, follows, places = self._membership, self._follows, None
+        await self._hear_out()
+        async with self._boundary:
+            await members.tidy()
+            if self._copy_seconds:
+                deadline = members.patience.floor + self._copy_seconds
+                if await self._answer_within(hold, Identify(), deadline) is None:
+                    return
+            rank = len(members.cores if self._core else members.replicas)
+            present = members.replicas
+            self._generation = await members.prepare([*present[:rank], self._replica, *present[rank:]])
+            here = await self._core_standing()
+            self._follows = members.cores[0] if here is not None else None
+            if here is not None and self._follows is not follows:
+                places = await self._places(here)
+        if here is not None and places is not None:
+            await self._follow(places, here)
+
+    async def _try_to_enter(self, hold: float | None) -> float | None:
+        """Take it in if it holds the core's state and says so within `hold` seconds (None: however long it takes).
+        Returns the seconds that a step waited at this boundary."""
+        members, self._wanted = self._membership, None
+        async with self._boundary:
+            began = time.monotonic()
+            await members.tidy()
+            here = await self._core_standing()
+            if here is None or self._is_stale():
+                return None
+            if self._behind:
+                places = await self._places(here)
+                if places is None:
+                    return None
+                await self._follow(places, here)
+                if self._behind:
+                    raise JoinError(f"worker {self._replica.name} cannot join: {self._behind}")
+            self._wanted = here
+            catch_up = CatchUp(here.number, self._generation, HOLD)
+            there = await self._answer_within(hold, catch_up, HOLD + members.patience.floor + self._copy_seconds)
+            if there is None or not there.ready:
+                return None
+            if (there.number, there.parameter_hash) != (here.number, here.parameter_hash):
+                return None
+            (members.cores if self._core else members.hybrids).append(self._replica)
+            await members.enter(self._generation)
+            if self._replica.lost:
+                raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
+            return self._boundary.waited(began)
+
+    async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
+        """None when it has not answered by then: it is in the middle of something, and answers after that."""
+        self._late = asyncio.create_task(self._ask(order, deadline))
+        await asyncio.wait([self._late], timeout=hold)
+        if not self._late.done():
+            return None
+        answered, self._late = self._late, None
+        return answered.result()
+
+    async def _come_level(self, wanted: StateDigest) -> None:
+        """Give it time to reach the state that the core had at the last boundary, while steps are made."""
+        await self._hear_out()
+        patience = self._membership.patience
+        catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
+        there = await self._ask(catch_up, patience.unknown + patience.floor + self._copy_seconds)
+        self._behind = there.behind
+        if there.number == wanted.number and there.parameter_hash != wanted.parameter_hash:
+            self._follows = None  # what it holds is not what the core held: from the beginning
+        elif there.number == wanted.number and not there.ready:
+            self._generation = 0  # it did not form: another one is prepared
+
+    async def _hear_out(self) -> None:
+        """Wait for the answer that a boundary did not wait for, while steps are made."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            await late
+
+    async def _follow(self, places: Places, here: StateDigest) -> None:
+        self._copy_seconds = _copy_seconds(here)
+        deadline = self._membership.patience.unknown + self._copy_seconds
+        self._behind = (await self._ask(Follow(places), deadline)).behind
+
+    async def _places(self, here: StateDigest) -> Places | None:
+        """Where it reads the core's state: in memory that they share, or through a relay that is now beside the core.
+        None when the core is lost. Raises `JoinError`."""
+        core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
+        if core.node == replica.node:
+            return [*here.places]
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        beside = tuple(number for number in core.link.cores if number != core.link.core)
+        order = Serve(core.host, token, beside or core.link.cores)
+        [serving] = await self._membership.ask([(core, order)], Serving, deadline=patience.floor)
+        if serving is None:
+            return None
+        if serving.failure:
+            why = f"its core's state cannot be read from node {replica.node}: {serving.failure}"
+            raise JoinError(f"worker {replica.name} cannot join: {why}")
+        return [RelayPlace(core.host, port, token) for port in serving.ports]
+
+    async def _ask(self, order: Message, deadline: float) -> StateDigest:
+        [standing] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
+        if standing is None:
+            raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
+        return standing
+
+    async def _core_standing(self) -> StateDigest | None:
+        """None when the core is lost."""
+        orders = [(self._membership.cores[0], Identify())]
+        [standing] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
+        return standing
+
+
+def _copy_seconds(core: StateDigest) -> float:
+    """That the slowest copy of its state, and of the updates that came meanwhile, may take."""
+    return 6 * core.size / SLOWEST  # parameters and two moments; the ring keeps three gradients

@@ -1,0 +1,176 @@
+"""What one process of a replica holds of the model: all of it, or a shard of every parameter.
+
+Invariant: the parameters here are plain tensors, and what a process steps; the parts of all processes together are the
+model. Gradients are summed over the processes, never averaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from libra.backends.grpo.inside import Inside
+from libra.backends.transport.messages import Sharding
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class ModelPart(Protocol):
+    """What a trainer needs of its part of the model."""
+
+    model: torch.nn.Module  # to call
+    parameters: dict[str, torch.nn.Parameter]  # by their names in the whole model
+    shapes: dict[str, tuple[int, ...]]  # of the whole parameters
+
+    def use_memory(self) -> None:
+        """The parameters have been moved to memory of their own: the model works there from now on."""
+
+    def use_gradients(self) -> None:
+        """The parameters have got their gradients for the next step: backward adds to those."""
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward of one micro-batch, `last` or not of its step, happen in here."""
+
+    def norm(self, own: float) -> float:
+        """Of the whole gradient, where `own` is that of this part."""
+
+    def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter `name`, or of its `name/moment`, of which this process holds `own`; a number is the
+        same everywhere. All processes call it."""
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part of this process."""
+
+
+class WholeModel:
+    """Every process has it all; with several of them, `DistributedDataParallel` adds their gradients up."""
+
+    def __init__(self, model: torch.nn.Module, accelerator: Accelerator, inside: Inside) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        self.model = accelerator.prepare(model)
+        self._several = inside.size > 1
+        if self._several:
+            self.model.register_comm_hook(None, lambda state, bucket: _sum(bucket))
+
+    def use_memory(self) -> None:
+        pass
+
+    def use_gradients(self) -> None:
+        pass
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return self.model.no_sync() if self._several and not last else contextlib.nullcontext()
+
+    def norm(self, own: float) -> float:
+        return own
+
+    def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+
+class ShardedModel:
+    """Every process has a shard of each parameter; layers are gathered as they are used (FSDP2, `fully_shard`).
+
+    The shards that FSDP works on are views of the plain parameters' memory, so a shard must be as large as its memory
+    is: parameters are divided evenly, each along the first of its dimensions that allows it. (accelerate's plugin would
+    choose the dimension itself, pad, and keep the padded copy.)
+    """
+
+    def __init__(self, model: torch.nn.Module, inside: Inside) -> None:
+        self._inside = inside
+        self._mesh = init_device_mesh("cpu", (inside.size,))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._places = {name: Shard(_divided(name, shape, inside.size)) for name, shape in self.shapes.items()}
+        place_of = {parameter: self._places[name] for name, parameter in model.named_parameters()}
+        layers = set(model._no_split_modules or ())
+        for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
+            # The model itself is no exception: gathered parameters that outlive a forward would miss the next change.
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True, shard_placement_fn=place_of.__getitem__)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+                module.set_gradient_divide_factor(1.0)
+        self.model = model
+        self.parameters = {
+            name: torch.nn.Parameter(parameter.to_local().detach()) for name, parameter in model.named_parameters()
+        }
+
+    def use_memory(self) -> None:
+        shards = {name: self._distributed(name, parameter.data) for name, parameter in self.parameters.items()}
+        self.model.load_state_dict(shards, strict=False, assign=True)
+        self._shards = dict(self.model.named_parameters())
+
+    def use_gradients(self) -> None:
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None
+            self._shards[name].grad = self._distributed(name, parameter.grad)
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # shards are summed after every backward: nothing whole is kept
+
+    def norm(self, own: float) -> float:
+        return float(self._inside.total(own**2) ** 0.5)
+
+    def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        return self._distributed(name, own).full_tensor() if own.ndim else own
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self._inside.size, self._place(name).dim)[self._inside.rank] if whole.ndim else whole
+
+    def _distributed(self, name: str, own: torch.Tensor) -> DTensor:
+        return DTensor.from_local(own, self._mesh, [self._place(name)], run_check=False)
+
+    def _place(self, name: str) -> Shard:
+        return self._places[name.partition("/")[0]]
+
+
+class Gathered(Mapping[str, torch.Tensor]):
+    """Whole tensors, each gathered when it is read and kept by nobody: all processes read them, in the same order."""
+
+    def __init__(self, part: ModelPart, own: Tensors) -> None:
+        self._part, self._own = part, own
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._part.whole(name, self._own[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def part_of(model: torch.nn.Module, sharding: Sharding, accelerator: Accelerator, inside: Inside) -> ModelPart:
+    """The part of this process. Raises `ValueError` where the model cannot be divided so."""
+    if sharding == "none":
+        return WholeModel(model, accelerator, inside)
+    return ShardedModel(model, inside)
+
+
+def _divided(name: str, shape: tuple[int, ...], parts: int) -> int:
+    """The dimension along which a parameter is divided."""
+    for dimension, size in enumerate(shape):
+        if size and size % parts == 0:
+            return dimension
+    raise ValueError(
+        f"parameter {name} of shape {list(shape)} cannot be divided evenly among {parts} processes; choose"
+        " training.processes so that it divides one side of every parameter, or training.sharding none"
+    )
+
+
+def _sum(bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does with a bucket of gradients, without its division by the number of processes."""
+    work = distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,168 @@
+"""A replica of several processes: its leader, which is the worker that the controller knows, and the leader's peers.
+
+Invariant: peers are forked by the leader before it starts a thread, and die with it. The leader ends when one of them
+does, so a replica is there with all its processes or not at all. An order to the replica is an order to each of them,
+and their answers become one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Protocol
+
+from torch.distributed import TCPStore
+
+from libra.backends.grpo.divided_orders import divide, join
+from libra.backends.grpo.inside import HOST, Inside, meet
+from libra.backends.launch.fork_server_main import die_with, serve_and_leave
+from libra.backends.transport.channel import PeerChannel, WorkerChannel
+from libra.backends.transport.messages import Failure, FromWorker, ToWorker
+
+_CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and its end
+_LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
+
+
+class Channel(Protocol):
+    """Where a training worker gets its orders from."""
+
+    def send(self, answer: FromWorker) -> None: ...
+
+    def receive(self) -> ToWorker: ...
+
+    def poll(self, seconds: float | None) -> bool:
+        """Whether `receive` would return at once, after at most `seconds`."""
+
+
+class BrokenReplicaError(Exception):
+    """A process of the replica is gone, or failed."""
+
+
+class Peer(PeerChannel):
+    """A forked process of the replica, as its leader sees it."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        super().__init__(connection)
+        self.process = os.pidfd_open(pid)  # readable when it has ended
+
+    def close(self) -> None:
+        super().close()
+        os.close(self.process)
+
+    def end(self) -> str:
+        """How it ended; that is soon after its connection was closed."""
+        if not select.select([self.process], [], [], _CLOSING_SECONDS)[0]:
+            return "it closed its connection, and does not end"
+        found = os.waitid(os.P_PIDFD, self.process, os.WEXITED)
+        assert found is not None
+        return f"{'exit status' if found.si_code == os.CLD_EXITED else 'killed by signal'} {found.si_status}"
+
+
+class ReplicaChannel:
+    """The leader's channel: what it receives is its own part of an order that its peers have got theirs of, and what it
+    sends is joined with their answers."""
+
+    def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
+        self._controller, self._peers = controller, peers
+
+    def poll(self, seconds: float | None) -> bool:
+        return bool(self._readable(seconds))
+
+    def receive(self) -> ToWorker:
+        """Raises `BrokenReplicaError` when a peer goes away meanwhile."""
+        for number in self._heard(None):
+            answer = self._answer(number)
+            raise BrokenReplicaError(f"process {number + 1} of the replica sent {type(answer).__name__} unasked")
+        own, *others = divide(self._controller.receive(), 1 + len(self._peers))
+        for number, (peer, order) in enumerate(zip(self._peers, others, strict=True)):
+            try:
+                peer.send(order)
+            except ConnectionError:
+                self._answer(number)
+        return own
+
+    def send(self, answer: FromWorker) -> None:
+        """Raises `BrokenReplicaError`."""
+        self._controller.send(join([answer, *(self._answer(number) for number in range(len(self._peers)))]))
+
+    def look_for_broken(self, seconds: float) -> None:
+        """Raises `BrokenReplicaError` where a peer has ended, or does within `seconds`."""
+        ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
+        for number, peer in enumerate(self._peers):
+            while peer.process in ended:
+                self._answer(number)  # the last thing that is to be read says why
+
+    def _answer(self, number: int) -> FromWorker:
+        try:
+            answer = self._peers[number].receive()
+        except ConnectionError:
+            how = self._peers[number].end()
+            raise BrokenReplicaError(f"process {number + 1} of the replica is gone: {how}") from None
+        if isinstance(answer, Failure):
+            raise BrokenReplicaError(f"process {number + 1} of the replica: {answer.error}")
+        return answer
+
+    def _heard(self, seconds: float | None) -> list[int]:
+        """The peers that sent something or went away, as soon as anybody did, the controller included."""
+        readable = self._readable(seconds)
+        return [number for number, peer in enumerate(self._peers) if peer in readable]
+
+    def _readable(self, seconds: float | None) -> list[WorkerChannel | Peer]:
+        channels: list[WorkerChannel | Peer] = [*self._peers, self._controller]
+        return select.select(channels, [], [], seconds)[0]
+
+
+def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[Channel, Inside], None]) -> None:
+    """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them goes away or
+    fails, from the fork on."""
+    listener = socket.create_server((HOST, 0))
+    port, leader = listener.getsockname()[1], os.getpid()
+    peers: list[Peer] = []
+    for rank in range(1, processes):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            die_with(leader)
+            controller.close()  # so that each end is closed when its one owner is gone
+            listener.close()
+            ours.close()
+            for peer in peers:
+                peer.close()
+            own = WorkerChannel(theirs)
+            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own)
+        theirs.close()
+        peers.append(Peer(ours, pid))
+    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    channel = ReplicaChannel(controller, peers)
+    try:
+        serve(channel, _meet_peers(channel, processes, store))
+    except RuntimeError:  # so torch says of a collective that a peer left, and does not say that it did
+        channel.look_for_broken(_CLOSING_SECONDS)
+        raise
+
+
+def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Inside:
+    """`meet`, which would wait for one that never comes, on a thread beside a look at who is there."""
+    meeting: Future[Inside] = Future()
+
+    def run() -> None:
+        try:
+            meeting.set_result(meet(0, processes, store))
+        except Exception as error:  # noqa: BLE001 - the end of a thread: whoever waits raises it
+            meeting.set_exception(error)
+
+    Thread(target=run, name="meet", daemon=True).start()
+    while not meeting.done():
+        channel.look_for_broken(_LOOK_SECONDS)
+    return meeting.result()
+
+
+def _serve_peer(
+    serve: Callable[[Channel, Inside], None], channel: WorkerChannel, rank: int, processes: int, port: int
+) -> None:
+    serve(channel, meet(rank, processes, TCPStore(HOST, port, is_master=False)))

@@ -1,0 +1,307 @@
+"""One process of a training replica, by default its only one: a trainer that steps on samples it is sent.
+
+Invariant: the optimiser steps only on a verdict, after the gradients of all replicas have been added up and divided
+once; every replica then holds the same parameters, and says so by their hash. Until the verdict the state is untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from libra.backends.arithmetic import served_dtype
+from libra.backends.grpo.elastic import GradientExchange, PeerLostError
+from libra.backends.grpo.grpo import denominator, loss_sum
+from libra.backends.grpo.inside import ALONE, Inside
+from libra.backends.grpo.micro_batches import IDLE, collate, made_up_sample, micro_batches
+from libra.backends.grpo.model_part import Gathered, part_of
+from libra.backends.grpo.train_state import TrainState
+from libra.backends.launch.pace import Pacer
+from libra.backends.transport.messages import (
+    Commit,
+    MeasureTraining,
+    Reduced,
+    Sample,
+    StartTrainer,
+    Tensor,
+    Train,
+    Trained,
+    TrainingMeasured,
+    WarmedUp,
+    WarmUp,
+)
+from libra.backends.transport.weights import WeightBuffer, make_layout
+
+_MODEL, _OPTIMISER = "model.safetensors", "optimizer.safetensors"
+_GRADIENT_NORM = 1.0  # clip
+_MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
+_ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over the generated tokens of a share, and the tokens that went through the model."""
+
+    forward_tokens: int = 0
+    generated_tokens: int = 0
+    clipped: float = 0.0
+    behaviour_weight: float = 0.0
+    prox_gap: float = 0.0
+
+
+class Trainer:
+    """Its part of the model, optimiser and gradient exchange."""
+
+    def __init__(self, start: StartTrainer, descriptor: int, pacer: Pacer, inside: Inside = ALONE) -> None:
+        self._settings = start
+        self._pacer = pacer
+        self._inside = inside
+        torch.manual_seed(start.seed)
+        self._dtype, mixed = _ARITHMETIC[start.precision]
+        self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
+        model = _load_or_make(Path(start.model_directory), self._dtype).train()
+        self._config = model.config
+        self.part = part_of(model, start.sharding, self._accelerator, inside)
+        named = self.part.parameters
+        optimiser = torch.optim.AdamW(named.values(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+        self.state = TrainState(named, optimiser)
+        self.part.use_memory()
+        self.exchange = GradientExchange(inside.rank)
+        self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
+        self.layout: tuple[Tensor, ...]
+        self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
+        self._buffer = WeightBuffer(descriptor, self.buffer_bytes)
+
+    def reduce(self, order: Train) -> Reduced:
+        """Back-propagate this share and add the gradients of all replicas up. The state stays what it was.
+
+        In a replica of several processes each has a part of the replica's samples. When they have back-propagated
+        them, each holds its part of the replica's gradient, or all of it, and adds that up with its own kind."""
+        if self._reduced is not None:
+            raise RuntimeError(f"the gradient of version {self._reduced[0]} still awaits its verdict")
+        began = time.monotonic()
+        gradient = self._open_gradient()
+        sums = self._backward(order.samples)
+        compute_seconds = time.monotonic() - began
+        gradient[-1] = denominator(
+            self._settings.denominator,  # type: ignore[arg-type]
+            order.sequences,
+            order.tokens,
+            self._settings.token_constant,
+        )
+        failure, exchange_seconds = "", 0.0
+        try:
+            exchange_seconds = self.exchange.add_up(gradient, order.patience)
+        except PeerLostError as error:
+            failure = str(error)
+        else:
+            self._reduced = order.version, gradient
+        return Reduced(
+            order.version,
+            failure,
+            compute_seconds,
+            exchange_seconds,
+            sums.forward_tokens,
+            sums.generated_tokens,
+            sums.clipped,
+            sums.behaviour_weight,
+            sums.prox_gap,
+        )
+
+    def commit(self, order: Commit) -> Trained:
+        """The optimiser step, with the gradient that was summed for this version."""
+        if self._reduced is None or self._reduced[0] != order.version:
+            raise RuntimeError(f"no gradient of version {order.version} awaits a verdict")
+        _, gradient = self._reduced
+        self._reduced = None
+        norm = self._step(gradient)
+        published = time.monotonic()
+        checksum = self.publish(order.publish_to) if order.publish_to >= 0 else 0
+        publish_seconds = time.monotonic() - published
+        self._pacer.pace()
+        return Trained(order.version, checksum, self.state.checksum, publish_seconds, norm)
+
+    def discard(self) -> None:
+        """The verdict is no: the gradient is forgotten."""
+        self._reduced = None
+
+    def warm_up(self, order: WarmUp) -> WarmedUp:
+        """One supervised step: mean cross-entropy over the demonstrated agent's own tokens, of which the answer has the
+        part that this process contributes."""
+        samples = [
+            Sample(str(i), tokens, generated, [0.0] * len(tokens), [], 0.0)
+            for i, (tokens, generated) in enumerate(order.batch)
+        ]
+        gradient = self._open_gradient()
+        gradient[-1] = self._inside.total(sum(sum(sample.generated[1:]) for sample in samples))
+        total, forward = 0.0, 0
+        for batch, last in self._micro_batches(samples):
+            ids, mask, _, _ = collate(batch)
+            with self.part.accumulating(last):
+                loss = -(self._logprobs(ids, temperature=1.0) * mask).sum()
+                self._accelerator.backward(loss)
+            total, forward = total + loss.item(), forward + ids.numel()
+        demonstrated = float(gradient[-1])
+        self.state.learning_rate = order.learning_rate
+        self._step(gradient)
+        self._pacer.pace()
+        return WarmedUp(total / demonstrated, forward)
+
+    def publish(self, buffer: int) -> int:
+        """Write the whole weights for the engines; returns their checksum, 0 where this process does not lead."""
+        weights = Gathered(self.part, self.part.parameters)
+        if self._inside.leads:
+            return self._buffer.write(buffer, self.layout, weights)
+        for tensor in self.layout:
+            weights[tensor.name]
+        return 0
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-prob of each token after the first, at the temperature of sampling."""
+        scores = []
+        for tokens in sequences:
+            with torch.no_grad():
+                scores.append(self._logprobs(torch.tensor([tokens]), self._settings.temperature)[0].tolist())
+            self._pacer.pace()
+        return scores
+
+    def save(self, directory: Path, optimiser: bool) -> None:
+        """`model.safetensors` and `optimizer.safetensors`, each written whole before it takes its name."""
+        files: dict[str, Mapping[str, torch.Tensor]] = {_MODEL: self.part.parameters}
+        if optimiser:
+            files[_OPTIMISER] = self.state.optimiser_tensors()
+        if self._inside.leads:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._config.save_pretrained(directory)
+        for name, own in files.items():
+            whole = Gathered(self.part, own)
+            if self._inside.leads:
+                part = directory / f"{name}.part"
+                save_file({key: tensor.contiguous() for key, tensor in whole.items()}, part, metadata={"format": "pt"})
+                part.rename(directory / name)
+            else:
+                for key in whole:
+                    whole[key]
+
+    def load(self, directory: Path) -> None:
+        """Each process takes its part of the files."""
+        with torch.no_grad(), self.state.change():
+            self._take(directory / _MODEL, self.part.parameters)
+            if (directory / _OPTIMISER).exists():
+                self._take(directory / _OPTIMISER, self.state.optimiser_tensors())
+
+    def measure(self, order: MeasureTraining) -> TrainingMeasured:
+        """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""
+        kept = self.state.keep()
+        try:
+            return self._measure(order)
+        except PeerLostError as error:
+            return TrainingMeasured([], 0.0, 0.0, str(error))
+        finally:
+            self.state.put_back(kept)
+
+    def pace(self) -> None:
+        """Sleep what this device owes."""
+        self._pacer.pace()
+
+    def _measure(self, order: MeasureTraining) -> TrainingMeasured:
+        batches: list[tuple[int, float]] = []
+        steps: list[float] = []
+        exchanges: list[float] = []
+        for repeat in range(order.repeats + 1):
+            for lengths in order.batches:
+                batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
+                began = time.monotonic()
+                vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
+                # All processes of the replica go on, or none: they meet again in the step.
+                if self._inside.largest(bool(vote.failure)):
+                    self.discard()
+                    self.exchange.give_up()  # another replica may have got this sum, and be at the next one
+                    raise PeerLostError(vote.failure or "the gradient exchange of another process failed")
+                self.commit(Commit(0, -1))
+                whole = time.monotonic() - began
+                if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                    batches.append((vote.forward_tokens, vote.compute_seconds))
+                    exchanges.append(vote.exchange_seconds)
+                    steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
+        return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
+
+    def _backward(self, samples: list[Sample]) -> _Sums:
+        """Add the gradient of the summed loss to the gradient that is open."""
+        sums = _Sums()
+        for batch, last in self._micro_batches(samples):
+            ids, mask, behaviour, advantages = collate(batch)
+            with self.part.accumulating(last):
+                logprobs = self._logprobs(ids, self._settings.temperature)
+                # One step per batch: the proximal policy is the policy that enters the step.
+                found = loss_sum(
+                    logprobs,
+                    logprobs.detach(),
+                    behaviour,
+                    advantages,
+                    mask,
+                    self._settings.clip,
+                    self._settings.denominator,  # type: ignore[arg-type]
+                )
+                self._accelerator.backward(found.loss)
+            sums.forward_tokens += ids.numel()
+            sums.generated_tokens += found.tokens
+            sums.clipped += found.clipped
+            sums.behaviour_weight += found.behaviour_weight
+            sums.prox_gap += found.prox_gap
+            self._pacer.pace()
+        return sums
+
+    def _micro_batches(self, samples: list[Sample]) -> Iterator[tuple[list[Sample], bool]]:
+        """Micro-batches, and whether each is the last. Every process of the replica makes equally many, since they meet
+        in each: one that has no more samples adds nothing."""
+        batches = list(micro_batches(samples, self._settings.micro_batch_tokens))
+        rounds = self._inside.largest(len(batches))
+        for number in range(rounds):
+            yield batches[number] if number < len(batches) else [IDLE], number == rounds - 1
+
+    def _open_gradient(self) -> torch.Tensor:
+        gradient = self.state.gradient()
+        self.part.use_gradients()
+        return gradient
+
+    def _step(self, gradient: torch.Tensor) -> float:
+        """Divide the summed gradient once, clip it, and step; returns its norm before clipping."""
+        total = float(gradient[-1])
+        gradient[:-1] /= max(total, 1.0)
+        parameters = self.part.parameters.values()
+        norm = self.part.norm(float(get_total_norm([parameter.grad for parameter in parameters])))
+        clip_grads_with_norm_(parameters, _GRADIENT_NORM, torch.tensor(norm, dtype=gradient.dtype))
+        self.state.step(total, norm)
+        return norm
+
+    def _logprobs(self, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+        """[samples, tokens - 1]: log-prob of every token after the first, where the policy is softmax(logits /
+        temperature)."""
+        with self._accelerator.autocast():
+            logits = self.part.model(input_ids=ids, use_cache=False).logits[:, :-1].to(self._dtype)
+        return torch.log_softmax(logits / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+
+    def _take(self, file: Path, own: Mapping[str, torch.Tensor]) -> None:
+        """One tensor of the file after the other, and of each what belongs to this process."""
+        with safe_open(file, framework="pt") as saved:
+            for name, tensor in own.items():
+                tensor.copy_(self.part.own(name, saved.get_tensor(name)))
+
+
+def _load_or_make(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of a directory, in this type; with random weights where the directory holds none yet."""
+    if any(directory.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    config = AutoConfig.from_pretrained(directory)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

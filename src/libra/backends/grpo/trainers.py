@@ -1,0 +1,240 @@
+"""The training side as one unit: replicas that share each step.
+
+Invariant: a step is made by all present replicas together or not at all. Each votes when it holds the summed gradient,
+and only when all have voted are they told to step. When one is lost before that, nobody has stepped: the rest regroup
+and make the same step from the same samples, so nothing is trained twice or dropped and no state has to be copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from libra.backends.grpo.boundary import Boundary
+from libra.backends.grpo.joining import Joiner, JoinError
+from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
+from libra.backends.grpo.membership import FAILURES, ExchangeError, Membership
+from libra.backends.launch.answers import STANDARD, Patience
+from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
+from libra.backends.transport.messages import (
+    Commit,
+    Discard,
+    Done,
+    MeasureTraining,
+    Message,
+    Publish,
+    Published,
+    Reduced,
+    Sample,
+    Train,
+    Trained,
+    TrainingMeasured,
+)
+from libra.backends.transport.weights import BUFFERS
+from libra.loop.ratio import Ratio
+
+Reply = TypeVar("Reply", bound=Message)
+_FREE = 0.001  # seconds in which a step boundary is entered that nobody holds
+
+
+class DivergedError(RuntimeError):
+    """Replicas that must be equal are not."""
+
+
+class Trainers:
+    """Core replicas first; the first of them publishes. No step is made while somebody else holds `boundary`."""
+
+    def __init__(
+        self,
+        core: Handle,
+        kill: Callable[[Handle], None],
+        patience: Patience = STANDARD,
+        port: int = 0,
+    ) -> None:
+        """`core` is the first replica; `kill` ends the process of one that hangs. Replicas meet at that port of the
+        first one's node; 0: at any free one."""
+        self._patience, self._kill = patience, kill
+        self._members = Membership(core, kill, patience, port)
+        self.publisher = core  # the replica on whose node the newest weights are; it may be lost by now
+        self._changing = asyncio.Lock()  # one replica joins or leaves at a time
+        self._token_seconds = Ratio()  # of the slowest replica, for a token of the largest share
+        self._step_seconds = 0.0  # of the last step
+        self._longest_step = 0.0  # seconds, of those that were made
+        self.boundary = Boundary()
+
+    @property
+    def core(self) -> Handle:
+        """A core replica that is there. Raises `CoreLostError` when none is."""
+        return self._members.require_core()
+
+    def require_core(self) -> None:
+        """Raises `CoreLostError` when no core replica is there."""
+        self._members.require_core()
+
+    @property
+    def size(self) -> int:
+        return len(self._members.replicas)
+
+    def replicas(self) -> tuple[Handle, ...]:
+        return self._members.replicas
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(replica.name for replica in self._members.replicas)
+
+    def hybrids(self) -> tuple[str, ...]:
+        """Names of the replicas that are there and may leave."""
+        return tuple(replica.name for replica in self._members.hybrids if not replica.lost)
+
+    @property
+    def step_allowance(self) -> float:
+        """Seconds in which a step is made, or somebody found who is lost in it, as far as one can tell."""
+        return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
+
+    async def join(self, replica: Handle, core: bool = False) -> float:
+        """Take in a started replica while the others go on: it follows a core until it holds the same state, and
+        contributes from the next step on. Returns the seconds that a step waited for its entry.
+
+        Raises `JoinError` (its process is ended then), and `WorkerLostError` when it goes away."""
+        async with self._changing:
+            try:
+                return await Joiner(replica, core, self._members, self.boundary, self._step_seconds).join()
+            except JoinError as error:
+                replica.declare_lost(str(error))
+                self._kill(replica)
+                raise
+
+    async def leave(self, name: str) -> Handle:
+        """Let a hybrid replica go at a step boundary. Raises `WorkerLostError` when it is lost before."""
+        members = self._members
+        async with self._changing:
+            if name in {replica.name for replica in members.cores}:
+                raise ValueError(f"worker {name} is a core trainer, which never leaves")
+            leaving = members.hybrid(name)
+            async with self.boundary:
+                await members.tidy()
+                generation = await members.prepare([r for r in members.replicas if r is not leaving])
+            async with self.boundary:
+                await members.tidy()
+                members.hybrids.remove(members.hybrid(name))
+                if generation == members.prepared:
+                    await members.enter(generation)
+                else:  # somebody was lost, so that it was prepared in vain
+                    await members.regroup()
+            return leaving
+
+    async def ask_core(self, order: Message, reply: type[Reply]) -> Reply:
+        """What a core replica answers; when it goes away, the next one. Raises `CoreLostError`, `WorkerFailedError`."""
+        while True:
+            core = self.core
+            try:
+                return await core.ask(order, reply)
+            except WorkerLostError:
+                pass
+            except TimeoutError:  # the handle has declared it lost
+                self._kill(core)
+
+    async def publish(self, version: int, buffer: int) -> int:
+        """A core replica publishes what it holds, as that version; returns the checksum. Raises `CoreLostError`."""
+        published = await self.ask_core(Publish(version, buffer), Published)
+        self.publisher = self.core
+        return published.checksum
+
+    async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
+        """What training costs on every replica, timed together while no step is made; again by those who are left when
+        one is lost. Raises `CoreLostError`, `ExchangeError`."""
+        async with self._changing:
+            await self._members.tidy()
+            failures, why = 0, ""
+            while failures < FAILURES:
+                answers = await self._members.ask([(replica, order) for replica in self.replicas()], TrainingMeasured)
+                measured = [answer for answer in answers if answer is not None and not answer.failure]
+                if len(measured) == self.size:
+                    return measured
+                why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+                failures += not self._members.forget_lost()
+                await self._members.regroup()
+            raise ExchangeError(f"measuring failed {failures} times although no replica is lost: {why}")
+
+    async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
+        """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
+
+        Raises `CoreLostError`, `ExchangeError`, `DivergedError`."""
+        async with self.boundary.step() as held_seconds:
+            entered, present = time.monotonic(), self.size
+            await self._members.tidy()
+            again = self.size < present
+            failures, why = 0, ""
+            while failures < FAILURES:
+                began, names = time.monotonic(), self.names()
+                votes = await self._vote(version, samples, sequences, tokens)
+                complete = [vote for vote in votes if vote is not None and not vote.failure]
+                if len(complete) == self.size:
+                    return replace(
+                        await self._commit(version, complete, began),
+                        held_seconds=held_seconds if held_seconds > _FREE else 0.0,
+                        redone_seconds=began - entered if again else 0.0,
+                        shares=tuple(
+                            Share(name, vote.compute_seconds, vote.exchange_seconds)
+                            for name, vote in zip(names, complete, strict=True)
+                        ),
+                    )
+                again, why = True, next((vote.failure for vote in votes if vote is not None and vote.failure), "")
+                await self._discard()
+                failures += not self._members.forget_lost()
+                await self._members.regroup()
+            raise ExchangeError(f"step {version} failed {failures} times although no replica is lost: {why}")
+
+    async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
+        """Every replica back-propagates its share and adds up; None from those that are lost."""
+        shares = split_evenly(samples, self.size)
+        allowed = self._patience.unknown
+        if self._token_seconds.below:
+            allowed = self._patience.beside(self._token_seconds.value * max(tokens_of(share) for share in shares))
+        orders = [
+            # The denominator is a sum over replicas: one of them reports the whole batch.
+            (replica, Train(version, share, sequences * (rank == 0), tokens * (rank == 0), allowed))
+            for rank, (replica, share) in enumerate(zip(self.replicas(), shares, strict=True))
+        ]
+        grace = self._patience.grace
+        return await self._members.ask(
+            orders,
+            Reduced,
+            lambda elapsed: max(allowed, elapsed + grace),
+            # All votes may come late: a share takes at most `allowed`, and the wait for one that hangs as long again.
+            max(ANSWER_DEADLINE, 2 * allowed + grace),
+        )
+
+    async def _discard(self) -> None:
+        """Everyone who is left forgets the gradient."""
+        orders = [(replica, Discard()) for replica in self.replicas()]
+        await self._members.ask(orders, Done, deadline=self._patience.floor)
+
+    async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
+        """Everyone steps. Who is lost from here on does not undo the step: its gradient is in the sum."""
+        buffer = version % BUFFERS
+        orders = [
+            (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())
+        ]
+        answers = await self._members.ask(orders, Trained)
+        await self._members.tidy()
+        done = [answer for answer in answers if answer is not None]
+        if len({answer.parameter_hash for answer in done}) != 1:
+            raise DivergedError(
+                f"after step {version} the replicas {', '.join(self.names())} hold different parameters"
+            )
+        if answers[0] is not None:
+            checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
+            self.publisher = orders[0][0]
+        else:  # who was to publish is lost
+            asked = time.monotonic()
+            checksum = await self.publish(version, buffer)
+            publish_seconds = time.monotonic() - asked
+        largest = max(vote.forward_tokens for vote in votes)
+        if largest:
+            self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
+        self._step_seconds = time.monotonic() - began
+        self._longest_step = max(self._longest_step, self._step_seconds)
+        return summarise(votes, done[0], checksum, buffer, self._step_seconds, publish_seconds)

@@ -1,0 +1,237 @@
+"""Worker processes on the nodes of a cluster.
+
+Invariant: a node is there or lost, for all of its workers at once, and a lost one has no worker. Another node takes its
+place when there is one, until then its slots offer nothing. Weights are on a node whole, or its engines are not told
+to load them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
+from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink, raise_in_loop
+from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
+from libra.backends.launch.places import Seat
+from libra.backends.launch.reception import Reception
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.messages import LoadWeights
+from libra.exec.losses import LOSS_WINDOW, with_loss
+
+_ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
+# A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
+_FORK_SECONDS = 60.0
+_GONE_SECONDS = 60.0
+
+
+class _Place:
+    """What is in the place of one node."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.node: RemoteNode | None = None
+        self.facts: NodeFacts
+        self.generation = 0  # nodes that have been here
+        self.links: set[WorkerLink] = set()
+        self.why = "it has not started"  # there is no node
+        self.hangs = asyncio.Event()  # the node
+        self.losses: tuple[float, ...] = ()  # when it lost a node, or one did not start
+        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def name(self) -> str:
+        """Of the node that is here; another one has another."""
+        return f"node-{self.number}.{self.generation}"
+
+
+class ClusterLauncher:
+    """See `Launcher` for its verbs. `seats` are the slots; `marks` are files that every node must see; a place that
+    loses `most_losses` nodes within an hour, those that do not start included, is given up."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        seats: Sequence[Seat],
+        reception: Reception,
+        marks: Mapping[str, str],
+        most_losses: int,
+    ) -> None:
+        self._nodes, self._seats, self._reception, self._marks = nodes, seats, reception, marks
+        self._most_losses = most_losses
+        self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._copies = Copies()
+        self.slots_changed: Callable[[], None] = lambda: None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, nodes: Nodes, seats: Sequence[Seat], marks: Mapping[str, str], most_losses: int
+    ) -> AsyncIterator[ClusterLauncher]:
+        """A launcher that is starting; closed on the way out."""
+        async with Reception.open(nodes.host) as reception:
+            launcher = cls(nodes, seats, reception, marks, most_losses)
+            launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
+            for keeper in launcher._keepers:
+                keeper.add_done_callback(raise_in_loop)
+            try:
+                yield launcher
+            finally:
+                await launcher._close()
+
+    @property
+    def hardware(self) -> str:
+        kinds = sorted({place.facts.hardware for place in self._places})
+        return f"{len(self._places)} nodes of {' and '.join(kinds)}"
+
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return tuple(place.facts.bf16 for place in self._places)
+
+    def processes(self) -> list[int]:
+        here = self._reception.address[0]
+        return [
+            place.facts.fork_server for place in self._places if place.node is not None and place.facts.host == here
+        ]
+
+    def offers(self, slot: int) -> bool:
+        return self._place(slot).node is not None
+
+    async def ready(self) -> float:
+        await asyncio.gather(*(place.began for place in self._places))
+        return max(place.facts.import_seconds for place in self._places)
+
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
+        place, seat = self._place(slot), self._seats[slot]
+        node, generation = place.node, place.generation
+        if node is None:
+            raise ForkError(f"worker {name} cannot start: {place.why}, and no other has slot {slot}")
+        with self._reception.expect() as (token, arrival):
+            try:
+                async with asyncio.timeout(_FORK_SECONDS):
+                    pid = await node.fork(name, seat.number, self._reception.address, token)
+            except (LaunchError, OSError) as error:
+                why = str(error) or "it does not answer"
+                raise ForkError(f"worker {name} cannot start on node {place.facts.host}: {why}") from None
+            try:
+                channel = await asyncio.wait_for(arrival, _ARRIVAL_SECONDS)
+            except TimeoutError:
+                node.kill(pid)
+                raise ForkError(f"worker {name} does not reach the controller from {place.facts.host}") from None
+        if place.generation != generation or place.node is None:
+            channel.close()
+            raise ForkError(f"worker {name} cannot start: {place.why}")
+        link = self._link(name, pid, channel, slot)
+        place.links.add(link)
+        return link
+
+    def kill(self, link: WorkerLink) -> None:
+        place = self._place_of(link)
+        if place is not None and place.node is not None:
+            place.node.kill(link.pid)
+
+    async def gone(self, link: WorkerLink) -> None:
+        place = self._place_of(link)
+        if place is None or place.node is None:
+            return  # with its node
+        try:
+            async with asyncio.timeout(_GONE_SECONDS):
+                await place.node.gone(link.pid)
+        except NodeLostError:
+            pass
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"node {link.host} does not answer") from None
+        place.links.discard(link)
+
+    def exists(self, link: WorkerLink) -> bool:
+        return self._place_of(link) is not None
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        if source.node == target.node:
+            return
+        try:
+            await self._copies.bring(weights, size, self._end(source), self._end(target))
+        except HangingNodeError:
+            for place in self._places:
+                if place.name == target.node and place.node is not None:
+                    place.hangs.set()
+            raise
+
+    def _end(self, link: WorkerLink) -> tuple[str, RemoteNode | None]:
+        """The node of a worker, which may have ended there: its weights stay. None when the node is lost."""
+        for place in self._places:
+            if place.name == link.node:
+                return link.node, place.node
+        return link.node, None
+
+    def _place(self, slot: int) -> _Place:
+        return self._places[self._seats[slot].node]
+
+    def _place_of(self, link: WorkerLink) -> _Place | None:
+        return next((place for place in self._places if link in place.links), None)
+
+    def _link(self, name: str, pid: int, channel: ControllerChannel, slot: int) -> WorkerLink:
+        place = self._place(slot)
+        cores = place.facts.cores
+        # Slots of other nodes count where these are on the same machine, as in a simulated cluster.
+        before = [other for other in range(slot) if self._place(other).facts.host == place.facts.host]
+        return WorkerLink(name, pid, channel, cores, cores[len(before) % len(cores)], place.name, place.facts.host)
+
+    async def _keep(self, place: _Place) -> None:
+        """A node in this place, and another one when it is lost, until it has lost too many."""
+        while len(place.losses) < self._most_losses:
+            node: RemoteNode | None = None
+            place.hangs.clear()
+            try:
+                node = self._nodes.open(place.number)
+                place.facts = await node.start(self._marks)
+                place.node, place.generation = node, place.generation + 1
+                if not place.began.done():
+                    place.began.set_result(None)
+                self.slots_changed()
+                why = await _ended(node, place.hangs)
+            except (LaunchError, OSError) as error:
+                why = str(error)
+            except Exception as error:
+                if not place.began.done():
+                    place.began.set_exception(error)
+                raise
+            finally:
+                if node is not None:
+                    node.close()
+            if not place.began.done():
+                place.began.set_exception(LaunchError(why))
+                return
+            place.losses = with_loss(place.losses, time.monotonic())
+            if len(place.losses) == self._most_losses:
+                why += f"; it is given up with {self._most_losses} losses within {LOSS_WINDOW:.0f} s"
+            self._lose(place, why)
+
+    def _lose(self, place: _Place, why: str) -> None:
+        place.node, place.why = None, f"node {place.facts.host} is lost ({why})"
+        self.slots_changed()  # before anybody hears of the workers: they cannot be started again here
+        links, place.links = place.links, set()
+        for link in links:
+            link.channel.sever(place.why)
+
+    async def _close(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._copies.close()
+
+
+async def _ended(node: RemoteNode, hangs: asyncio.Event) -> str:
+    """Returns when the node has ended, or hangs: why. Raises what `RemoteNode.ended` does."""
+    ended, hanging = asyncio.create_task(node.ended()), asyncio.create_task(hangs.wait())
+    try:
+        await asyncio.wait((ended, hanging), return_when=asyncio.FIRST_COMPLETED)
+        return ended.result() if ended.done() else f"it took no weights in {COPY_SECONDS:.0f} s"
+    finally:
+        for task in (ended, hanging):
+            task.cancel()
+        await asyncio.gather(ended, hanging, return_exceptions=True)

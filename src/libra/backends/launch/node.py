@@ -1,0 +1,154 @@
+"""One node of a cluster: the memory that its workers share, and the fork server that forks them.
+
+Invariant: whatever was started here is gone when the process in which this lives is. Its verbs are called from the
+controller's machine, so they take and return plain values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.fork_server import ForkServer
+from libra.backends.launch.hardware import hardware_name
+from libra.backends.launch.launcher import LaunchError
+from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.weights import WeightBuffer
+
+_CONNECT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    host: str  # where the other nodes reach it
+    cores: tuple[int, ...]
+    hardware: str
+    fork_server: int  # process id
+    import_seconds: float  # of the workers' libraries
+    bf16: Bf16Speed
+
+
+class Node:
+    """`devices` are the accelerators that this process may use, one for each seat; none where seats are CPU slots."""
+
+    def __init__(self, host: str, logs: Path, name: str, devices: tuple[str, ...] = ()) -> None:
+        self._host, self._logs, self._name, self._devices = host, logs, name, devices
+        self._fork_server: ForkServer | None = None
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        """Get ready to fork. `marks` are files that must be here, with what is in them: the controller wrote them on
+        its machine. Raises `LaunchError`."""
+        for path, text in marks.items():
+            if not Path(path).is_file() or Path(path).read_text() != text:
+                raise LaunchError(
+                    f"node {self._host} does not see {Path(path).parent} as the controller does: keep it on a file"
+                    " system that all nodes share, under the same path"
+                )
+        self._fork_server = ForkServer(self._logs, self._name)
+        seconds = await self._fork_server.ready()
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return NodeFacts(self._host, cores, hardware_name(), self._fork_server.pid, seconds, self._fork_server.bf16)
+
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+        """A worker that speaks with the controller, which knows it by the token. Returns its process id. Raises
+        `ForkError`, `LaunchError`, `OSError`."""
+        connection = await asyncio.to_thread(_connect, controller, token)
+        environment = {"CUDA_VISIBLE_DEVICES": self._devices[seat]} if self._devices else {}
+        return await self._started.fork(name, connection, environment)
+
+    def kill(self, pid: int) -> None:
+        self._started.kill(pid)
+
+    async def gone(self, pid: int) -> None:
+        """See `ForkServer.gone`."""
+        await self._started.gone(pid)
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Vector:
+        """The weights that lie here. Raises `WeightUpdateError` where they are not those of the checksum."""
+        weights = WeightBuffer(self._started.weights, size)
+        await asyncio.to_thread(weights.verify, buffer, checksum)
+        return weights.content(buffer)
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Vector) -> None:
+        """Let weights lie here. Raises `WeightUpdateError` where they did not arrive whole."""
+        weights = WeightBuffer(self._started.weights, size)
+        await asyncio.to_thread(weights.store, buffer, content, checksum)
+
+    async def ended(self) -> str:
+        """Returns when no worker can be forked here any more: why."""
+        await self._started.ended()
+        return f"the process that starts its workers ended: see {self._started.log}"
+
+    def close(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.close()
+
+    @property
+    def _started(self) -> ForkServer:
+        assert self._fork_server is not None
+        return self._fork_server
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Small messages go at once, and a machine that vanished without a word is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+# Seconds of silence before it is asked for, between two questions, and questions without an answer.
+_KEEP_ALIVE: Iterable[tuple[int, int]] = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 4),
+)
+
+
+def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
+    connection = socket.create_connection(controller, timeout=_CONNECT_SECONDS)
+    keep_alive(connection)
+    connection.sendall(token)
+    connection.settimeout(None)
+    return connection
+
+
+class NodeLostError(ConnectionError):
+    """The node is gone, or the process on it that starts workers."""
+
+
+class RemoteNode(Protocol):
+    """A `Node` elsewhere; its verbs are described there."""
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int: ...
+    def kill(self, pid: int) -> None: ...
+    async def gone(self, pid: int) -> None: ...
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Any:
+        """The weights, or where they can be had: what `write` of another node takes."""
+        ...
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Any) -> None: ...
+    async def ended(self) -> str: ...
+
+    def close(self) -> None:
+        """End it with all that it started; no error where it is gone."""
+        ...
+
+
+class Nodes(Protocol):
+    """Where nodes come from. `host` is the controller's address in their network."""
+
+    @property
+    def host(self) -> str: ...
+
+    def open(self, number: int) -> RemoteNode:
+        """A node for place `number`. It starts as soon as there is a machine for it."""
+        ...

@@ -1,0 +1,75 @@
+"""A tiny Qwen3 with one token per character, as a directory in Hugging Face layout.
+
+Invariant: the directory holds a configuration and a tokenizer that vLLM and transformers load; weights are made by the
+first trainer, from the run's seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype
+from libra.config.run import ConfigError, ModelConfig
+
+_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+_VOCABULARY_MULTIPLE = 32  # rows of the embedding: a width that vector units like
+
+
+def write_tiny_model(directory: Path, shape: ModelConfig, alphabet: str, longest_context: int) -> None:
+    """`config.json` and `tokenizer.json`. Input and output embeddings are untied: vLLM's CPU backend keeps a packed
+    copy of a tied output layer, which a weight update would leave behind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens = [*_SPECIAL, *dict.fromkeys(alphabet)]
+    size = -(-len(tokens) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    tokens += [f"<unused{index}>" for index in range(size - len(tokens))]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 3 * shape.hidden_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": max(512, longest_context),
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+class TokenizerCodec:
+    """Text to token ids and back, by the `tokenizer.json` of a model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"model.directory: {path} does not exist; give a directory that holds tokenizer.json")
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:
+    """Bytes of the keys and values of `dtype` that one token occupies in all layers, from `config.json`."""
+    config = json.loads((directory / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return DTYPE_BYTES[dtype] * 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim)

@@ -1,0 +1,127 @@
+"""Frames on a socket: four bytes of length, then one JSON message.
+
+Invariant: a frame is delivered whole or not at all; a peer that went away is `ConnectionError`, a frame that is not a
+known message is `msgspec.ValidationError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+
+import msgspec
+
+from libra.backends.transport.messages import FromWorker, Message, ToWorker
+
+_LENGTH = struct.Struct("!I")
+LARGEST_FRAME = 256 << 20  # bytes; a longer one is a broken peer, not a message
+
+_encoder = msgspec.json.Encoder()
+
+
+def _frame(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    if len(body) > LARGEST_FRAME:
+        raise ValueError(f"{type(message).__name__} of {len(body)} bytes exceeds the frame limit of {LARGEST_FRAME}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def _length(header: bytes) -> int:
+    length: int = _LENGTH.unpack(header)[0]
+    if length > LARGEST_FRAME:
+        raise ConnectionAbortedError(f"the peer announced {length} bytes, the frame limit is {LARGEST_FRAME}")
+    return length
+
+
+class _BlockingChannel:
+    """An end that waits for what it wants to read."""
+
+    _gone = ""  # what it means that the other end was closed
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Message) -> None:
+        self._connection.sendall(_frame(message))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _body(self) -> bytes:
+        return self._read(_length(self._read(_LENGTH.size)))
+
+    def _read(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._connection.recv(count - len(parts))
+            if not part:
+                raise ConnectionResetError(self._gone)
+            parts += part
+        return bytes(parts)
+
+
+class WorkerChannel(_BlockingChannel):
+    """The worker's end: blocking, or polled between engine iterations."""
+
+    _gone = "the controller closed the connection"
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._decoder = msgspec.json.Decoder(ToWorker)
+
+    def receive(self) -> ToWorker:
+        return self._decoder.decode(self._body())
+
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether a message (or the end of the connection) is waiting; None waits for one."""
+        readable, _, _ = select.select([self._connection], [], [], seconds)
+        return bool(readable)
+
+
+class PeerChannel(_BlockingChannel):
+    """A worker's end of the channel to another process of its own: orders go there, answers come back."""
+
+    _gone = "the process closed the connection"
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._decoder = msgspec.json.Decoder(FromWorker)
+
+    def receive(self) -> FromWorker:
+        return self._decoder.decode(self._body())
+
+
+class ControllerChannel:
+    """The controller's end, on asyncio."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._decoder = msgspec.json.Decoder(FromWorker)
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> ControllerChannel:
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        return cls(reader, writer)
+
+    def send(self, message: Message) -> None:
+        """Queue a message. A peer that went away is reported by `receive`."""
+        self._writer.write(_frame(message))
+
+    async def receive(self) -> FromWorker:
+        try:
+            length = _length(await self._reader.readexactly(_LENGTH.size))
+            return self._decoder.decode(await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError:
+            raise ConnectionResetError("the worker closed the connection") from None
+
+    def sever(self, why: str) -> None:
+        """The worker went away, though the connection does not show it: `receive` fails."""
+        self._reader.set_exception(ConnectionResetError(why))
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,1 @@
+"""Rollout engines: vLLM, stepped by our own loop."""

@@ -1,0 +1,242 @@
+"""vLLM's own extension point for KV from elsewhere, filled with frames in shared memory.
+
+Invariant: KV is named by the hashes of vLLM's prefix cache, which cover all tokens up to the end of a block and the
+salt. So an engine gives only what it would itself reuse for such a request, and takes only what is the same; a block
+that is not there, or damaged, or of newer weights than the engine's, ends what is taken, and the rest is computed.
+
+vLLM makes two of these, one beside its scheduler and one beside its model. The first knows blocks and requests, and
+decides; the second copies. The engine is stepped in this process, so what was decided is copied when the step returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+from libra.backends.transport.kv_buffer import Filled, attach
+from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
+from libra.cost.engine_facts import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+# Copied out in one iteration: a few milliseconds, so that the turns that run there hardly notice.
+SAVED_BYTES = 4 << 20
+
+_TRANSFER = "libra_transfer"
+
+
+def transfer_config(place: KVBufferPlace) -> KVTransferConfig:
+    """How vLLM finds this connector, and the connector its frames."""
+    return KVTransferConfig(
+        kv_connector=FrameConnector.__name__,
+        kv_connector_module_path=__name__,
+        kv_role="kv_both",
+        kv_connector_extra_config={"place": msgspec.to_builtins(place)},
+    )
+
+
+def request_arguments(transfer: KVTransfer) -> dict[str, Any]:
+    """`extra_args` of a request whose context begins with what is in the transfer."""
+    return {"kv_transfer_params": {_TRANSFER: transfer}}
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One block and its frame; `filled` where it goes into the frame."""
+
+    block: int
+    frame: int
+    filled: Filled | None = None
+
+
+@dataclass
+class Copies(KVConnectorMetadata):
+    """What one step copies."""
+
+    saves: list[Copy] = field(default_factory=list)
+    fetches: list[Copy] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Giving:
+    """Blocks on their way out. They are referenced, so that the pool gives none of them to another request."""
+
+    transfer: int
+    blocks: list[KVCacheBlock]
+    copies: deque[Copy]
+
+
+@dataclass(slots=True)
+class _Taking:
+    """A transfer for a request that waits. `sound`: its leading frames that hold what they should; None: not looked."""
+
+    transfer: KVTransfer
+    first: int = 0  # block that the engine does not have itself
+    sound: int | None = None
+
+
+class FrameConnector(KVConnectorBase_V1):
+    """`version` is that of the engine's weights; the engine sets it."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        cache = vllm_config.cache_config
+        assert cache.block_size == BLOCK_TOKENS
+        self._frames = attach(
+            msgspec.convert(self._kv_transfer_config.get_from_extra_config("place", None), KVBufferPlace)
+        )
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name(cache.prefix_caching_hash_algo))
+        self._saved_blocks = max(1, SAVED_BYTES // self._frames.payload.shape[1])  # in one step
+        self.version = 0
+        self._pool: BlockPool
+        self._givings: deque[_Giving] = deque()
+        self._takings: dict[str, _Taking] = {}
+        self._fetches: list[Copy] = []  # of the step that is being scheduled
+        self._done: list[Saved | Fetched] = []
+        self._layers: list[npt.NDArray[np.uint8]] = []  # views of the cache: a row of bytes for each block
+
+    # --- what the engine asks for ---------------------------------------------------------------------------------
+
+    @property
+    def giving(self) -> bool:
+        """Whether steps are needed to save what was ordered."""
+        return bool(self._givings)
+
+    def give(self, order: Save) -> None:
+        """Save what the prefix cache has of a context, a few blocks in each of the next steps."""
+        frames = iter(order.transfer.frames)
+        blocks: list[KVCacheBlock] = []
+        copies: deque[Copy] = deque()
+        for name, frame in zip(self._names(order.tokens, order.salt), frames, strict=False):
+            found = self._pool.get_cached_block(name, [0])
+            if found is None:
+                break
+            blocks += found
+            copies.append(Copy(found[0].block_id, frame, Filled(order.transfer.number, self.version, name)))
+        self._pool.touch(blocks)
+        self._givings.append(_Giving(order.transfer.number, blocks, copies))
+
+    def done(self) -> list[Saved | Fetched]:
+        """What was saved, and which frames are not needed any more, since the last call."""
+        while self._givings and not self._givings[0].copies:
+            given = self._givings.popleft()
+            self._pool.free_blocks(reversed(given.blocks))
+            self._done.append(Saved(given.transfer, len(given.blocks)))
+        done, self._done = self._done, []
+        return done
+
+    def _names(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
+        """What vLLM's prefix cache calls the whole blocks of this context."""
+        request = Request("", list(tokens), SamplingParams(), None, cache_salt=salt, block_hasher=self._hasher)
+        return list(request.block_hashes)
+
+    # --- beside the scheduler -------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
+
+    def on_new_request(self, request: Request) -> None:
+        if request.kv_transfer_params is not None:
+            self._takings[request.request_id] = _Taking(request.kv_transfer_params[_TRANSFER])
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        taking = self._takings.get(request.request_id)
+        if taking is None:
+            return 0, False
+        if taking.sound is None:
+            taking.sound = self._sound(taking.transfer, request.block_hashes)
+        taking.first = num_computed_tokens // BLOCK_TOKENS
+        last = min(taking.sound, (request.num_tokens - 1) // BLOCK_TOKENS)  # a token is left to sample from
+        return max(0, last - taking.first) * BLOCK_TOKENS, False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        # Once: should the request be preempted, the frames may be another transfer's when it is resumed.
+        taking = self._takings.pop(request.request_id, None)
+        if taking is None:
+            return
+        span = slice(taking.first, taking.first + num_external_tokens // BLOCK_TOKENS)
+        ids = blocks.get_block_ids()[0]
+        self._fetches += map(Copy, ids[span], taking.transfer.frames[span])
+        self._done.append(Fetched(taking.transfer.number, num_external_tokens))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        taking = self._takings.pop(request.request_id, None)
+        if taking is not None:
+            self._done.append(Fetched(taking.transfer.number, 0))
+        return False, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Copies:
+        copies = Copies(fetches=self._fetches)
+        self._fetches = []
+        for giving in self._givings:
+            while giving.copies and len(copies.saves) < self._saved_blocks:
+                copies.saves.append(giving.copies.popleft())
+        return copies
+
+    def has_pending_push_work(self) -> bool:
+        return self.giving
+
+    def _sound(self, transfer: KVTransfer, names: Sequence[bytes]) -> int:
+        """Leading frames that hold what they should."""
+        count = 0
+        for name, frame in zip(names, transfer.frames, strict=False):
+            if not self._frames.holds(frame, Filled(transfer.number, self.version, name)):
+                break
+            count += 1
+        return count
+
+    # --- beside the model -----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        blocks = self._kv_cache_config.num_blocks
+        self._layers = [kv_caches[name].view(blocks, -1).view(torch.uint8).numpy() for name in sorted(kv_caches)]
+        found, expected = sum(layer.shape[1] for layer in self._layers), self._frames.payload.shape[1]
+        if found != expected:
+            raise ValueError(f"a block of this engine's KV is {found} bytes, and a frame {expected}")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for copy in self._copies().fetches:
+            row, start = self._frames.payload[copy.frame], 0
+            for layer in self._layers:
+                end = start + layer.shape[1]
+                layer[copy.block] = row[start:end]
+                start = end
+
+    def wait_for_save(self) -> None:
+        for copy in self._copies().saves:
+            row, start = self._frames.payload[copy.frame], 0
+            for layer in self._layers:
+                end = start + layer.shape[1]
+                row[start:end] = layer[copy.block]
+                start = end
+            assert copy.filled is not None
+            self._frames.seal(copy.frame, copy.filled)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: all layers are there before the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are saved when they are asked for."""
+
+    def _copies(self) -> Copies:
+        copies: Copies = self._get_connector_metadata()
+        return copies

@@ -1,0 +1,138 @@
+"""A context that changes engines: its KV is handed over where that is cheaper than computing it again.
+
+Invariant: whatever fails on the way, the context is computed again and the turn goes on; nobody waits longer than
+`SAVE_SECONDS` for KV. Which of the two was done, and why, is told of every context that changed engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.kv_buffer import OwnFrames
+from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
+from libra.backends.vllm.kv_leases import KVLeases
+from libra.cost.device import DeviceProfile
+from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.transfer import handover_pays
+
+_NODE = "local"  # that of the controller, as launchers name it: its memory is the workers' there and nobody else's
+SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not waited for
+
+
+@dataclass(slots=True)
+class Change:
+    """How a context came to another engine. `seconds` are those from the request for its KV until the other engine
+    took it: of such a turn alone, others go on meanwhile."""
+
+    context: int  # tokens that the engine before held of it
+    handed_tokens: int = 0  # taken from there; all others are computed again
+    seconds: float = 0.0
+    why: str = "handed over"  # or why not
+
+
+@dataclass(slots=True)
+class Changes:
+    """Sums over contexts that changed engines."""
+
+    handed_over: int = 0
+    handed_tokens: int = 0
+    handed_seconds: float = 0.0
+    computed: int = 0
+    computed_tokens: int = 0
+
+    def add(self, change: Change) -> None:
+        if change.handed_tokens > 0:
+            self.handed_over += 1
+            self.handed_seconds += change.seconds
+        else:
+            self.computed += 1
+        self.handed_tokens += change.handed_tokens
+        self.computed_tokens += change.context - change.handed_tokens
+
+
+class KVHandover:
+    """`kv_bytes` are those of a token; `tokens` the most that lie in memory between two engines."""
+
+    def __init__(self, kv_bytes: int, tokens: int) -> None:
+        frames = -(-tokens // BLOCK_TOKENS)
+        self.memory = OwnFrames(frames, kv_bytes * BLOCK_TOKENS)
+        self.leases = KVLeases(frames)
+        self._profile: DeviceProfile | None = None
+
+    def place(self, engine: EngineHandle) -> KVBufferPlace | None:
+        """Where an engine finds the memory; None where it does not: it runs on another node."""
+        return self.memory.place if engine.link.node == _NODE else None
+
+    def price_by(self, profile: DeviceProfile) -> None:
+        """Decide by these costs from now on; before that everything is computed again."""
+        self._profile = profile
+
+    def may_pay(self, tokens: int) -> bool:
+        """Whether a context of so many tokens, or a shorter one, may be handed over. What pays for one pays for all
+        that are longer; while costs are not known it may."""
+        return self._profile is None or handover_pays(self._profile, tokens)
+
+    async def bring(
+        self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
+    ) -> tuple[KVTransfer | None, Change]:
+        """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
+        returns. What is told of the change is complete when that request has its first token."""
+        blocks = len(tokens) // BLOCK_TOKENS
+        change = Change(len(tokens))
+        transfer = self._lease(blocks, source, target, change)
+        if transfer is None:
+            return None, change
+        began = time.monotonic()
+        saving = source.save(Save(list(tokens[: blocks * BLOCK_TOKENS]), salt, transfer))
+        try:
+            await asyncio.wait([saving], timeout=SAVE_SECONDS)
+        except asyncio.CancelledError:  # whether it is saved by now or not
+            saving.add_done_callback(lambda saved: self._written(saved, transfer, source))
+            raise
+        if not saving.done():
+            saving.add_done_callback(lambda saved: self._written(saved, transfer, source))
+            change.why = f"it was not saved within {SAVE_SECONDS:.0f} s"
+            return None, change
+        saved = saving.result()
+        if saved is None or saved.blocks == 0:
+            self._written(saving, transfer, source)
+            change.why = "the engine went away" if saved is None else "the engine had forgotten it"
+            return None, change
+        change.why = "none of it was taken"
+
+        def done(fetched: asyncio.Future[Fetched | None]) -> None:
+            self.leases.release(transfer)
+            answer = fetched.result()
+            if answer is not None and answer.tokens > 0:
+                change.handed_tokens, change.seconds = answer.tokens, time.monotonic() - began
+                change.why = "handed over"
+
+        target.fetched(transfer.number).add_done_callback(done)
+        return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
+
+    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Change) -> KVTransfer | None:
+        """Room for a context, where it is to be handed over."""
+        if source.lost:
+            change.why = "the engine was gone"
+        elif self.place(source) is None or self.place(target) is None:
+            change.why = "an engine is on another node"
+        elif self._profile is None or self._profile.handover is None:
+            change.why = "what it costs is not measured"
+        elif not handover_pays(self._profile, blocks * BLOCK_TOKENS):
+            change.why = "computing it again is cheaper"
+        elif (transfer := self.leases.lease(blocks)) is None:
+            change.why = "too much is being handed over"
+        else:
+            return transfer
+        return None
+
+    def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: EngineHandle) -> None:
+        """Nobody wants this transfer any more, and its writer has ended in one way or the other."""
+        if saved.result() is None:
+            self.leases.release_after(source.link.pid, transfer)
+        else:
+            self.leases.release(transfer)

@@ -1,0 +1,73 @@
+"""What an engine has to tell: tokens since it last told, counters since it started.
+
+Invariant: each token is told once, in the order in which its turn got it and under the weight version that it was
+sampled with; a turn's end is told with its last token or after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from libra.backends.transport.messages import Generated, Piece
+
+# Seconds between two reports of an engine at work. What a killed engine has not told is generated again: at most this
+# much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.
+REPORT_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one iteration made of one turn."""
+
+    turn: str
+    tokens: list[int]
+    logprobs: list[float]  # one per token
+    prefilled_tokens: int  # prompt tokens computed for it, prefix-cache hits excluded; 0 after its first token
+    ended: bool
+
+
+class Report:
+    """Grows with each iteration, and starts anew when it is taken."""
+
+    def __init__(self, now: float) -> None:
+        self._pieces: list[Piece] = []
+        self._latest: dict[str, Piece] = {}  # of each turn
+        self._ended: list[str] = []
+        self._iterations = self._prefilled_tokens = self._generated_tokens = 0
+        self._told_iterations, self._told_at = 0, now
+
+    def iteration(self, sampled: Iterable[Sampled], version: int) -> None:
+        """An iteration with the weights of this version."""
+        self._iterations += 1
+        for part in sampled:
+            self._prefilled_tokens += part.prefilled_tokens
+            self._generated_tokens += len(part.tokens)
+            self._add(part, version)
+            if part.ended:
+                self._ended.append(part.turn)
+
+    def interrupted(self, turn: str) -> None:
+        """A turn was stopped between two iterations."""
+        self._ended.append(turn)
+
+    def due(self, now: float) -> bool:
+        """Whether to tell now: the end of a turn at once, tokens and counters when there are some and it is time. That
+        there were iterations is told even if they made no token: an engine that says nothing is taken for lost."""
+        if self._ended:
+            return True
+        return self._iterations > self._told_iterations and now - self._told_at >= REPORT_SECONDS
+
+    def take(self, now: float, busy_seconds: float) -> Generated:
+        pieces, ended = self._pieces, self._ended
+        self._pieces, self._latest, self._ended = [], {}, []
+        self._told_iterations, self._told_at = self._iterations, now
+        return Generated(pieces, ended, busy_seconds, self._prefilled_tokens, self._iterations, self._generated_tokens)
+
+    def _add(self, part: Sampled, version: int) -> None:
+        piece = self._latest.get(part.turn)
+        if piece is None or piece.version != version:
+            piece = self._latest[part.turn] = Piece(part.turn, version, [], [])
+            self._pieces.append(piece)
+        piece.tokens.extend(part.tokens)
+        piece.logprobs.extend(part.logprobs)

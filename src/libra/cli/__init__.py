@@ -1,0 +1,1 @@
+"""The `libra` command: a module for each of its verbs."""

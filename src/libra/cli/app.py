@@ -1,0 +1,60 @@
+"""The `libra` command: its verbs, and what it does without one.
+
+Modules of this folder parse, call and print; what they print was decided elsewhere. Exit status: 0 done, 1 the run
+failed, 2 bad input, 3 no plan exists, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from libra.cli import emulation, planning, routing, run, simulation, trace
+
+app = typer.Typer(
+    help="Libra decides which GPUs train, which generate, and where every request goes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for command in (
+    run.run,
+    planning.plan,
+    planning.explain,
+    planning.calibrate,
+    simulation.simulate,
+    routing.route,
+    emulation.emulate,
+):
+    app.command()(command)
+app.add_typer(trace.app, name="trace")
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"libra {version('libra-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def libra(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
+    ] = False,
+) -> None:
+    """Libra decides which GPUs train, which generate, and where every request goes."""
+
+
+def main() -> None:
+    try:
+        app()
+    except OSError as error:  # such as a full disk behind standard output
+        sys.stderr.write(f"libra: {error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""`libra emulate`.
+
+What cannot be emulated is refused before a port is
+taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from libra.cli.errors import bad_input
+
+if TYPE_CHECKING:
+    from libra.sim.cluster import EngineSpec
+
+_MOST_SPEED = 1000.0
+
+
+def emulate(
+    engines: Annotated[
+        Path, typer.Argument(metavar="ENGINES", help="A YAML file that describes engines, as for `libra simulate`.")
+    ],
+    port: Annotated[int, typer.Option(help="To listen on; 0: any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no password: mind who can reach it.")] = (
+        "127.0.0.1"
+    ),
+    speed: Annotated[float, typer.Option(help="How many times as fast as the real engines.")] = 1.0,
+    default_tokens: Annotated[
+        int, typer.Option(help="Generated for a request that does not say max_tokens; it ends with `stop`.")
+    ] = 256,
+    seed: Annotated[int, typer.Option(help="Of the tokens that are answered.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print addresses as one line of JSON.")] = False,
+) -> None:
+    """Answer as OpenAI-compatible vLLM servers do, as fast as the simulator says, without GPUs and without a model.
+
+    For clients, routers and load tests. Each engine of the file has an address, /engines/NAME/v1; a single one has /v1,
+    too. Requests wait, are batched, preempted and find their prefix in the cache as in vLLM; tokens are drawn at
+    random. max_tokens is how many come. Also: /engines, /metrics (Prometheus, vLLM's names), /health.
+
+    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
+    """
+    from libra.sim.engines_file import load_engines  # imported here: `--help` must not wait for what simulating needs
+
+    notes: list[str] = []
+    try:
+        _check(port, speed, default_tokens, seed)
+        specs = load_engines(engines, notes.append).engines
+        for note in notes:
+            typer.echo(f"note: {note}", err=True)
+        asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
+    except ModuleNotFoundError as error:
+        if error.name not in ("aiohttp", "prometheus_client"):
+            raise
+        bad_input(ValueError(f"{error.name} is not installed: pip install 'libra-rl[http]'"))
+    except (ValueError, OSError) as error:
+        bad_input(error)
+
+
+def _check(port: int, speed: float, default_tokens: int, seed: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port is {port}; give 0 to 65535")
+    if not 0 < speed <= _MOST_SPEED:
+        raise ValueError(f"--speed is {speed:g}; give more than 0, and {_MOST_SPEED:g} at most")
+    if default_tokens < 1:
+        raise ValueError(f"--default-tokens is {default_tokens}; give 1 or more")
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}; give 0 or more")
+
+
+async def _serve(
+    specs: tuple[EngineSpec, ...],
+    host: str,
+    port: int,
+    speed: float,
+    default_tokens: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    from libra.serve.emulate.server import Emulator
+    from libra.serve.http_service import serve
+
+    def announce(base: str) -> None:
+        addresses = {spec.name: f"{base}/engines/{spec.name}/v1" for spec in specs}
+        if as_json:
+            typer.echo(json.dumps({"base": base, "engines": addresses}))
+            return
+        typer.echo(f"{len(specs)} emulated engine{'s' if len(specs) > 1 else ''} at {base} (Ctrl-C ends):")
+        for name, address in list(addresses.items())[:_SHOWN]:
+            typer.echo(f"  {name}: {address}")
+        if len(addresses) > _SHOWN:
+            typer.echo(f"  and {len(addresses) - _SHOWN} more: GET {base}/engines")
+
+    await serve(Emulator(specs, speed, default_tokens, seed).application(), host, port, announce)
+
+
+_SHOWN = 16  # addresses that are printed

@@ -1,0 +1,274 @@
+"""`libra plan`, `libra explain` and `libra calibrate`.
+
+Invariant: as in `libra.cli.app`: this module parses, calls and prints.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from libra.cli.errors import bad_input, no_plan
+from libra.cli.output import check_writable, write_text
+
+if TYPE_CHECKING:
+    from libra.config.recipe import Recipe
+    from libra.plan.offline import Evidence
+    from libra.plan.plan import Plan
+
+
+def plan(
+    where: Annotated[
+        Path, typer.Argument(metavar="CLUSTER", help="cluster.yaml: classes of nodes; or the configuration of a run.")
+    ],
+    trajectories: Annotated[Path, typer.Option("--trajectories", "-t", help="JSONL log of trajectories.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
+    ] = None,
+    request: Annotated[
+        Path | None, typer.Option("--request", "-r", help="request.yaml: batch, mode, lengths, what training keeps.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            "-p",
+            help="auto, tables, roofline or a calibration file; with a run's configuration: its profile.json.",
+        ),
+    ] = None,
+    truncate_context: Annotated[
+        bool, typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="gpus=64, NODES=12 (nodes of a class) or a key of the request, such as batch=1024; may be repeated.",
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
+) -> None:
+    """Plan offline: who trains, who generates, in which parallelism and buckets, on which GPUs.
+
+    With --model the plan is for a cluster of GPUs. Without it, CLUSTER is the configuration of a run on one machine
+    (as for `libra run`), and --profile is the profile.json that a run has measured. The plan embeds its request and a
+    proof (status, bound, gap); the same inputs give the same bytes.
+
+    Exit status: 0 a plan, 2 bad input, 3 no plan exists (the message names what conflicts).
+    """
+    # Imported here: `--help` must not wait for the solver.
+    from libra.config.yaml_file import ConfigError
+    from libra.plan.document import dump_plan
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.plan_table import log_notes, plan_tables
+
+    notes: list[str] = []
+    try:
+        named = [Path(it) / within for it in (model, profile) if it is not None for within in ("", "config.json")]
+        check_writable(output, reads=(where, trajectories, request, *named))
+        if model is None:
+            found, evidence = _plan_run(where, trajectories, profile, what_if)
+        else:
+            found, evidence = _plan_cluster(
+                where, trajectories, model, request, profile or "auto", truncate_context, what_if or [], notes
+            )
+        text = dump_plan(found)
+        if output is not None:
+            write_text(output, text)
+    except InfeasiblePlanError as error:
+        no_plan(error)
+    except (ConfigError, ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        console = Console()
+        for table in plan_tables(found):
+            console.print(table)
+    for note in (*notes, *log_notes(found, evidence)):
+        typer.echo(f"note: {note}", err=as_json)  # standard output is the plan, and nothing else, with --json
+
+
+def _plan_run(where: Path, log: Path, profile: str | None, what_if: list[str] | None) -> tuple[Plan, Evidence]:
+    from libra.config.run import ConfigError, load_config
+    from libra.cost.sources.profile_file import load_profile
+    from libra.plan.offline import gather, request_from
+    from libra.plan.plan import make_plan
+    from libra.trajectory import read_trajectories
+
+    if profile is None:
+        raise ConfigError(
+            "--model or --profile is missing: with --model a cluster of GPUs is planned; with --profile profile.json"
+            " (what a run has measured) a run on one machine"
+        )
+    if what_if:
+        raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
+    settings = load_config(where)
+    evidence = gather(settings, read_trajectories(log))
+    return make_plan(request_from(settings, evidence, load_profile(Path(profile))), seed=settings.seed), evidence
+
+
+def _plan_cluster(
+    where: Path,
+    log: Path,
+    model: str,
+    request: Path | None,
+    profile: str,
+    truncate: bool,
+    what_if: list[str],
+    notes: list[str],
+) -> tuple[Plan, Evidence]:
+    from libra.cost.sources.profiles import engine_profiles
+    from libra.hardware.cluster import load_cluster
+    from libra.hardware.model_file import load_model
+    from libra.plan.explain.what_if import assume
+    from libra.plan.offline import gather_workload
+    from libra.plan.planner import Planner
+    from libra.trajectory import read_trajectories, read_workload
+
+    cluster, shape = load_cluster(where), load_model(model)
+    recipe = _recipe(request, shape.max_context, notes)
+    cluster, recipe = assume(cluster, recipe, what_if)
+    evidence = gather_workload(recipe, read_workload(log, recipe.max_length, truncate))
+    if truncate:
+        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in read_trajectories(log))
+        notes.append(
+            f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
+        )
+    profiles = engine_profiles(cluster, shape, recipe, profile, notes.append)
+    return Planner(cluster, shape, recipe, profiles).plan(evidence.tracker), evidence
+
+
+def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
+    from libra.config.recipe import Recipe, load_recipe
+
+    if request is not None:
+        return load_recipe(request)
+    notes.append(f"no --request: 512 trajectories a step, 16 a prompt, up to {max_context:,} tokens, asynchronous")
+    return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`.")],
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="Plan again and explain that: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the explanation as a page to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
+) -> None:
+    """Why this plan: what bounds it and by how much, the next best plans, what binds, what one more node would buy.
+
+    Everything is solved again from the request that the plan embeds; nothing else is read.
+
+    Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if.
+    """
+    from libra.config.yaml_file import ConfigError
+    from libra.plan.document import parse_plan
+    from libra.plan.explain.explained import explain_plan
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.explain_html import explain_page
+    from libra.report.explain_table import explain_tables, headline, routing_sentence
+
+    change = ""
+    try:
+        check_writable(html, reads=(plan,))
+        found = parse_plan(plan.read_bytes(), where=str(plan))
+        if what_if:
+            before, found = found.predicted.step, _assumed(found, what_if)
+            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
+        explanation = explain_plan(found)
+        if html is not None:
+            write_text(html, explain_page(explanation, _title(found), _distribution(found)))
+    except InfeasiblePlanError as error:
+        no_plan(error)
+    except (ConfigError, ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(explanation)))
+        return
+    console = Console()
+    for line in (change, headline(explanation), routing_sentence(explanation)):
+        if line:
+            console.print(line, highlight=False, soft_wrap=True)
+    for table in explain_tables(explanation):
+        console.print(table)
+
+
+def _assumed(plan: Plan, what_if: list[str]) -> Plan:
+    from libra.config.yaml_file import ConfigError
+    from libra.plan.explain.explained import assume_otherwise
+    from libra.plan.explain.what_if import assume
+    from libra.plan.options.slots import SlotRequest
+
+    if isinstance(plan.request, SlotRequest):
+        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine")
+    return assume_otherwise(plan, *assume(plan.request.cluster, plan.request.recipe, what_if))
+
+
+def _title(plan: Plan) -> str:
+    from libra.plan.options.slots import SlotRequest
+
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        return f"{request.profile.model} on {request.fleet.devices} slots"
+    nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in request.cluster.nodes)
+    return f"{request.model.name} on {nodes}"
+
+
+def _distribution(plan: Plan) -> list[tuple[int, float]]:
+    from libra.plan.options.slots import SlotRequest
+
+    request = plan.request
+    classes = request.workload.classes if isinstance(request, SlotRequest) else request.classes
+    return [(cls.peak_context, cls.share) for cls in classes]
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the calibration as JSON to this file.")],
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda where there is one).")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="Known GPU to hold the result against: A100, H100, H200, ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
+) -> None:
+    """Measure this device with PyTorch: matrix products, attention, a training step; for `libra plan --profile FILE`.
+
+    Takes less than a minute. Medians and spread are of repeated runs after a warm-up.
+
+    Exit status: 0 done, 2 bad input.
+    """
+    from libra.config.yaml_file import ConfigError, unknown
+    from libra.cost.sources.grid_file import save_calibration
+    from libra.hardware.cluster import GPUS
+    from libra.report.calibration_table import calibration_table
+
+    try:
+        if gpu is not None and gpu not in GPUS:
+            raise ConfigError(unknown("GPU", gpu, GPUS))
+        if device not in (None, "cuda", "cpu"):
+            raise ConfigError(f"--device is {device}; give cuda or cpu")
+        check_writable(output)
+        from libra.backends.calibration import calibrate_device
+
+        found = calibrate_device(device)
+        save_calibration(output, found)
+    except (ConfigError, ValueError, OSError, RuntimeError) as error:
+        bad_input(error)
+    except ModuleNotFoundError:
+        bad_input(ConfigError("PyTorch is not installed; pip install 'libra-rl[cpu]' or 'libra-rl[gpu]'"))
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        Console().print(calibration_table(found, None if gpu is None else GPUS[gpu]))

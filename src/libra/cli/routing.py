@@ -1,0 +1,112 @@
+"""`libra route`.
+
+What cannot be routed is refused before a port is
+taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from libra.cli.errors import bad_input
+from libra.cli.output import check_writable, write_text
+
+if TYPE_CHECKING:
+    from libra.route.policy import Policy
+    from libra.serve.gateway.gateway_file import GatewayFile
+    from libra.trajectory import Trajectory
+
+
+def route(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file that lists engines and their addresses.")],
+    port: Annotated[int, typer.Option(help="To listen on; 0: any that is free.")] = 9000,
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no password: mind who can reach it.")] = (
+        "127.0.0.1"
+    ),
+    learn_from: Annotated[
+        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy has seen before.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Append each trajectory that finishes to this JSONL file.")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", help="What the policy knows: read at the start if it is there, written at the end."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
+) -> None:
+    """Stand in front of OpenAI-compatible engines, and send each turn of an agent where the policy says.
+
+    Takes /v1/completions and /v1/chat/completions. A body may say which trajectory a turn is of, and what a tool
+    returned before it, in the field `libra`; POST /trajectories/ID/finish says that it is over, for the policy to
+    learn. Turns of an engine that goes away are asked again elsewhere. Also: /engines, /metrics (Prometheus), /health.
+
+    Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
+    """
+    # Imported here: `--help` must not wait for what routing needs.
+    from libra.serve.gateway.gateway_file import load_gateway
+    from libra.trajectory import read_trajectories
+
+    try:
+        if not 0 <= port <= 65535:
+            raise ValueError(f"--port is {port}; give 0 to 65535")
+        check_writable(log, state, reads=(file, learn_from))
+        asked = load_gateway(file)
+        policy = _policy(asked, state)
+        for trajectory in () if learn_from is None else read_trajectories(learn_from):
+            policy.finished(trajectory)
+        asyncio.run(_serve(asked, policy, host, port, log, as_json))
+        if state is not None:
+            write_text(state, json.dumps(policy.snapshot()))
+    except ModuleNotFoundError as error:
+        if error.name not in ("aiohttp", "msgspec", "prometheus_client"):
+            raise
+        bad_input(ValueError(f"{error.name} is not installed: pip install 'libra-rl[http]'"))
+    except (ValueError, OSError) as error:
+        bad_input(error)
+
+
+def _policy(file: GatewayFile, state: Path | None) -> Policy:
+    from libra.route.catalogue import policy_named
+
+    policy = policy_named(file.route, sticky=file.sticky)
+    if state is None or not state.exists():
+        return policy
+    try:
+        return type(policy).restore(json.loads(state.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--state {state}: no state of the policy {file.route} ({error}); remove it to start anew"
+        ) from None
+
+
+async def _serve(file: GatewayFile, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:
+    from libra.serve.gateway.server import Gateway
+    from libra.serve.http_service import serve
+
+    written = None if log is None else log.open("a", encoding="utf-8")
+    gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))
+
+    def announce(base: str) -> None:
+        well, count = len(gateway.engines.instances), len(file.engines)
+        if as_json:
+            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "well": well, "engines": count}))
+        else:
+            typer.echo(f"{file.route} routes at {base}/v1 to {well} of {count} engines (Ctrl-C ends)")
+
+    try:
+        await serve(gateway.application(), host, port, announce)
+    finally:
+        if written is not None:
+            written.close()
+
+
+def _append(file: TextIO, trajectory: Trajectory) -> None:
+    file.write(json.dumps(asdict(trajectory)) + "\n")
+    file.flush()

@@ -1,0 +1,255 @@
+"""`libra simulate`.
+
+What cannot be simulated is refused before anything
+is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from libra.cli.errors import bad_input
+from libra.cli.output import check_writable, write_text, writing
+
+if TYPE_CHECKING:
+    from libra.sim.deployment import Deployment
+    from libra.sim.of_plan import Forecast
+    from libra.sim.outcome.result import SimulationResult
+
+
+def simulate(
+    what: Annotated[
+        Path, typer.Argument(metavar="WHAT", help="plan.json of `libra plan`, or a YAML file that describes engines.")
+    ],
+    trajectories: Annotated[
+        Path | None, typer.Option("--trajectories", "-t", help="JSONL log of trajectories, to be run again.")
+    ] = None,
+    requests: Annotated[
+        Path | None, typer.Option("--requests", help="Requests: .jsonl, or .csv as Azure's traces. Not with a plan.")
+    ] = None,
+    route: Annotated[
+        str | None, typer.Option("--route", help="Routing policy (default: the file's, or cmlfq-published).")
+    ] = None,
+    learn_from: Annotated[
+        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy has seen before.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of a plan: steps whose trajectories are run (default: 1).")] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Trajectories in flight (default: all; of a plan, as many as its staleness allows)."),
+    ] = None,
+    samples_per_prompt: Annotated[
+        int | None, typer.Option(help="Run each trajectory as so many samples of its prompt (default: 1).")
+    ] = None,
+    unknown_tool_seconds: Annotated[
+        float | None, typer.Option(help="Of a tool whose time was not recorded (default: 1, or as the plan assumes).")
+    ] = None,
+    truncate_context: Annotated[
+        bool, typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing.")
+    ] = False,
+    rate_scale: Annotated[
+        float | None, typer.Option(help="Let requests come so many times as fast (default: 1).")
+    ] = None,
+    start: Annotated[float | None, typer.Option(help="Second of the file from which on requests come.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Stop after so many simulated seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn: trajectories, and by some policies.")] = 0,
+    exact: Annotated[bool, typer.Option("--exact", help="Visit every iteration: the same times, slower.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")
+    ] = None,
+    requests_out: Annotated[
+        Path | None, typer.Option("--requests-out", help="Write a line of JSON for each request to this file.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write a page that shows the result.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+) -> None:
+    """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
+
+    Simulated time is exact and follows vLLM's scheduler; times of iterations are those that the planner reads. The
+    same inputs give the same bytes.
+
+    Exit status: 0 done, 2 bad input, 130 interrupted.
+    """
+    # Imported here: `--help` must not wait for what simulating needs.
+    from libra.cli.simulation_input import asked
+    from libra.report.simulation_progress import SimulationProgress
+    from libra.sim.of_plan import teach
+    from libra.sim.simulate import simulate as run
+    from libra.trajectory import read_trajectories
+
+    options = {
+        "--steps": steps,
+        "--concurrency": concurrency,
+        "--samples-per-prompt": samples_per_prompt,
+        "--unknown-tool-seconds": unknown_tool_seconds,
+        "--truncate-context": truncate_context or None,
+        "--rate-scale": rate_scale,
+        "--start": start,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
+        _check_numbers(seed, time_limit, given)
+        work = asked(what, trajectories, requests, given, seed)
+        deployment = _routed(work.deployment, route)
+        policy = deployment.policy(seed)
+        if learn_from is not None:
+            _require_learner(deployment.route)
+            teach(policy, read_trajectories(learn_from))
+        limit = deployment.time_limit if time_limit is None else time_limit
+        with SimulationProgress(sys.stderr) as progress:
+            result = run(
+                deployment.engines,
+                work.workload,
+                policy,
+                limits=deployment.limits,
+                turn_tokens=deployment.turn_tokens,
+                updates=deployment.updates,
+                time_limit=limit,
+                exact=exact,
+                progress=progress,
+            )
+        text = _document(result, replace(deployment, time_limit=limit), seed, work.forecast)
+        _write(result, text, output, requests_out, timeline, report, what.name)
+    except KeyboardInterrupt:
+        typer.echo("libra: interrupted", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        _show(result, work.forecast)
+    for note in (*work.notes, *(_cold_router(deployment) if learn_from is None else ())):
+        typer.echo(f"note: {note}", err=as_json)  # standard output is the result, and nothing else, with --json
+
+
+def _routed(deployment: Deployment, route: str | None) -> Deployment:
+    if route is None:
+        return deployment
+    try:
+        return replace(deployment, route=route)
+    except ValueError as error:
+        raise ValueError(f"--route: {error}") from None
+
+
+def _require_learner(route: str) -> None:
+    from libra.route import cmlfq, published
+
+    if route not in (published.NAME, cmlfq.NAME):
+        raise ValueError(
+            f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
+            f" {published.NAME}"
+        )
+
+
+def _cold_router(deployment: Deployment) -> list[str]:
+    from libra.route import published
+
+    if deployment.route != published.NAME or deployment.limits is None or len(deployment.limits) < 2:
+        return []
+    return [
+        f"{deployment.route} begins without evidence, so trajectories stay in the first bucket until some have"
+        " finished; with --learn-from it has seen a log before"
+    ]
+
+
+def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: Forecast | None) -> str:
+    from libra.sim.outcome.result_document import document
+
+    asked = {
+        "route": deployment.route,
+        "sticky": deployment.sticky,
+        "limits": deployment.limits,
+        "turn_tokens": deployment.turn_tokens,
+        "time_limit": deployment.time_limit,
+        "seed": seed,
+    }
+    compared: dict[str, Any] = {}
+    if forecast is not None:
+        simulated = _makespan(result)
+        compared["plan"] = {
+            "predicted_rollout": forecast.seconds,
+            "simulated_makespan": simulated,
+            "difference": None if result.partial else forecast.error(simulated),
+        }
+    return json.dumps({**document(result), "run": asked, **compared}, indent=1, allow_nan=False) + "\n"
+
+
+def _makespan(result: SimulationResult) -> float:
+    from libra.sim.clock import seconds
+
+    return seconds(result.makespan)
+
+
+def _write(
+    result: SimulationResult,
+    text: str,
+    output: Path | None,
+    requests_out: Path | None,
+    timeline: Path | None,
+    report: Path | None,
+    title: str,
+) -> None:
+    from libra.report.simulation_html import simulation_page
+    from libra.report.simulation_trace import write_simulation_trace
+    from libra.report.simulation_verdict import simulation_view
+    from libra.sim.outcome.outcome_file import write_outcomes
+
+    if output is not None:
+        write_text(output, text)
+    if requests_out is not None:
+        with writing(requests_out):
+            write_outcomes(result, requests_out)
+    if timeline is not None:
+        with writing(timeline):
+            write_simulation_trace(result, timeline)
+    if report is not None:
+        write_text(report, simulation_page(simulation_view(result), f"Simulation of {title}"))
+
+
+def _show(result: SimulationResult, forecast: Forecast | None) -> None:
+    from rich.console import Console
+
+    from libra.report.simulation_table import simulation_tables
+    from libra.report.simulation_verdict import headline, notices, simulation_view
+
+    view = simulation_view(result)
+    console = Console()
+    for line in (headline(view), *notices(view), *_compared(result, forecast)):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for table in simulation_tables(view, console.width):
+        console.print(table)
+
+
+def _compared(result: SimulationResult, forecast: Forecast | None) -> list[str]:
+    from libra.report.words import duration, plural, signed_percent
+
+    if forecast is None or result.partial:
+        return []
+    simulated = _makespan(result)
+    return [
+        f"Rollout of {plural(forecast.steps, 'step')}: the plan says {duration(forecast.seconds)} (engines with"
+        f" weight loads {duration(forecast.work)}, longest trajectory {duration(forecast.longest)}); simulated"
+        f" {duration(simulated)}, {signed_percent(forecast.error(simulated), 1)}."
+    ]
+
+
+def _check_numbers(seed: int, time_limit: float | None, given: dict[str, Any]) -> None:
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}; give 0 or more")
+    if time_limit is not None and not 0 < time_limit < math.inf:
+        raise ValueError(f"--time-limit is {time_limit}; give more than 0 seconds, and finite")
+    for name in ("--start", "--unknown-tool-seconds"):
+        if name in given and not 0 <= given[name] < math.inf:
+            raise ValueError(f"{name} is {given[name]}; give 0 seconds or more, and finite")

@@ -1,0 +1,126 @@
+"""What `libra simulate` is asked, from files and options.
+
+Invariant: an option that means nothing for what is simulated is refused; none is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra.plan.document import parse_plan
+from libra.plan.options.slots import SlotRequest
+from libra.report.words import plural
+from libra.sim.deployment import Deployment
+from libra.sim.engines_file import load_engines
+from libra.sim.of_plan import Forecast, forecast_of, planned_run
+from libra.sim.planned_engines import PlacementError
+from libra.sim.workload.protocol import Workload
+from libra.sim.workload.recorded_requests import recorded_requests
+from libra.sim.workload.replay import Replay
+from libra.sim.workload.request_file import read_azure_requests, read_requests
+from libra.trajectory import read_workload
+
+_TRUNCATE = "--truncate-context"
+_OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
+_OF_REQUESTS = ("--rate-scale", "--start")
+_MEANT_FOR = {
+    "--steps": "a plan",
+    **dict.fromkeys(_OF_TRAJECTORIES, "trajectories (--trajectories)"),
+    **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
+}
+
+Options = Mapping[str, Any]  # those that were given, by their names
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be simulated, and what a reader must know of it."""
+
+    deployment: Deployment
+    workload: Workload
+    notes: tuple[str, ...]
+    forecast: Forecast | None = None  # of a plan
+
+
+def asked(what: Path, trajectories: Path | None, requests: Path | None, given: Options, seed: int) -> Asked:
+    """A plan or engines, and their work, read from files. Raises ValueError in words for whoever called the command,
+    and OSError where a file cannot be read."""
+    if what.suffix == ".json":
+        if requests is not None or trajectories is None:
+            raise ValueError("a plan is simulated on trajectories: give --trajectories, and no --requests")
+        _only(given, "--steps", *_OF_TRAJECTORIES)
+        return _plan(what, trajectories, given, seed)
+    if what.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"{what}: give a plan.json of `libra plan`, or a YAML file such as examples/engines.yaml")
+    if requests is not None and trajectories is None:
+        _only(given, *_OF_REQUESTS)
+        return _requests(what, requests, given)
+    if trajectories is not None and requests is None:
+        _only(given, *_OF_TRAJECTORIES)
+        return _trajectories(what, trajectories, given)
+    raise ValueError("give the work for the engines: --requests FILE or --trajectories FILE, one of them")
+
+
+def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
+    plan = parse_plan(what.read_bytes(), where=str(what))
+    request = plan.request
+    longest = request.workload.longest_context if isinstance(request, SlotRequest) else request.recipe.max_length
+    log = list(read_workload(trajectories, longest, given.get(_TRUNCATE, False)))
+    try:
+        deployment, workload = planned_run(plan, log, seed=seed, **_keywords(given))
+    except PlacementError as error:
+        raise ValueError(f"{what}: {error}") from None
+    described = workload.describe()
+    source, samples = described["source"], described["samples_per_prompt"]
+    notes = [_drawing(source["drawn"], source["log"], source["steps"], samples, seed)]
+    if source["log"] < len(log):
+        notes.append(f"{len(log) - source['log']:,} of {len(log):,} trajectories in the log left out: unfinished")
+    return Asked(deployment, workload, tuple(notes), forecast_of(plan, source["steps"]))
+
+
+def _requests(what: Path, requests: Path, given: Options) -> Asked:
+    readers = {".jsonl": read_requests, ".csv": read_azure_requests}
+    if requests.suffix not in readers:
+        raise ValueError(f"{requests}: give a .jsonl file of requests, or a .csv of Azure's traces")
+    notes: list[str] = []
+    deployment = load_engines(what, notes.append)
+    workload = recorded_requests(
+        readers[requests.suffix](requests),
+        start_seconds=given.get("--start", 0.0),
+        rate_scale=given.get("--rate-scale", 1.0),
+        source={"file": requests.name},
+    )
+    return Asked(deployment, workload, tuple(notes))
+
+
+def _trajectories(what: Path, trajectories: Path, given: Options) -> Asked:
+    notes: list[str] = []
+    deployment = load_engines(what, notes.append)
+    log = list(read_workload(trajectories, deployment.longest_context, given.get(_TRUNCATE, False)))
+    unfinished = sum(not trajectory.finished for trajectory in log)
+    if unfinished:
+        notes.append(f"{unfinished:,} of {len(log):,} trajectories in the log unfinished: run as far as the log goes")
+    return Asked(deployment, Replay(log, source={"file": trajectories.name}, **_keywords(given)), tuple(notes))
+
+
+def _only(given: Options, *known: str) -> None:
+    """Raise ValueError naming an option that was given and means nothing here."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name} is for {_MEANT_FOR[name]}; leave it out")
+
+
+def _keywords(given: Options) -> dict[str, Any]:
+    return {name.removeprefix("--").replace("-", "_"): it for name, it in given.items() if name != _TRUNCATE}
+
+
+def _drawing(drawn: int, log: int, steps: int, samples: int, seed: int) -> str:
+    how = "without replacement" if drawn <= log else "each once, the rest with replacement"
+    each = "" if samples == 1 else f", each run as {samples} samples"
+    return (
+        f"{plural(steps, 'step')}: {plural(drawn, 'trajectory', 'trajectories')} drawn from {log:,} finished ones,"
+        f" {how} (seed {seed}){each}"
+    )

@@ -1,0 +1,120 @@
+"""What is trained and how: the part of a planning request that is neither hardware, nor model, nor trajectories.
+
+Invariant: a recipe in memory is consistent, whoever made it; a file that is not is refused in one line that names the
+key and what would be right. Lengths are tokens, times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from libra.config.yaml_file import Section, read_section
+
+Mode = Literal["async", "sync", "colocated"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
+
+_BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+_MOMENTS = {"adamw": 8, "adamw_bf16": 4, "sgd": 0}  # two in fp32, two in bf16, none
+
+_Count = Annotated[int, Field(strict=True, ge=1)]
+_Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBytes:
+    """Bytes that training keeps for one parameter; each kind is sharded, or not, by itself."""
+
+    weights: int  # in the compute type
+    gradients: int  # likewise
+    states: int  # the optimiser's: fp32 master copy where the compute type is smaller, and moments
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.states
+
+
+class Recipe(Section):
+    """How one optimiser step is made. Only `batch`, `samples_per_prompt` and `max_length` have no default."""
+
+    batch: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]  # trajectories trained on in one step
+    samples_per_prompt: _Count  # trajectories of one prompt; they are compared with each other, and divide `batch`
+    max_length: _Count  # tokens of context that a trajectory cannot outgrow
+    # async: generation and training overlap; sync: they take turns on their own devices; colocated: on the same ones.
+    mode: Mode = "async"
+    # Versions that a trajectory's oldest token may lag behind: 1 when async unless given, 0 otherwise.
+    staleness: int = Field(default_factory=lambda given: 1 if given["mode"] == "async" else 0, strict=True, ge=0)
+    # Trajectories that are generated at the same time, at most; null: as many as staleness admits.
+    concurrency: _Count | None = None
+    # Whether training begins with the groups that are complete, and adds up gradients while others are still generated.
+    early_gradients: bool = Field(default=False, strict=True)
+    # Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
+    kv_on_update: Literal["keep", "refresh"] = "keep"
+    # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
+    reference: Literal["none", "resident", "offloaded"] = "none"
+    dtype: Dtype = "bf16"  # of training's compute, and of rollout unless `rollout_dtype` says otherwise
+    rollout_dtype: Literal["fp8", "bf16"] | None = None  # of the engines' weights
+    optimiser: Optimiser = "adamw"
+    horizon: _Count = 100  # steps that a plan is expected to hold: what changing to it is paid back over
+    # Share of a GPU's memory that an engine takes, and tokens of one iteration: defaults of vLLM's server (on H100).
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.9
+    max_batched_tokens: _Count = 8192
+    # Seconds of a tool return whose time was not recorded: a search or a short command. 0: tools answer at once.
+    tool_seconds_if_unknown: Annotated[float, Field(strict=True, ge=0)] = 1.0
+    max_buckets: _Count = 4  # ranges of final context that are told apart: a router has to tell them apart, too
+    router_hit: _Share = 1.0  # share of a trajectory's work, after its first tool return, that reaches its own bucket
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.batch % self.samples_per_prompt:
+            raise ValueError(
+                f"batch is {self.batch}, which {self.samples_per_prompt} samples_per_prompt do not divide: make it a"
+                " multiple"
+            )
+        if self.dtype == "fp32" and self.rollout_dtype is None:
+            raise ValueError("dtype is fp32, but engines are priced in 8 or 16 bits: set rollout_dtype to bf16 or fp8")
+        if self.mode != "async" and self.staleness:
+            raise ValueError(f"staleness is {self.staleness}, but mode is {self.mode}: set it to 0, or mode to async")
+        if self.concurrency is not None and self.concurrency < self.samples_per_prompt:
+            raise ValueError(
+                f"concurrency is {self.concurrency}, less than a group: set it to samples_per_prompt"
+                f" ({self.samples_per_prompt}) or more"
+            )
+        if self.mode == "colocated" and self.early_gradients:
+            raise ValueError(
+                "early_gradients is true, but mode is colocated: devices that generate cannot train; leave it out"
+            )
+        return self
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of one step."""
+        return self.batch // self.samples_per_prompt
+
+    @property
+    def training_bytes(self) -> TrainingBytes:
+        """Bytes per trained parameter: 16 in all for AdamW, whether in mixed precision (Rajbhandari et al. 2020, ZeRO,
+        arXiv 1910.02054, section 3.1: 2 weights, 2 gradients, 4 master copy, 8 moments) or in fp32 (4, 4, 0, 8); 12
+        with both moments in bf16; 8 for SGD without momentum."""
+        compute = _BYTES[self.dtype]
+        master = 0 if self.dtype == "fp32" else _BYTES["fp32"]
+        return TrainingBytes(weights=compute, gradients=compute, states=master + _MOMENTS[self.optimiser])
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        """Bytes of one parameter in an engine."""
+        return _BYTES[self.rollout_dtype or self.dtype]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one number in the KV cache: of the type engines compute in, which with fp8 weights is bf16."""
+        return max(2, self.rollout_weight_bytes)
+
+
+def load_recipe(path: Path | str, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read a request file such as `examples/request.yaml`; `overrides` replace what it says. Raises `ConfigError`."""
+    return read_section(path, Recipe, "examples/request.yaml", overrides)

@@ -1,0 +1,199 @@
+"""What a run's YAML file may say.
+
+Invariant: a configuration in memory is complete and consistent; a file that is not is refused in one line that names
+the key and what would be right. Lengths are tokens, times are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from libra.config.yaml_file import ConfigError as ConfigError
+from libra.config.yaml_file import Section, read_section, unknown
+
+
+class EnvironmentConfig(Section):
+    kind: str  # a built-in name, or `module:Class` found beside the file
+    tools: tuple[str, ...]  # the tools the agent may call; each must be one the environment has
+    options: dict[str, Any] = Field(default={})  # passed to the environment
+    train_prompts: PositiveInt = 512
+    heldout_prompts: PositiveInt = 200
+
+
+class ModelConfig(Section):
+    """Either a directory in Hugging Face layout, or the shape of a tiny Qwen3 made here and warmed up."""
+
+    directory: Path | None = None
+    hidden_size: PositiveInt = 128
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+
+
+class WarmUpConfig(Section):
+    """Supervised steps on demonstrations, before reinforcement learning. Skipped (0) for a model that can act."""
+
+    steps: int = Field(default=500, ge=0)
+    batch: PositiveInt = 64
+    learning_rate: PositiveFloat = 2e-3
+
+
+class ClusterConfig(Section):
+    """The devices: CPU slots of fixed speed on a machine without accelerators."""
+
+    launcher: Literal["local", "ray"] = "local"  # where workers run: here, or on the nodes of a Ray cluster
+    ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
+    slots_per_node: PositiveInt | None = None  # at most, with `ray`; None: as many as a node has devices
+    slots: PositiveInt = 4
+    core: PositiveInt = 1  # always train
+    hybrid: int = Field(default=1, ge=0)  # train or generate
+    rollout: int = Field(default=2, ge=0)  # always generate
+    share: PositiveFloat = 0.45  # of one core, per slot
+    port: int = Field(default=0, ge=0, le=65535)  # where training replicas meet; 0: any free port
+    losses_per_hour: PositiveInt = 3  # of one slot, or one Ray node; with that many it is not used any more
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.core + self.hybrid + self.rollout != self.slots:
+            raise ValueError(
+                f"slots is {self.slots}, but core + hybrid + rollout = {self.core + self.hybrid + self.rollout}:"
+                " make them equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_launcher_for_them(self) -> Self:
+        for key in ("ray_address", "slots_per_node"):
+            if self.launcher == "local" and getattr(self, key) is not None:
+                raise ValueError(f"{key} is for a Ray cluster: set launcher to ray, or remove it")
+        return self
+
+
+class ShapeConfig(Section):
+    """A size in which an engine can be started on one device."""
+
+    max_model_len: PositiveInt
+    max_num_seqs: PositiveInt
+    kv_tokens: PositiveInt
+
+
+class StartBucket(Section):
+    shape: str
+    engines: PositiveInt
+    up_to: PositiveInt
+
+
+class StartConfig(Section):
+    """The allocation that the run starts with (and keeps, with `allocation: static`)."""
+
+    replicas: PositiveInt
+    buckets: tuple[StartBucket, ...] = Field(min_length=1)
+
+
+class TrainingConfig(Section):
+    steps: PositiveInt
+    prompts_per_step: int = Field(default=16, ge=1, le=100_000)
+    samples_per_prompt: int = Field(default=8, ge=2, le=10_000)
+    max_staleness: int = Field(default=1, ge=0)
+    learning_rate: float = Field(default=5e-5, ge=0)
+    clip: tuple[PositiveFloat, PositiveFloat] = (0.8, 1.28)
+    denominator: Literal["tokens", "sequences", "constant"] = "constant"
+    token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
+    micro_batch_tokens: PositiveInt = 1024
+    # Of engines, and of forward and backward; parameters and optimiser are float32. auto: what the devices do fast.
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
+    sharding: Literal["none", "fsdp2"] = "none"  # what each of them holds: the whole model, or a shard of it
+    temperature: PositiveFloat = 1.0
+    kv_on_update: Literal["keep", "refresh"] = "keep"
+
+    @property
+    def trajectories(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _can_be_sharded(self) -> Self:
+        if self.sharding != "none" and self.processes == 1:
+            raise ValueError(
+                f"sharding {self.sharding} divides a replica among its processes, and it has one: set processes to 2 or"
+                " more, or sharding to none"
+            )
+        return self
+
+
+class RoutingConfig(Section):
+    policy: str = "cmlfq"  # which engine makes a turn; a name that `libra.route.catalogue` knows
+
+
+class PlannerConfig(Section):
+    period: PositiveInt = 10  # steps between two decisions
+    horizon: PositiveInt = 100  # steps for which a plan is expected to hold, at most those that remain
+    half_life: PositiveFloat = 512.0  # trajectories after which evidence counts half
+    calibration: Path | None = None  # a measured profile to use instead of measuring
+
+
+class MetricsConfig(Section):
+    """Where Prometheus may ask a run for its numbers."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)  # None: nowhere
+    host: str = "127.0.0.1"
+
+
+class RunConfig(Section):
+    """One run of `libra run`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)  # names a directory
+    seed: int = Field(default=0, ge=0)
+    directory: Path = Path("runs")
+    allocation: Literal["adaptive", "static"] = "adaptive"
+    checkpoint_every: PositiveInt = 50  # steps
+    environment: EnvironmentConfig
+    model: ModelConfig = ModelConfig()
+    warm_up: WarmUpConfig = WarmUpConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    engines: dict[str, ShapeConfig] = Field(min_length=1)
+    start: StartConfig
+    training: TrainingConfig
+    routing: RoutingConfig = RoutingConfig()
+    planner: PlannerConfig = PlannerConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _start_is_possible(self) -> Self:
+        for bucket in self.start.buckets:
+            if bucket.shape not in self.engines:
+                raise ValueError(f"start.buckets: {unknown('shape', bucket.shape, list(self.engines))}")
+        engines = sum(bucket.engines for bucket in self.start.buckets)
+        cluster = self.cluster
+        if not cluster.core <= self.start.replicas <= cluster.core + cluster.hybrid:
+            raise ValueError(
+                f"start.replicas is {self.start.replicas}: give cluster.core to cluster.core + cluster.hybrid, that is"
+                f" {cluster.core} to {cluster.core + cluster.hybrid}"
+            )
+        if self.start.replicas + engines != cluster.slots:
+            raise ValueError(
+                f"start uses {self.start.replicas} + {engines} slots of {cluster.slots}: give every slot one role"
+            )
+        limits = [bucket.up_to for bucket in self.start.buckets]
+        if limits != sorted(set(limits)):
+            raise ValueError("start.buckets: up_to must rise from bucket to bucket")
+        if self.training.steps < 1:
+            raise ValueError("training.steps must be >= 1")
+        return self
+
+    @property
+    def run_directory(self) -> Path:
+        return self.directory / self.name
+
+    def computing_in(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
+        """This run, in one arithmetic from now on."""
+        return self.model_copy(update={"training": self.training.model_copy(update={"precision": precision})})
+
+
+def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read a YAML file; `overrides` are dotted keys that replace what it says. Raises `ConfigError`."""
+    return read_section(path, RunConfig, "examples/calculator.yaml", overrides)

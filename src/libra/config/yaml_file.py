@@ -1,0 +1,164 @@
+"""A YAML file of known keys, read or refused.
+
+Invariant: whatever a file holds, reading it gives a checked value or a `ConfigError` of one line that names the file,
+the key and what would be right. Nothing in a file is evaluated, and no key is dropped: not an unknown one, not one
+given twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from yaml.nodes import MappingNode, ScalarNode
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run. The message is one line: file, key, what is wrong, what would be right."""
+
+
+class Section(BaseModel):
+    """A mapping of known keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+# What PyYAML lets out, besides its own errors, for texts such as `!!bool maybe`, `2024-13-01` or a thousand brackets.
+_UNREADABLE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+
+_short = reprlib.Repr()
+_short.maxlevel = 2
+_short.maxlist = _short.maxdict = 4
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_scalar(self, node: ScalarNode | MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if any("\ud800" <= character <= "\udfff" for character in value):  # half of a pair: no text can hold it
+            raise yaml.MarkedYAMLError(problem=f"{value!r} is not text", problem_mark=node.start_mark)
+        return value
+
+
+def read_section(path: Path | str, schema: type[S], example: str, overrides: dict[str, Any] | None = None) -> S:
+    """The file at `path` as a `schema`; `overrides` are dotted keys that replace what it says. Raises `ConfigError`.
+
+    `example` is a file of this kind, for the message that has nothing better to offer. No message shows values of a
+    schema with pydantic's `hide_input_in_errors`.
+    """
+    path = Path(path)
+    data = _read_mapping(path, example, quoted=not schema.model_config.get("hide_input_in_errors"))
+    for key, value in (overrides or {}).items():
+        *parents, last = key.split(".")
+        section = data
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise refusal(path, f"{parent}: expected a mapping of keys (got {shown(section)})")
+        section[last] = value
+    return checked(path, schema, data)
+
+
+def checked(path: Path, schema: type[S], data: object, within: str = "") -> S:
+    """`data`, found in the file at the dotted key `within`, as a `schema`. Raises `ConfigError`."""
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        problem = _worst_problem(error, schema, within)
+    except RecursionError:
+        problem = "nested too deeply to be a configuration; make it flat"
+    raise refusal(path, problem)
+
+
+def refusal(path: Path, problem: str) -> ConfigError:
+    """The error to raise: `problem` as one line that opens with the file."""
+    return ConfigError(" ".join(f"{path}: {problem}".split()))
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    return _short.repr(value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` may have been meant to be."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Says that `name` is no known `what`, and what it may have been."""
+    known = list(known)
+    close = nearest(name, known)
+    hint = f"did you mean {close}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"unknown {what} {shown(name)}; {hint}"
+
+
+def _read_mapping(path: Path, example: str, quoted: bool) -> dict[str, Any]:
+    """`quoted`: messages may show what the file says."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise refusal(path, f"{error.strerror}: give an existing YAML file") from None
+    except UnicodeDecodeError as error:
+        raise refusal(path, f"not UTF-8 text (byte {error.start}): give a YAML file") from None
+    try:
+        data = yaml.load(text, _Loader)
+    except _UNREADABLE as error:
+        raise refusal(path, f"not YAML: {error if quoted else _place(error)}") from None
+    if not isinstance(data, dict):
+        raise refusal(path, f"expected a mapping of keys, as in {example}")
+    return data
+
+
+def _place(error: Exception) -> str:
+    """Where it is, without the text that is there."""
+    mark = getattr(error, "problem_mark", None)
+    return "it cannot be parsed" if mark is None else f"see line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str) -> str:
+    # A key that is misspelt is also missing: say what it should have been.
+    problem = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join([within, *location] if within else location)
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: {unknown('key', location[-1], _keys_of(schema, location[:-1]))}"
+    if problem["type"] == "missing":
+        return f"{key}: this key is required; add it"
+    message = problem["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    if problem["type"] == "value_error" or schema.model_config.get("hide_input_in_errors"):
+        return f"{key}: {message}"
+    return f"{key}: {message} (got {shown(problem['input'])})"
+
+
+def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:
+    """The keys that the section at `location` may have."""
+    section: Any = schema
+    for part in location:
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            section = section.model_fields[part].annotation
+        elif hasattr(section, "__args__"):  # a mapping or a tuple of sections
+            section = section.__args__[-1] if section.__args__[-1] is not Ellipsis else section.__args__[0]
+    if hasattr(section, "__args__"):
+        section = section.__args__[0]
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []

@@ -1,0 +1,1 @@
+"""Where prices come from: kernel tables, data sheets (roofline), measurement."""

@@ -1,0 +1,113 @@
+"""Finds how fast engines are on each class of nodes: from tables, a calibration, or the GPU's roofline.
+
+Invariant: what was read from tables once is kept in a cache file and read from there, with the same numbers; a cache
+that cannot be read is made anew. Where nothing better exists the roofline always does, and every profile says which it
+is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from libra.config.cache import cache_directory
+from libra.config.recipe import Recipe
+from libra.config.yaml_file import ConfigError
+from libra.cost import collectives, grid
+from libra.cost.grid import EngineProfile
+from libra.cost.sources import rates, roofline
+from libra.cost.sources import tables as aiconfigurator
+from libra.cost.sources.grid_file import load_calibration, load_grid, save_grid
+from libra.cost.sources.rates import Calibration
+from libra.cost.sources.tables import NoTablesError, tables
+from libra.hardware import cluster as clusters
+from libra.hardware.cluster import Cluster, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.plan.options.engines import node_roofline, tensor_degrees
+
+
+def engine_profiles(
+    cluster: Cluster,
+    model: ModelSpec,
+    recipe: Recipe,
+    source: str = "auto",
+    note: Callable[[str], None] = lambda _: None,
+) -> tuple[EngineProfile, ...]:
+    """One profile for each class of nodes, in their order.
+
+    `source` is `tables` (aiconfigurator-core), `roofline`, the calibration file of a GPU, or `auto`: tables where they
+    are installed and have the GPU and model, otherwise the roofline; `note` is told why not. Raises `ConfigError` when
+    the source that was asked for does not have them.
+    """
+    return tuple(_profile(nodes, model, recipe, source, note) for nodes in cluster.nodes)
+
+
+def _profile(
+    nodes: NodeClass, model: ModelSpec, recipe: Recipe, source: str, note: Callable[[str], None]
+) -> EngineProfile:
+    if source in ("auto", "tables"):
+        try:
+            return _tables(nodes, model, recipe)
+        except NoTablesError as error:
+            if source == "tables":
+                raise ConfigError(f"--profile tables: nodes {nodes.name}: {error}") from None
+            note(f"{nodes.name}: engine times are the roofline's: {error}")
+    calibration: Calibration | None = None
+    if source not in ("auto", "roofline"):
+        calibration = load_calibration(Path(source))
+        note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
+    return node_roofline(nodes, model, recipe, calibration)
+
+
+def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:
+    if recipe.rollout_weight_bytes != 2:
+        raise NoTablesError(
+            f"tables are read for 16-bit weights, the request asks for {recipe.rollout_weight_bytes} bytes; use a"
+            " roofline"
+        )
+    degrees = tensor_degrees(model, nodes)
+    try:
+        installed = version("aiconfigurator-core")
+    except PackageNotFoundError:
+        installed = "none"
+    asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, _code()]
+    key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
+    if cached.is_file():
+        try:
+            return load_grid(cached)
+        except ConfigError:
+            cached.unlink(missing_ok=True)  # another process may have seen it, too
+    found = _known_degrees(nodes, model, degrees)
+    try:
+        save_grid(cached, found)
+    except OSError:
+        pass  # a cache that cannot be written costs time, nothing else
+    return found
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that makes a grid of tables: what another version of it made is no longer right."""
+    makers = (aiconfigurator, clusters, collectives, grid, rates, roofline)
+    return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
+
+
+def _known_degrees(nodes: NodeClass, model: ModelSpec, degrees: Sequence[int]) -> EngineProfile:
+    """The degrees that the tables have kernels for; raises the last `NoTablesError` where that is none."""
+    known: list[EngineProfile] = []
+    missing: NoTablesError | None = None
+    for tp in degrees:
+        try:
+            known.append(tables(nodes.gpu, model, [tp], intra_bandwidth=nodes.intra_bandwidth))
+        except NoTablesError as error:
+            missing = error
+    if not known:
+        raise missing or NoTablesError(f"no tensor-parallel degree suits {model.name} on {nodes.name}")
+    return replace(known[0], engines=tuple(grid for profile in known for grid in profile.engines))

@@ -1,0 +1,161 @@
+"""What share of its data sheet a GPU delivers: the constants of the roofline.
+
+Invariant: every set of rates says where it comes from. Some GPUs were measured; the others deliver the same shares of
+their data sheets as those, and their rates say so. A calibration takes the place of what it measured, of nothing else.
+
+The measured sets are fits of the model in `roofline` to the kernel times of vLLM that aiconfigurator-core 0.12 ships
+(NVIDIA, Apache-2.0; vLLM 0.14.0 on A100, 0.24.0 on H100, H200 and L40S), over layers of Qwen3-8B/14B/32B at tp 1 to 8,
+with mean errors by kind of kernel: linear layers 7 to 9 %, decode attention 5 to 7 %, prefill attention 5 to 7 %.
+Grouped products are read off Qwen3-30B-A3B, L40S off Qwen3-14B. Bus bandwidths are those of `collectives`, fixed times
+of all-reduces those of vLLM's own kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from libra.cost.collectives import BUS_SHARE
+from libra.hardware.cluster import GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What kernels reach. Each also takes a fixed time, which is what decode of few sequences consists of."""
+
+    linear_flops: float  # FLOP/s of large matrix products
+    bandwidth: float  # bytes/s of weights and activations
+    linear_launch: float  # seconds of a linear layer beside its work
+    expert_flops: float  # FLOP/s of large grouped products, one for each expert
+    attention_flops: float  # FLOP/s of prefill attention
+    attention_launch: float  # seconds
+    cache_bandwidth: float  # bytes/s of KV read by decode attention
+    decode_launch: float  # seconds of decode attention beside its work
+    pass_launch: float  # seconds of one pass over activations (norm, activation) beside its work
+    link_share: float  # bus bandwidth of an all-reduce of two, over the link's bandwidth in one direction
+    link_latency: float  # seconds of an all-reduce beside its work
+    peer_latency: float  # further seconds for each peer
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The median of repeated measurements, and their spread: (90 % quantile - 10 % quantile) / median."""
+
+    median: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.median) and self.median > 0):
+            raise ValueError(f"Measured.median is {self.median}; a measurement is positive: calibrate again")
+        if not (math.isfinite(self.spread) and self.spread >= 0):
+            raise ValueError(f"Measured.spread is {self.spread}; it is 0 or more: calibrate again")
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What one device was measured to do, by `libra.backends.calibration`."""
+
+    device: str  # as its driver calls it
+    torch: str  # version
+    date: str  # ISO 8601
+    dtype: str
+    linear_flops: Measured  # FLOP/s
+    bandwidth: Measured  # bytes/s of a matrix product that its weights bound
+    linear_launch: Measured  # seconds
+    attention_flops: Measured  # FLOP/s
+    attention_launch: Measured  # seconds
+    cache_bandwidth: Measured  # bytes/s
+    decode_launch: Measured  # seconds
+    training_flops: Measured  # FLOP/s of a whole step: 6 * parameters * tokens plus attention, over its seconds
+    training_parameters: int
+
+    def __post_init__(self) -> None:
+        if self.training_parameters < 1:
+            raise ValueError(f"Calibration.training_parameters is {self.training_parameters}; calibrate again")
+
+    def mfu(self, gpu: GPU) -> float:
+        """Model FLOP utilisation of the training step: what it reached of the data sheet."""
+        return self.training_flops.median / gpu.flops
+
+
+_TABLES = "fitted to the vLLM kernel times of aiconfigurator-core 0.12"
+_A100 = Rates(
+    linear_flops=255e12,
+    bandwidth=1.5e12,
+    linear_launch=5e-6,
+    expert_flops=120e12,
+    attention_flops=180e12,
+    attention_launch=60e-6,
+    cache_bandwidth=1.5e12,
+    decode_launch=20e-6,
+    pass_launch=3e-6,
+    link_share=BUS_SHARE["A100"],
+    link_latency=5e-6,
+    peer_latency=0.3e-6,
+    source=_TABLES,
+)
+_H100 = Rates(
+    linear_flops=780e12,
+    bandwidth=2.8e12,
+    linear_launch=3e-6,
+    expert_flops=540e12,
+    attention_flops=640e12,
+    attention_launch=55e-6,
+    cache_bandwidth=3.1e12,
+    decode_launch=13e-6,
+    pass_launch=3e-6,
+    link_share=BUS_SHARE["H100"],
+    link_latency=4e-6,
+    peer_latency=0.3e-6,
+    source=_TABLES,
+)
+_RATES = {
+    "A100": _A100,
+    "A800": replace(_A100, link_share=BUS_SHARE["A800"], source=f"{_TABLES}, those of A100 but for the link"),
+    "H100": _H100,
+    "H800": replace(_H100, link_share=BUS_SHARE["H800"], source=f"{_TABLES}, those of H100 but for the link"),
+    "H200": replace(_H100, linear_flops=760e12, bandwidth=3.8e12, expert_flops=600e12, cache_bandwidth=4.3e12),
+    "L40S": replace(
+        _H100,
+        linear_flops=235e12,
+        bandwidth=0.73e12,
+        expert_flops=150e12,
+        attention_flops=190e12,
+        cache_bandwidth=0.75e12,
+        link_share=min(BUS_SHARE.values()),
+        peer_latency=3e-6,
+    ),
+}
+
+
+def rates(gpu: GPU, calibration: Calibration | None = None) -> Rates:
+    """What kernels reach on a GPU. One that was not measured gets the shares of the data sheet that H100 and H200 reach
+    on average, and the fixed times of H100.
+    """
+    known = _RATES.get(gpu.name)
+    if known is None:
+        known = replace(
+            _H100,
+            linear_flops=0.78 * gpu.flops,
+            bandwidth=0.81 * gpu.bandwidth,
+            expert_flops=0.58 * gpu.flops,
+            attention_flops=0.65 * gpu.flops,
+            cache_bandwidth=0.91 * gpu.bandwidth,
+            link_share=min(BUS_SHARE.values()),
+            source=f"data sheet of {gpu.name} times what H100 and H200 reach of theirs: not measured",
+        )
+    if calibration is None:
+        return known
+    source = f"{calibration.device}, {calibration.date}, torch {calibration.torch}; all else {known.source}"
+    return replace(
+        known,
+        linear_flops=calibration.linear_flops.median,
+        bandwidth=calibration.bandwidth.median,
+        linear_launch=calibration.linear_launch.median,
+        attention_flops=calibration.attention_flops.median,
+        attention_launch=calibration.attention_launch.median,
+        cache_bandwidth=calibration.cache_bandwidth.median,
+        decode_launch=calibration.decode_launch.median,
+        source=source,
+    )

@@ -1,1 +1,0 @@
-"""Who does what: workers, their roles, and the moves that change them."""

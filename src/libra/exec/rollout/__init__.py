@@ -1,1 +1,0 @@
-"""Generation: the engines, and the agents whose turns they make."""

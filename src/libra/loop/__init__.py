@@ -1,0 +1,1 @@
+"""The post-training run: episodes, batches, decisions, checkpoints."""

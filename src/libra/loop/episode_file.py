@@ -1,0 +1,280 @@
+"""Finished episodes on disk, and which step trained on them: what a resumed run goes on with.
+
+Invariant: the files say, in the order in which it happened, which group was started under which version, which episodes
+finished with which tokens, log-probs and versions, and which groups each batch took. An episode is written before it
+counts, and a batch before it is trained on. So the state of a run at its end follows from its checkpoint: the batches
+after it are taken again, of the same episodes in the same order, and the groups that are left are under way as they
+were. No episode is of a version that no batch before it makes.
+
+Every line is with the operating system when it is written, so it outlives the controller; `sync`, once a step and off
+the event loop, makes it outlive the machine. With every checkpoint a new segment begins; those that nothing under way
+needs are deleted when the checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from libra.loop.rollout import Episode
+from libra.records.line_file import LineFile, drop_partial_line, whole_lines
+
+_NAME = "episodes-{:05d}.jsonl"
+_PATTERN = "episodes-*.jsonl"
+
+
+class EpisodeFileError(ValueError):
+    """Files of episodes that cannot be resumed from. The message names file and line."""
+
+
+class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    pass
+
+
+class _Segment(_Line, frozen=True, tag="segment"):
+    """The first line of a file: the steps made when it begins, and the groups under way with their start versions."""
+
+    step: int
+    groups: tuple[tuple[int, int], ...]
+
+
+class _Started(_Line, frozen=True, tag="started"):
+    group: int
+    version: int
+
+
+class _Finished(_Line, frozen=True, tag="finished"):
+    group: int
+    index: int  # in the group
+    episode: Episode
+
+
+class _Taken(_Line, frozen=True, tag="taken"):
+    version: int  # that the batch makes
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Episodes of one prompt, by their index, in the order in which they finished; the others have not finished."""
+
+    number: int
+    started_at: int  # version
+    episodes: Mapping[int, Episode]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBatch:
+    """The groups that version `version` was made of, oldest first."""
+
+    version: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What happened after the checkpoint of `step`, as far as it outlived the run."""
+
+    step: int
+    batches: tuple[TakenBatch, ...] = ()  # in the order of their versions
+    groups: tuple[Group, ...] = ()  # under way at the end, oldest first
+    finished: tuple[Episode, ...] = ()  # after the checkpoint, in order; they are in `batches` or `groups`
+
+    @property
+    def version(self) -> int:
+        """Of the last batch that was taken."""
+        return self.step + len(self.batches)
+
+
+class EpisodeFile:
+    """Writes what happens. Raises `DiskError` where it cannot."""
+
+    def __init__(self, directory: Path, step: int, groups: Sequence[Group]) -> None:
+        """Goes on with the last file of the directory, or begins the first; `groups` are under way."""
+        self._directory = directory
+        segments = _segments(directory)
+        if segments and _is_empty(self._path(segments[-1])):  # it was cut off before its first line was whole
+            self._path(segments.pop()).unlink()
+        first, self._number = (segments[0], segments[-1]) if segments else (0, 0)
+        self._started_in = {group.number: (group.started_at, first) for group in groups}
+        self._needed = first  # the oldest segment that the newest checkpoint needs
+        self._unsynced: list[LineFile] = []
+        self._file = LineFile(self._path(self._number))
+        if not segments:
+            self._append(_Segment(step, ()))
+
+    def started(self, group: int, version: int) -> None:
+        """A group starts while engines hold `version`."""
+        self._started_in[group] = (version, self._number)
+        self._append(_Started(group, version))
+
+    def finished(self, group: int, index: int, episode: Episode) -> None:
+        self._append(_Finished(group, index, episode))
+
+    def taken(self, version: int, groups: Sequence[int]) -> None:
+        """The batch that makes `version` takes these groups."""
+        self._append(_Taken(version, tuple(groups)))
+        for group in groups:
+            del self._started_in[group]
+
+    def begin_segment(self, step: int) -> None:
+        """A checkpoint of `step`, later than any complete one, is being made: what was written so far is in it, what
+        follows is not."""
+        number = self._number + 1
+        file = LineFile(self._path(number))
+        try:  # nothing may follow in a file that has no head
+            file.append(msgspec.json.encode(_Segment(step, self._under_way())))
+        except BaseException:
+            file.close()
+            raise
+        self._unsynced.append(self._file)
+        self._file, self._number = file, number
+        self._needed = min([number, *(segment for _, segment in self._started_in.values())])
+
+    def forget_older(self) -> None:
+        """The checkpoint that the segment began with is complete: what only the one before needed is deleted."""
+        for number in _segments(self._directory):
+            if number < self._needed:
+                self._path(number).unlink()
+
+    async def sync(self) -> None:
+        """Everything written so far is on disk when this returns."""
+        older, self._unsynced = self._unsynced, []
+        await asyncio.to_thread(_sync, [*older, self._file])
+        for file in older:
+            file.close()
+
+    def close(self) -> None:
+        for file in (*self._unsynced, self._file):
+            file.close()
+
+    def _under_way(self) -> tuple[tuple[int, int], ...]:
+        return tuple((group, version) for group, (version, _) in self._started_in.items())
+
+    def _append(self, line: _Line) -> None:
+        self._file.append(msgspec.json.encode(line))
+
+    def _path(self, number: int) -> Path:
+        return self._directory / _NAME.format(number)
+
+
+def read_history(directory: Path, step: int) -> History:
+    """What the files of a run say of the time after its checkpoint of `step`. Raises `EpisodeFileError`."""
+    segments = _segments(directory)
+    heads = {number: head for number in segments if (head := _head(directory / _NAME.format(number))) is not None}
+    own = [number for number, head in heads.items() if head.step == step]
+    if not own:
+        raise EpisodeFileError(
+            f"{directory}: no {_PATTERN} begins at step {step}, that of its checkpoint; start again with --overwrite"
+        )
+    begins = own[-1]  # a checkpoint of a step is tried again only while none of it is complete
+    fold = _Fold(step, heads[begins].groups)
+    for number in segments:
+        path = directory / _NAME.format(number)
+        for line_number, line in _read(path):
+            try:
+                if number < begins:
+                    fold.before_checkpoint(line)
+                else:
+                    fold.after_checkpoint(line)
+            except ValueError as error:
+                raise EpisodeFileError(
+                    f"{path}:{line_number}: {error}; the file is damaged, start again with --overwrite"
+                ) from None
+    return fold.history()
+
+
+class _Fold:
+    """What the lines add up to, one after the other."""
+
+    def __init__(self, step: int, groups: Sequence[tuple[int, int]]) -> None:
+        self._step = step
+        self._started = dict(groups)  # group -> version
+        self._episodes: dict[int, dict[int, Episode]] = {group: {} for group in self._started}
+        self._batches: list[TakenBatch] = []
+        self._finished: list[Episode] = []
+
+    def before_checkpoint(self, line: _Line) -> None:
+        """Only groups that were under way at the checkpoint matter; the others have been trained on by then."""
+        if isinstance(line, _Finished) and line.group in self._started:
+            self._add(line)
+
+    def after_checkpoint(self, line: _Line) -> None:
+        match line:
+            case _Started():
+                if line.group in self._started:
+                    raise ValueError(f"group {line.group} was started before")
+                self._started[line.group] = line.version
+                self._episodes[line.group] = {}
+            case _Finished():
+                self._add(line)
+                self._finished.append(line.episode)
+                newest = max(line.episode.versions)
+                if newest > self._version:
+                    raise ValueError(f"{line.episode.trajectory.id} is of version {newest}, which nothing before makes")
+            case _Taken():
+                if line.version != self._version + 1:
+                    raise ValueError(f"version {line.version} does not follow {self._version}")
+                self._batches.append(TakenBatch(line.version, tuple(self._take(group) for group in line.groups)))
+            case _:
+                pass  # the head of a segment repeats what is known
+
+    def history(self) -> History:
+        under_way = tuple(self._take(group) for group in list(self._started))
+        return History(self._step, tuple(self._batches), under_way, tuple(self._finished))
+
+    @property
+    def _version(self) -> int:
+        return self._step + len(self._batches)
+
+    def _add(self, line: _Finished) -> None:
+        if line.group not in self._started:
+            raise ValueError(f"an episode of group {line.group}, which was not started, or trained on before")
+        if line.index in self._episodes[line.group]:
+            raise ValueError(f"episode {line.index} of group {line.group} finished before")
+        self._episodes[line.group][line.index] = line.episode
+
+    def _take(self, group: int) -> Group:
+        if group not in self._started:
+            raise ValueError(f"a batch of group {group}, which was not started, or trained on before")
+        return Group(group, self._started.pop(group), self._episodes.pop(group))
+
+
+def _sync(files: Sequence[LineFile]) -> None:
+    for file in files:
+        file.sync()
+
+
+def _is_empty(path: Path) -> bool:
+    drop_partial_line(path)
+    return path.stat().st_size == 0
+
+
+def _segments(directory: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("episodes-")) for path in directory.glob(_PATTERN))
+
+
+def _head(path: Path) -> _Segment | None:
+    """The first line of a segment; None where a kill came before its end."""
+    for _, line in _read(path):
+        if not isinstance(line, _Segment):
+            raise EpisodeFileError(f"{path}:1: not the head of a segment; the file is damaged")
+        return line
+    return None
+
+
+_decoder = msgspec.json.Decoder(_Segment | _Started | _Finished | _Taken)
+
+
+def _read(path: Path) -> Iterator[tuple[int, _Line]]:
+    for number, text in enumerate(whole_lines(path), start=1):
+        try:
+            yield number, _decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EpisodeFileError(
+                f"{path}:{number}: {error}; the file is damaged, start again with --overwrite"
+            ) from None

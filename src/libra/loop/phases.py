@@ -1,0 +1,44 @@
+"""Words about what a run does before and after its steps.
+
+Invariant: what is shown is a view of the run like any other, with a phase and without measures.
+"""
+
+from __future__ import annotations
+
+import time
+
+from libra.backends.grpo.warmup import WarmUpProgress
+from libra.config.run import RunConfig
+from libra.report.live import Display, RunView
+
+
+class Phases:
+    """Words about what happens before the first step."""
+
+    def __init__(self, config: RunConfig, display: Display, began: float) -> None:
+        self._config, self._display, self._began = config, display, began
+
+    def show(self, phase: str, step: int = 0) -> None:
+        self._display.show(
+            RunView(
+                name=self._config.name,
+                step=step,
+                steps=self._config.training.steps,
+                elapsed=time.monotonic() - self._began,
+                reward=None,
+                tokens_per_second=None,
+                staleness_mean=None,
+                staleness_max=None,
+                workers=(),
+                last_decision="",
+                phase=phase,
+            )
+        )
+
+    def line(self, text: str) -> None:
+        self._display.line(f"[{time.monotonic() - self._began:6.1f} s] {text}")
+
+    def warm_up(self, progress: WarmUpProgress) -> None:
+        self.show(f"supervised warm-up {progress.step}/{progress.steps}, loss {progress.loss:.3f}")
+        if progress.step == progress.steps:
+            self.line(f"supervised warm-up: {progress.steps} steps, loss {progress.loss:.3f}")

@@ -1,0 +1,354 @@
+"""The run directory: everything a run writes down about itself while it goes.
+
+Invariant: what is written is on its own line and complete; a run that ends anywhere leaves files that can be read. A
+full disk is a `DiskError` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from libra.backends.grpo.joint_step import StepResult
+from libra.backends.vllm.kv_handover import Changes
+from libra.exec.transitions import Moved
+from libra.exec.workers import Worker
+from libra.loop.rollout import Episode, TurnReport
+from libra.loop.tally import Tally
+from libra.records.causes import Cause
+from libra.records.device_time import DeviceTime, Part, Phase, Seconds
+from libra.records.disk import write_whole, writing
+from libra.records.line_file import LineFile, drop_partial_line, whole_lines
+from libra.records.schema import (
+    DecisionRecord,
+    EventRecord,
+    PeriodRecord,
+    Record,
+    RunSummary,
+    StepRecord,
+    read_records,
+)
+from libra.records.timeline import Timeline
+from libra.records.trace import JsonValue
+from libra.trajectory import dump_trajectory
+
+_FILES = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
+_EPISODE_LANE = "one episode at a time"
+_COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
+_SPAN_SECONDS = 0.005  # a shorter span of one cause is not drawn on the timeline: nobody would see it
+
+
+class Recorder:
+    """Writes metrics, periods, decisions, events, trajectories, routing and the timeline.
+
+    The times of records count the seconds of reinforcement learning, over all sittings of a resumed run; the timeline
+    counts from the start of this one.
+    """
+
+    def __init__(self, directory: Path, seconds_before: float) -> None:
+        self.directory = directory
+        self._started = time.monotonic()
+        self._seconds_before = seconds_before
+        self._began: float | None = None
+        self._files = {name: LineFile(directory / f"{name}.jsonl") for name in _FILES}
+        self._timeline_path = directory / "timeline.json"
+        with writing(self._timeline_path):
+            self._timeline = Timeline(self._timeline_path)
+        self.roles: dict[str, str] = {}
+        self.tally = Tally()
+        self._devices = DeviceTime(self._spent)
+        self.lost_workers: dict[str, None] = {}  # in the order of their first loss
+        self.changes = Changes()
+        self.messages: deque[str] = deque(maxlen=4)
+        self._counted: dict[str, float] = {}
+        self._followed: str | None = None
+
+    def begin(self) -> None:
+        """Reinforcement learning begins, or goes on."""
+        self._began = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds of reinforcement learning so far."""
+        return self._seconds_before + (time.monotonic() - self._began if self._began is not None else 0.0)
+
+    def step(self, record: StepRecord) -> None:
+        self._write("metrics", record)
+        self.tally.step(record)
+        with self._drawing() as (timeline, now):
+            timeline.step(record.step, now - record.step_seconds, now, {"reward": record.reward_mean})
+            timeline.staleness(record.staleness_mean, record.staleness_max, now)
+
+    def period(self, record: PeriodRecord) -> None:
+        self._write("periods", record)
+
+    def decision(self, record: DecisionRecord) -> None:
+        self._write("decisions", record)
+
+    def event(
+        self,
+        kind: str,
+        worker: str | None,
+        text: str,
+        seconds: float | None = None,
+        held_seconds: float | None = None,
+    ) -> None:
+        self._write("events", EventRecord(self.now(), kind, worker, text, seconds, held_seconds))
+        if kind != "weights":
+            self.messages.append(f"{worker}: {text}" if worker else text)
+
+    def episode(self, episode: Episode) -> None:
+        self._files["trajectories"].append(dump_trajectory(episode.trajectory).encode())
+        if episode.trajectory.id == self._followed:
+            self._followed = None
+
+    def turn(self, report: TurnReport) -> None:
+        """A served turn; those that changed engines are written with the reason. The timeline shows all turns of one
+        episode at a time: hundreds run at once, and following one shows its queues, tools and moves."""
+        if self._began is not None and self._followed is None:
+            self._followed = report.trajectory
+        if report.trajectory == self._followed:
+            name = f"{report.trajectory} on {report.worker}"
+            details: dict[str, JsonValue] = {"tokens": report.tokens, "reason": report.placement.reason}
+            with self._drawing() as (timeline, now):
+                timeline.work(_EPISODE_LANE, name, now - report.seconds, now, details)
+        change = report.change
+        if change is not None:
+            self.changes.add(change)
+        if report.placement.migrated or change is not None:
+            entry = {
+                "time": round(self.now(), 4),
+                "trajectory": report.trajectory,
+                "to": report.worker,
+                "bucket": report.placement.bucket,
+                "reason": report.placement.reason,
+            }
+            if change is not None:
+                entry |= {
+                    "context": change.context,
+                    "kv_tokens": change.handed_tokens,
+                    "kv_seconds": round(change.seconds, 6),
+                    "kv": change.why,
+                }
+            self._files["routing"].append(json.dumps(entry).encode())
+
+    def turns(self, worker: str, change: int) -> None:
+        """An engine has so many turns more, or less."""
+        self._count(worker, self._devices.turns(worker, change, self._moment()))
+
+    def tools(self, worker: str, change: int) -> None:
+        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        self._devices.tools(worker, change, self._moment())
+
+    def meet(self, workers: Iterable[Worker]) -> None:
+        """These are the workers: their time begins."""
+        moment = self._moment()
+        for worker in workers:
+            self._devices.role(worker.id, worker.role, moment)
+            self.role(worker)
+
+    def role(self, worker: Worker) -> None:
+        label = str(worker.duty)
+        self.roles[worker.id] = label
+        self._devices.role(worker.id, worker.role, self._moment())
+        with self._drawing() as (timeline, now):
+            timeline.role(worker.id, label, now)
+
+    def phase(self, phase: Phase) -> None:
+        """The training side does this from now on."""
+        self._devices.phase(phase, self._moment())
+
+    def stepped(self, result: StepResult) -> None:
+        """The trainers have made a step; its weights are published from now on."""
+        self._devices.stepped(step_parts(result), result.publish_seconds, self._moment())
+
+    def hold_back(self, held_back: bool) -> None:
+        """Whether there are groups that staleness does not let start yet."""
+        self._devices.hold_back(held_back, self._moment())
+
+    def device_seconds(self) -> Seconds:
+        """What every worker's time in this sitting went to."""
+        return self._devices.seconds(self._moment())
+
+    def under_way(self) -> dict[str, tuple[int, int]]:
+        """Turns that every engine has, and tools that are called for episodes which it served last."""
+        return self._devices.under_way()
+
+    def take_device_seconds(self, until: float) -> Seconds:
+        """The same, since the last call and until this second of reinforcement learning, which is just over."""
+        assert self._began is not None
+        return self._devices.take(until - self._seconds_before + self._began - self._started)
+
+    def moved(self, moved: Moved) -> None:
+        """A move that ended: when it is not done, the event says what became of the worker."""
+        move = moved.move
+        self.tally.moved(moved)
+        if moved.outcome == "done":
+            what = f"{move.after} again" if move.before == move.after else str(move)
+            self.event("role_change", move.worker, f"{what} in {moved.seconds:.1f} s", moved.seconds)
+        else:
+            left = f"it is {move.before} again" if moved.outcome == "undone" else "it does nothing"
+            text = f"{move} failed after {moved.seconds:.1f} s, {left}: {moved.why}"
+            self.event("move_failed", move.worker, text, moved.seconds)
+        details: dict[str, JsonValue] = {
+            "worker": move.worker,
+            "from": str(move.before),
+            "to": str(move.after),
+            "seconds": round(moved.seconds, 3),
+            "outcome": moved.outcome,
+        }
+        with self._drawing() as (timeline, now):
+            timeline.move(move.worker, str(move), max(0.0, now - moved.seconds), now, details)
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        """A worker that did something went away."""
+        self.lost_workers[worker] = None
+        self.tally.lost(worker)
+        what_next = "its slot has lost too many within an hour and stays empty" if retired else "its slot is idle"
+        self.event("worker_lost", worker, f"{why}; {what_next}")
+        with self._drawing() as (timeline, now):
+            timeline.lost(worker, now, why)
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
+        self.tally.joined(seconds, held_seconds)
+        waited = f"a step waited {held_seconds:.3f} s" if held_seconds else "no step waited"
+        text = f"takes part in training {seconds:.1f} s after its start; {waited} for it"
+        self.event("joined", worker, text, seconds, held_seconds)
+        with self._drawing() as (timeline, now):
+            details: dict[str, JsonValue] = {"seconds": round(seconds, 3), "held_seconds": round(held_seconds, 4)}
+            timeline.work(worker, "join training", max(0.0, now - seconds), now, details)
+
+    def load(self, worker: str) -> None:
+        """An engine is told to take new weights."""
+        self._devices.load(worker, self._moment())
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        """It has taken them, and stood still for so long."""
+        self._devices.loaded(worker, seconds, self._moment())
+        with self._drawing() as (timeline, now):
+            timeline.work(worker, f"load v{version}", now - seconds, now)
+            timeline.weights(worker, version, now)
+
+    def summary(self, summary: RunSummary) -> None:
+        path = self.directory / "summary.json"
+        with writing(path):
+            path.write_text(summary.to_json() + "\n")
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
+            stack.enter_context(writing(self._timeline_path))
+            stack.callback(self._timeline.close)
+            self._devices.take(self._moment())  # draws what is not over
+
+    @contextmanager
+    def _drawing(self) -> Iterator[tuple[Timeline, float]]:
+        """The timeline and the moment on it."""
+        with writing(self._timeline_path):
+            yield self._timeline, self._moment()
+
+    def _moment(self) -> float:
+        """Seconds of this sitting."""
+        return time.monotonic() - self._started
+
+    def _spent(self, worker: str, cause: Cause, start: float, end: float) -> None:
+        if end - start >= _SPAN_SECONDS:
+            with self._drawing() as (timeline, _):
+                timeline.cause(worker, cause, start, end)
+
+    def _count(self, worker: str, running: int) -> None:
+        """How many turns an engine has, thinned out for the timeline."""
+        with self._drawing() as (timeline, now):
+            if now - self._counted.get(worker, -1.0) >= _COUNTER_SECONDS:
+                self._counted[worker] = now
+                timeline.turns(worker, running, now)
+
+    def _write(self, name: str, record: Record) -> None:
+        self._files[name].append(record.to_json().encode())
+
+
+def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
+    """What the replicas of a step did until the optimiser's turn."""
+    before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
+    # They leave the exchange together, so who is longest in it has waited for the last to come.
+    exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
+    return {
+        share.replica: (
+            *before,
+            Part(Cause.COMPUTING, share.compute_seconds),
+            Part(Cause.REPLICA_BOUND, share.exchange_seconds - exchange),
+            Part(Cause.EXCHANGING, exchange),
+        )
+        for share in result.shares
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says
+    which files lost how many lines."""
+
+    step: int = 0
+    time: float = 0.0
+    periods: int = 0
+    damaged: tuple[str, ...] = ()
+
+
+def cut_back(directory: Path, step: int) -> Recorded:
+    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped,
+    those that a loss of power left torn (records are not forced to disk), and records of later steps."""
+    torn = {name: _drop_torn(directory / f"{name}.jsonl") for name in _FILES}
+    damaged = tuple(f"{name}.jsonl: {count} torn lines are left out" for name, count in torn.items() if count)
+    metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
+    steps = [record for record in read_records(StepRecord, metrics) if record.step <= step]
+    _keep(metrics, steps)
+    closed = [record for record in read_records(PeriodRecord, periods) if record.last_step <= step]
+    _keep(periods, closed)
+    _keep(decisions, [record for record in read_records(DecisionRecord, decisions) if record.step <= step])
+    number = max((record.period + 1 for record in closed), default=0)
+    return Recorded(steps[-1].step, steps[-1].time, number, damaged) if steps else Recorded(damaged=damaged)
+
+
+def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[Episode]:
+    """Episodes that the run did not come to write into `trajectories.jsonl` any more."""
+    written = {_id.decode(line).id for line in whole_lines(directory / "trajectories.jsonl")}
+    return [episode for episode in episodes if episode.trajectory.id not in written]
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+_id = msgspec.json.Decoder(_Id)
+
+
+def _keep(path: Path, records: Sequence[Record]) -> None:
+    write_whole(path, "".join(record.to_json() + "\n" for record in records))
+
+
+def _drop_torn(path: Path) -> int:
+    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file."""
+    if not path.exists():
+        return 0
+    with writing(path):
+        drop_partial_line(path)
+    lines = whole_lines(path)
+    kept = [line for line in lines if _is_object(line)]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(line + b"\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

@@ -1,0 +1,211 @@
+"""The agent loop: generate a turn, call the tool it asks for, route the next turn by what came back.
+
+Invariant: tokens in, tokens out. What an engine generated enters the sample as the ids that it sampled, with their
+log-probs and weight versions; nothing is decoded and encoded again. A tool is called once for each turn that asks for
+it, whatever becomes of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from libra.backends.vllm.kv_handover import Change
+from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
+from libra.loop.draft import Draft
+from libra.loop.fleet import Fleet
+from libra.loop.running_turn import RunningTurn
+from libra.route.policy import Placement, ToolReturn
+from libra.trajectory import ToolStatus, Trajectory, Turn
+
+T = TypeVar("T")
+
+
+class Codec(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished trajectory and the tokens it is made of. The four lists have one entry per token."""
+
+    trajectory: Trajectory
+    tokens: list[int]
+    generated: list[bool]
+    logprobs: list[float]
+    versions: list[int]  # -1 where not generated
+    reward: float
+    turn_buckets: tuple[int, ...]  # bucket in which each turn ended
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """What one engine made of a turn, for the timeline and the routing log."""
+
+    trajectory: str
+    worker: str
+    tokens: int
+    seconds: float  # at the engine, its queue included
+    placement: Placement
+    change: Change | None  # of engines, before this one made something of it
+
+
+class Watcher(Protocol):
+    """Who is told of the turns and tools of episodes."""
+
+    def turn(self, report: TurnReport) -> None:
+        """An engine's part in a turn is over."""
+        ...
+
+    def turns(self, worker: str, change: int) -> None:
+        """An engine has so many turns more, or less."""
+        ...
+
+    def tools(self, worker: str, change: int) -> None:
+        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        ...
+
+
+class Rollout:
+    """Runs episodes of one environment on a fleet."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        tools: Sequence[str],
+        codec: Codec,
+        fleet: Fleet,
+        longest_context: int,
+        watcher: Watcher,
+        now: Callable[[], float],
+    ) -> None:
+        self._environment = environment
+        self._tools = {name: environment.tools[name] for name in tools}
+        self._codec = codec
+        self._fleet = fleet
+        self._longest_context = longest_context
+        self._watcher, self._now = watcher, now
+        stop = codec.encode(environment.stop)
+        if len(stop) != 1:
+            raise ValueError(f"the stop text {environment.stop!r} must be one token of the model, not {len(stop)}")
+        self._stop_token = stop[0]
+        self._requests = 0
+        self.generated_tokens = 0
+
+    async def episode(self, id: str, prompt: Prompt, due: float, temperature: float, fresh: bool = False) -> Episode:
+        """One episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
+        generated before."""
+        draft = Draft(id, prompt, due, temperature, fresh, self._now())
+        draft.given(self._codec.encode(prompt.text))
+        draft.prompt_tokens = len(draft.tokens)
+        returned: ToolReturn | None = None
+        while True:
+            turn = await self._generate(draft, returned)
+            text = self._codec.decode(turn)
+            call = self._environment.parse(text)
+            last_chance = len(draft.turns) + 1 >= self._environment.max_turns
+            if call is None or last_chance:
+                return self._finish(draft, turn, text)
+            began = time.monotonic()
+            self._watcher.tools(draft.engine, 1)
+            try:
+                status, reply = await self._call(call)
+            finally:
+                self._watcher.tools(draft.engine, -1)
+            seconds = time.monotonic() - began
+            back = self._codec.encode(reply)
+            if len(draft.tokens) + len(back) + self._environment.turn_tokens > self._longest_context:
+                return self._finish(draft, turn, text)
+            draft.given(back)
+            draft.turns.append(Turn(len(turn), call.tool, status, len(back), seconds))
+            returned = ToolReturn(call.tool, status, len(back))
+
+    async def _generate(self, draft: Draft, returned: ToolReturn | None) -> list[int]:
+        """The tokens of the next turn, made by as many engines as it takes."""
+        environment, start = self._environment, len(draft.tokens)
+        turn = RunningTurn(draft, environment.name, self._fleet, environment.turn_tokens, self._stop_token, returned)
+        while True:
+            placement = turn.place()
+            if placement is None:
+                await self._fleet.changed()
+                continue
+            self._requests += 1
+            began, before = time.monotonic(), len(draft.tokens)
+            draft.engine = placement.instance
+            self._watcher.turns(draft.engine, 1)
+            try:
+                await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
+            finally:
+                self._watcher.turns(draft.engine, -1)
+            tokens = len(draft.tokens) - before
+            self.generated_tokens += tokens
+            seconds = time.monotonic() - began
+            self._watcher.turn(TurnReport(draft.id, placement.instance, tokens, seconds, placement, turn.change))
+            if turn.over:
+                draft.buckets.append(placement.bucket)
+                return draft.tokens[start:]
+
+    async def _call(self, call: ToolCall) -> tuple[ToolStatus, str]:
+        """What the tool returned, classified by how it ended, never by its text."""
+        environment = self._environment
+        tool = self._tools.get(call.tool)
+        if tool is None:
+            return "error", environment.error_text
+        try:
+            reply = await _within(environment.deadline, tool(call.argument))
+        except TimeoutError:
+            return "timeout", environment.timeout_text
+        except ToolError as error:
+            return "error", str(error)
+        except Exception:  # noqa: BLE001 - a tool is somebody else's code: the agent sees that it broke, the run goes on
+            return "error", environment.error_text
+        return ("ok", reply) if isinstance(reply, str) else ("error", environment.error_text)
+
+    def _finish(self, draft: Draft, turn: list[int], text: str) -> Episode:
+        draft.turns.append(Turn(len(turn), None, None, 0))
+        reward = self._environment.reward(draft.prompt, text)
+        versions = [version for version in draft.versions if version >= 0]
+        trajectory = Trajectory(
+            id=draft.id,
+            prompt_id=draft.prompt.id,
+            task=self._environment.name,
+            prompt_tokens=draft.prompt_tokens,
+            turns=tuple(draft.turns),
+            reward=reward,
+            policy_version=min(versions),
+            finished=True,
+            started_at=draft.started_at,
+        )
+        self._fleet.policy.finished(trajectory)
+        return Episode(
+            trajectory, draft.tokens, draft.generated, draft.logprobs, draft.versions, reward, tuple(draft.buckets)
+        )
+
+
+async def _within(deadline: float, call: Awaitable[T]) -> T:
+    """What `call` gives within `deadline` seconds, else TimeoutError. One that goes on when it is cancelled is left
+    alone, and one that cancels itself is an error of its own, not the end of the episode."""
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(_let_go)
+    try:
+        await asyncio.wait([task], timeout=deadline)
+    finally:
+        in_time = task.done()
+        task.cancel()
+    if not in_time:
+        raise TimeoutError(f"no reply in {deadline} s")
+    if task.cancelled():
+        raise RuntimeError("the tool cancelled itself")
+    return task.result()
+
+
+def _let_go(task: asyncio.Future[T]) -> None:
+    """Whoever waited for it in time knows how it ended; otherwise that concerns nobody."""
+    if not task.cancelled():
+        task.exception()

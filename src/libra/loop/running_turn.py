@@ -1,0 +1,131 @@
+"""One turn of an episode, on as many engines as it takes.
+
+Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine goes on
+after the last token that arrived. So every token of the turn is of one engine, and none that arrived is lost. The
+policy hears of the tool return before the turn once, and of the turn itself as a simulation would tell it: placed again
+it is a turn that starts with what it has; moved because it outlived its bucket it is still the one that was placed.
+"""
+
+from __future__ import annotations
+
+from libra.backends.launch.handles import EngineHandle, WorkerLostError
+from libra.backends.transport.messages import Generate, KVTransfer, Piece
+from libra.backends.vllm.kv_handover import Change
+from libra.loop.draft import Draft
+from libra.loop.fleet import Fleet
+from libra.route.policy import Placement, Request, ToolReturn
+
+
+class RunningTurn:
+    """Place it, have it served, and again until it is over."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        task: str,
+        fleet: Fleet,
+        most_tokens: int,
+        stop_token: int,
+        returned: ToolReturn | None = None,
+    ) -> None:
+        """The turn starts where `draft` ends, after what a tool `returned`, and ends with `stop_token` or after
+        `most_tokens`."""
+        self._draft, self._task, self._fleet = draft, task, fleet
+        self._stop_token = stop_token
+        self._returned = returned  # until the policy has heard of it
+        self._start = len(draft.tokens)
+        self._limit = self._start + most_tokens  # of the context
+        self._request: Request  # as it was last placed
+        self._ask_at: int | None = None  # context with which the policy wants to be asked
+        self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
+        self._engine: EngineHandle  # that makes it, or did last
+        self._name: str  # of the request there
+        self.change: Change | None = None  # how its context came to the engine that was last asked; None: it was there
+
+    @property
+    def over(self) -> bool:
+        tokens = self._draft.tokens
+        return len(tokens) >= self._limit or (len(tokens) > self._start and tokens[-1] == self._stop_token)
+
+    def place(self) -> Placement | None:
+        """Where it goes on; None: nothing can hold it now."""
+        if self._destination is not None:
+            (placement, engine), self._destination = self._destination, None
+            if self._fleet.serves(engine):
+                return placement
+        draft = self._draft
+        self._request = Request(
+            draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, draft.due
+        )
+        view = self._fleet.view(self._room)
+        if self._returned is None:
+            return self._fleet.policy.place(self._request, view)
+        returned, self._returned = self._returned, None
+        return self._fleet.policy.tool_returned(self._request, returned, view)
+
+    async def serve(self, placement: Placement, name: str) -> None:
+        """Have the engine of `placement` make it until it is over or stopped, or the engine leaves or is gone."""
+        draft, before = self._draft, len(self._draft.tokens)
+        self._name, self._engine = name, self._fleet.handle(placement.instance)
+        self._expect(placement.ask_again)
+        salt = draft.id if draft.fresh else None
+        transfer = await self._bring(salt)
+        if not self._fleet.serves(self._engine):  # it left meanwhile: its turns have been stopped already
+            self.change = None
+            return
+        try:
+            await self._engine.generate(
+                Generate(
+                    id=name,
+                    tokens=draft.tokens,
+                    max_tokens=self._limit - len(draft.tokens),
+                    temperature=draft.temperature,
+                    stop_token=self._stop_token,
+                    priority=placement.priority,
+                    salt=salt,
+                    transfer=transfer,
+                ),
+                self._take,
+            )
+        except WorkerLostError:
+            if self._fleet.serves(self._engine):
+                raise  # whoever is told of the loss has not taken it out of service: it would be asked for ever
+        finally:
+            if len(draft.tokens) > before:  # else the KV is where it was: this one may never have had any
+                draft.home, draft.at_home = self._engine, len(draft.tokens)
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the turn may yet need beyond the context of its request."""
+        return self._limit - self._request.context_tokens
+
+    async def _bring(self, salt: str | None) -> KVTransfer | None:
+        """Have the KV of the context brought to its engine, where another one has it and that pays."""
+        draft, handover, self.change = self._draft, self._fleet.handover, None
+        if handover is None or draft.home is None or draft.home is self._engine:
+            return None
+        with self._engine.expecting(len(draft.tokens)):
+            transfer, self.change = await handover.bring(draft.tokens[: draft.at_home], salt, draft.home, self._engine)
+        return transfer
+
+    def _take(self, piece: Piece) -> None:
+        self._draft.sampled(piece)
+        if self._ask_at is not None and len(self._draft.tokens) >= self._ask_at and not self.over:
+            self._ask()
+
+    def _ask(self) -> None:
+        """It has generated what its placement foresaw: the policy says what becomes of it."""
+        self._ask_at = None
+        generated = len(self._draft.tokens) - self._request.context_tokens
+        placement = self._fleet.policy.outlived(self._request, generated, self._fleet.view(self._room))
+        if placement is None:
+            return
+        engine = self._fleet.handle(placement.instance)
+        if engine is self._engine:
+            self._expect(placement.ask_again)
+        else:
+            self._destination = placement, engine
+            self._engine.interrupt(self._name)
+
+    def _expect(self, ask_again: int | None) -> None:
+        self._ask_at = None if ask_again is None else self._request.context_tokens + ask_again

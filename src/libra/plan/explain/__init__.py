@@ -1,0 +1,1 @@
+"""Why a plan is what it is, and what would change it."""

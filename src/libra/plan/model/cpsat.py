@@ -1,0 +1,236 @@
+"""The allocation problem for a step of given length, as a CP-SAT model. Read `StepModel` from top to bottom.
+
+Notation and names of constraints are those of `libra.plan.problem`. Invariant: for a given step the prices have become
+integers, `need[c, s, i, j]` engines (`libra.plan.model.ranges`), so all coefficients are devices or engines, nothing is
+rounded, and every answer is exact. `libra.plan.model.solve` chooses the lengths of the step that are asked about.
+
+A candidate c is a training option that keeps the step. `need` is the larger table, for routers that are possible;
+`kept` is the smaller one, for routers that are known, and holds where the buckets are those that run now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from libra.plan.model.ranges import NEVER, Counts, Range, make_allocation
+from libra.plan.model.relaxation import Candidate
+from libra.plan.options.price import training_option
+from libra.plan.problem import Allocation, Pool, Problem, TrainingOption
+from libra.plan.transition import engines_by_shape, joins
+
+_sum = cp_model.LinearExpr.sum
+_weighted_sum = cp_model.LinearExpr.weighted_sum
+
+
+class StepModel:
+    """`kept[c]` is None where candidate c cannot keep the present buckets, and `present`, their ranges, where no
+    candidate can. No solution `contains` one of `excluding`."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        candidates: Sequence[Candidate],
+        kept: Sequence[Counts | None],
+        present: Sequence[Range] | None,
+        excluding: Sequence[Allocation] = (),
+    ) -> None:
+        self.problem, self.candidates, self.kept, self.present = problem, candidates, kept, present
+
+        # Sets
+        least = np.minimum.reduce([c.engines for c in candidates] + [table for table in kept if table is not None])
+        self.shapes = range(len(problem.shapes))
+        self.ranges: list[Range] = [(int(s), int(i), int(j)) for s, i, j in np.argwhere(least < NEVER)]
+
+        # Data
+        footprints = [problem.footprint(shape) for shape in problem.shapes]
+        self.pool_of = [pool for pool, _, _ in footprints]
+        self.devices_of = [devices for _, devices, _ in footprints]
+        used = {s for s, _, _ in self.ranges}
+        self.most = [
+            problem.pool(pool).devices // devices if s in used else 0 for s, (pool, devices, _) in enumerate(footprints)
+        ]
+
+        # Variables
+        self.cp = cp_model.CpModel()
+        self.x = [self.cp.new_bool_var(f"x[{c}]") for c in range(len(candidates))]
+        self.z = {r: self.cp.new_bool_var(f"z[{r}]") for r in self.ranges}
+        self.n = [self.cp.new_int_var(0, self.most[s], f"n[{s}]") for s in self.shapes]
+        self.keep = self.cp.new_bool_var("keep")
+
+        # Constraints
+        self.one_training()
+        self.every_class_once()
+        self.most_buckets()
+        self.one_bucket_per_shape()
+        self.keep_buckets()
+        self.enough_engines()
+        self.no_stray_engines()
+        self.devices()
+        for excluded in excluding:
+            self.different(excluded)
+
+    def one_training(self) -> None:
+        """sum over c of x[c] = 1"""
+        self.cp.add_exactly_one(self.x).with_name("one_training")
+
+    def every_class_once(self) -> None:
+        """z is a path: of each class, as many ranges begin with it as end before it, one with the first."""
+        classes = len(self.problem.peaks)
+        for j in range(classes + 1):
+            ending = [z for (_, _, last), z in self.z.items() if last + 1 == j]
+            starting = [z for (_, first, _), z in self.z.items() if first == j]
+            if j == 0:
+                constraint = self.cp.add_exactly_one(starting)
+            elif j == classes:
+                constraint = self.cp.add_exactly_one(ending)
+            else:
+                constraint = self.cp.add(_sum(ending) == _sum(starting))
+            constraint.with_name(f"every_class_once[{j}]")
+
+    def most_buckets(self) -> None:
+        """sum over s, i, j of z[s, i, j] <= most_buckets"""
+        if self.problem.most_buckets is not None:
+            self.cp.add(_sum(list(self.z.values())) <= self.problem.most_buckets).with_name("most_buckets")
+
+    def one_bucket_per_shape(self) -> None:
+        """sum over i, j of z[s, i, j] <= 1"""
+        if self.problem.one_bucket_per_shape:
+            for s in self.shapes:
+                self.cp.add_at_most_one(self._ranges_of(s)).with_name(f"one_bucket_per_shape[{s}]")
+
+    def keep_buckets(self) -> None:
+        """keep <= z[r] for each present range r"""
+        if self.present is None or any(r not in self.z for r in self.present):
+            self.cp.add(self.keep == 0).with_name("keep_buckets")
+            return
+        for r in self.present:
+            self.cp.add_implication(self.keep, self.z[r]).with_name(f"keep_buckets[{r}]")
+
+    def enough_engines(self) -> None:
+        """n[s] >= sum over i, j of need[c, s, i, j] z[s, i, j] where x[c]; of kept[c] where x[c] and keep"""
+        for candidate, kept, x in zip(self.candidates, self.kept, self.x, strict=True):
+            self._enough_engines(candidate.engines, [x, ~self.keep])
+            if kept is None:
+                self.cp.add_implication(x, ~self.keep)
+            else:
+                self._enough_engines(kept, [x, self.keep])
+
+    def _enough_engines(self, need: Counts, where: list[Any]) -> None:
+        for s in self.shapes:
+            engines = {r: int(need[r]) for r in self.z if r[0] == s}
+            possible = [r for r, count in engines.items() if count < NEVER]
+            if possible:
+                needed = _weighted_sum([self.z[r] for r in possible], [engines[r] for r in possible])
+                self.cp.add(self.n[s] >= needed).with_name(f"enough_engines[{s}]").only_enforce_if(where)
+            for r, count in engines.items():
+                if count >= NEVER:
+                    self.cp.add_bool_or([~self.z[r], *(~literal for literal in where)])
+
+    def no_stray_engines(self) -> None:
+        """n[s] <= most[s] * sum over i, j of z[s, i, j]"""
+        for s in self.shapes:
+            self.cp.add(self.n[s] <= self.most[s] * _sum(self._ranges_of(s))).with_name(f"no_stray_engines[{s}]")
+
+    def devices(self) -> None:
+        """For each pool p, generating[p] + training[p] <= devices[p]; each by itself without own_devices (colocated);
+        = with no_idle_devices"""
+        for pool in self.problem.pools:
+            name = f"devices[{pool.name}]"
+            generating = sum(self.devices_of[s] * self.n[s] for s in self.shapes if self.pool_of[s] == pool.name)
+            if self.problem.colocated:
+                self.cp.add(generating <= pool.devices).with_name(name)
+                if self.problem.use_all_devices:
+                    for candidate, x in zip(self.candidates, self.x, strict=True):
+                        if _training_devices(candidate, pool) < pool.devices:
+                            self.cp.add(generating == pool.devices).with_name(name).only_enforce_if(x)
+                continue
+            training = sum(_training_devices(c, pool) * x for c, x in zip(self.candidates, self.x, strict=True))
+            if self.problem.use_all_devices:
+                self.cp.add(generating + training == pool.devices).with_name(name)
+            else:
+                self.cp.add(generating + training <= pool.devices).with_name(name)
+
+    def different(self, excluded: Allocation) -> None:
+        """Fewer engines of some shape than the excluded allocation has, or training with fewer devices or elsewhere"""
+        option = training_option(self.problem, excluded)
+        assert option is not None  # it fits
+        less = [x for c, x in zip(self.candidates, self.x, strict=True) if not _trains_alike(c.training, option)]
+        for shape, engines in engines_by_shape(excluded).items():
+            fewer = self.cp.new_bool_var("")
+            self.cp.add(self.n[self.problem.shapes.index(shape)] < engines).only_enforce_if(fewer)
+            less.append(fewer)
+        self.cp.add_bool_or(less).with_name("different")
+
+    def simplest(self) -> Any:
+        """The objective among plans that keep the step: moves, devices, buckets, and short ranges on the first shapes,
+        in this order, as one sum."""
+        buckets = sum(self.z.values())
+        order = sum((s + 1) * (j - i + 1) * z for (s, i, j), z in self.z.items())
+        devices = sum(self.devices_of[s] * self.n[s] for s in self.shapes) + sum(
+            candidate.training.devices * x for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
+        classes, shapes = len(self.problem.peaks), len(self.problem.shapes)
+        per_bucket = classes * shapes + 1
+        per_device = per_bucket * (classes + 1)
+        per_move = per_device * (sum(pool.devices for pool in self.problem.pools) * 2 + 1)
+        return self._moves() * per_move + devices * per_device + buckets * per_bucket + order
+
+    def _moves(self) -> Any:
+        """Engines and replicas to start, and one more for other buckets; 0 where nothing runs."""
+        current = self.problem.current
+        if current is None:
+            return 0
+        running = engines_by_shape(current)
+        starts = []
+        for s, shape in enumerate(self.problem.shapes):
+            start = self.cp.new_int_var(0, self.most[s], f"start[{s}]")
+            self.cp.add(start >= self.n[s] - running[shape])
+            starts.append(start)
+        joining = sum(
+            joins(current, candidate.training) * x for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
+        return joining + sum(starts) + (1 - self.keep)
+
+    def allocation(self, solver: cp_model.CpSolver) -> Allocation:
+        """The solution's allocation; engines that no bucket needs join the last bucket of their shape."""
+        chosen = next(c for c, x in enumerate(self.x) if solver.boolean_value(x))
+        candidate = self.candidates[chosen]
+        keeps = solver.boolean_value(self.keep)
+        kept = self.kept[chosen]
+        engines = kept if keeps and kept is not None else candidate.engines
+        cover = sorted((r for r, z in self.z.items() if solver.boolean_value(z)), key=lambda r: r[1])
+        counts = [int(engines[r]) for r in cover]
+        if self.problem.use_all_devices:
+            for s in self.shapes:
+                last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
+                if last is not None:
+                    counts[last] += solver.value(self.n[s]) - sum(
+                        count for count, r in zip(counts, cover, strict=True) if r[0] == s
+                    )
+        current = self.problem.current
+        ends = [bucket.up_to for bucket in current.buckets] if keeps and current is not None else None
+        return make_allocation(self.problem, candidate.training, cover, counts, ends)
+
+    def _ranges_of(self, shape: int) -> list[Any]:
+        return [z for (s, _, _), z in self.z.items() if s == shape]
+
+
+def contains(problem: Problem, allocation: Allocation, other: Allocation) -> bool:
+    """Whether an allocation is the other one with nothing less: as many engines of every shape or more, and training on
+    the same pool with as many devices or more. Both fit the problem."""
+    mine, others = (training_option(problem, a) for a in (allocation, other))
+    assert mine is not None and others is not None
+    return _trains_alike(mine, others) and engines_by_shape(allocation) >= engines_by_shape(other)
+
+
+def _trains_alike(option: TrainingOption, other: TrainingOption) -> bool:
+    """On the same pool, with as many devices or more. Layouts are no difference: the relaxation looks at one only."""
+    return option.pool == other.pool and option.devices >= other.devices
+
+
+def _training_devices(candidate: Candidate, pool: Pool) -> int:
+    return candidate.training.devices if candidate.training.pool == pool.name else 0

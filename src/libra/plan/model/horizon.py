@@ -1,0 +1,145 @@
+"""Plans several periods at once, where changing from one allocation to another costs time.
+
+Invariant: among sequences of the candidates none takes less time, steps and switches together. What is not among the
+candidates is not considered: each period's best allocation, its best allocation with the training of each other
+period's, what runs now, and what the caller adds.
+
+With c(p, a) the seconds of period p under allocation a, and s(p, a, b) those lost on going from a to b when p begins,
+the shortest time to be in b during p is (Bellman 1957)
+
+    t(p, b) = c(p, b) + min over a of  t(p - 1, a) + s(p, a, b)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from libra.plan.model.solve import solve
+from libra.plan.options.price import devices_used, infeasibility, price, training_option
+from libra.plan.problem import Allocation, InfeasiblePlanError, Problem
+
+# Seconds lost on going from one allocation to another, given the problem of the period that begins.
+SwitchSeconds = Callable[[Problem, Allocation, Allocation], float]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How many devices of a pool have to be able to do what. A change of layout is no change of role."""
+
+    pool: str
+    core: int  # train in every period
+    hybrid: int  # train in some periods, and do not in others
+    rollout: int  # train in none
+
+
+@dataclass(frozen=True, slots=True)
+class HorizonPlan:
+    """What to run in each period; times are seconds."""
+
+    allocations: tuple[Allocation, ...]  # [period]
+    step_seconds: tuple[float, ...]  # [period] predicted, of one optimiser step
+    switch_seconds: tuple[float, ...]  # [period] lost when it begins
+    seconds: float  # all steps and switches
+    pools: tuple[PoolSizes, ...]
+
+
+def plan_horizon(
+    problems: Sequence[Problem],
+    steps: Sequence[int],
+    switch_seconds: SwitchSeconds,
+    current: Allocation | None = None,
+    candidates: Iterable[Allocation] = (),
+) -> HorizonPlan:
+    """The sequence of allocations, one for each period of `steps[p]` steps, with the least total time.
+
+    Nothing is lost on starting where `current` is None. An allocation is held only in periods whose problem it fits:
+    let the problems offer the same shapes and layouts (`libra.plan.options.held.sharing_layouts`). `candidates` are
+    considered besides. Raises ValueError when there is no period or one has no step,
+    InfeasiblePlanError when a period has no plan.
+    """
+    if not problems or len(problems) != len(steps):
+        raise ValueError(f"there are {len(problems)} problems for {len(steps)} periods; give each period its problem")
+    if any(count < 1 for count in steps):
+        raise ValueError(f"steps is {tuple(steps)}; every period has 1 step or more")
+    considered = list(dict.fromkeys([*([current] if current else []), *candidates, *optima(problems, current)]))
+    held = [
+        [price(problem, each).step * count if infeasibility(problem, each) is None else math.inf for each in considered]
+        for problem, count in zip(problems, steps, strict=True)
+    ]
+
+    def switch(period: int, a: int, b: int) -> float:
+        return switch_seconds(problems[period], considered[a], considered[b])
+
+    path = shortest_path(held, switch, None if current is None else 0)
+    came = [*([0] if current else [path[0]]), *path[:-1]]
+    lost = tuple(0.0 if a == b else switch(p, a, b) for p, (a, b) in enumerate(zip(came, path, strict=True)))
+    allocations = tuple(considered[b] for b in path)
+    return HorizonPlan(
+        allocations=allocations,
+        step_seconds=tuple(held[p][b] / steps[p] for p, b in enumerate(path)),
+        switch_seconds=lost,
+        seconds=math.fsum([*(held[p][b] for p, b in enumerate(path)), *lost]),
+        pools=pool_sizes(problems, allocations),
+    )
+
+
+def optima(problems: Sequence[Problem], current: Allocation | None) -> tuple[Allocation, ...]:
+    """The best allocation of each period, near to the one before where there is a choice, and its best allocations with
+    the training options that others of these have."""
+    best: list[Allocation] = []
+    for problem in problems:
+        best.append(solve(replace(problem, current=best[-1] if best else current)).allocation)
+    found = list(best)
+    for problem, own in zip(problems, best, strict=True):
+        for other in dict.fromkeys(best):
+            option = training_option(problem, other)
+            if option is None or (other.layout, other.replicas) == (own.layout, own.replicas):
+                continue
+            try:
+                found.append(solve(replace(problem, training=(option,), current=own)).allocation)
+            except InfeasiblePlanError:
+                continue  # this period cannot train so
+    return tuple(dict.fromkeys(found))
+
+
+def shortest_path(
+    held: Sequence[Sequence[float]], switch: Callable[[int, int, int], float], start: int | None
+) -> tuple[int, ...]:
+    """[period] the candidate to hold. `held[p][a]` are the seconds of period p under candidate a, infinite where it
+    cannot be held; `switch(p, a, b)` those lost on going from a to b when p begins, 0 being taken for a = b. Before the
+    first period `start` is held; None: any may be begun with at no cost. Among equals the path that stays is taken."""
+    many = range(len(held[0]))
+    reached = [0.0 if start in (None, a) else math.inf for a in many]
+    came: list[list[int]] = []
+    for period, seconds in enumerate(held):
+        arrive, sources = list(reached), list(many)
+        for b in many:
+            if seconds[b] == math.inf or (period == 0 and start is None):
+                continue
+            for a in many:
+                if a == b or not reached[a] < arrive[b]:
+                    continue
+                total = reached[a] + switch(period, a, b)
+                if total < arrive[b]:
+                    arrive[b], sources[b] = total, a
+        reached = [total + own for total, own in zip(arrive, seconds, strict=True)]
+        came.append(sources)
+    if min(reached) == math.inf:
+        raise InfeasiblePlanError("no sequence of candidates can be held through all periods")
+    path = [min(many, key=lambda a: reached[a])]
+    for sources in reversed(came[1:]):
+        path.append(sources[path[-1]])
+    return tuple(reversed(path))
+
+
+def pool_sizes(problems: Sequence[Problem], allocations: Sequence[Allocation]) -> tuple[PoolSizes, ...]:
+    """Core, hybrid and rollout devices that the allocations ask for; the pools are those of the last problem. A device
+    that idles could generate."""
+    trained = [devices_used(problem, each) for problem, each in zip(problems, allocations, strict=True)]
+    sizes = []
+    for pool in problems[-1].pools:
+        counts = [used[pool.name][0] for used in trained]
+        sizes.append(PoolSizes(pool.name, min(counts), max(counts) - min(counts), pool.devices - max(counts)))
+    return tuple(sizes)

@@ -1,0 +1,279 @@
+"""The allocation problem for a step of given length, as an integer linear program: a second opinion on
+`libra.plan.model.cpsat`, with which it shares `need`, but no model, bound or search. PuLP writes it, CBC solves it.
+
+Notation and names of constraints are those of `libra.plan.problem`. Each candidate has a path of its own, along which
+its x[c] flows from the first class to the end of the last. So nothing has to be switched off where another candidate is
+chosen: there is no large constant, all coefficients are devices or engines, and the linear relaxation is tight.
+
+A candidate c is a training option that keeps the step, with routers that are possible, or with those that are known, in
+which case it has only the ranges of the present buckets (`keep_buckets`).
+
+Invariant: every answer is priced by `libra.plan.options.price` before it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pulp
+from pulp.apis import coin_api
+
+from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
+from libra.plan.model.relaxation import all_devices_conflict, ample_step, require_feasible
+from libra.plan.model.solve import STEP_TOLERANCE
+from libra.plan.options.price import infeasibility, price
+from libra.plan.problem import Allocation, Problem, Proof, Solution, TrainingOption
+from libra.plan.transition import engines_by_shape, joins
+
+_SHORTEST = 1e-6  # seconds; steps are not told apart below it
+_ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
+
+
+def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = True) -> Solution:
+    """The best allocation, its step at most `tolerance` (relative) longer than the shortest before the tie-break.
+
+    Raises `InfeasiblePlanError` when no allocation can serve the problem, and RuntimeError for an answer of CBC that is
+    none.
+    """
+    require_feasible(problem)
+    ample = max(_SHORTEST, ample_step(problem))
+    trial = max(_SHORTEST, min(option.seconds for option in problem.training))
+    allocation, disproven = keeps_step(problem, trial), 0.0
+    while allocation is None:
+        if trial == ample:
+            raise all_devices_conflict()
+        disproven, trial = trial, min(2 * trial, ample)
+        allocation = keeps_step(problem, trial)
+    step = price(problem, allocation).step
+    while step > max(_SHORTEST, disproven * (1 + tolerance)):
+        trial = min(math.sqrt(max(disproven, step / 4) * step), step / (1 + tolerance / 2))
+        better = keeps_step(problem, trial)
+        if better is None:
+            disproven = trial
+        else:
+            allocation, step = better, price(problem, better).step
+    if tie_break:
+        longest = max(_SHORTEST, step * (1 + STEP_TOLERANCE))
+        allocation = StepProgram(problem, longest).simplest() or allocation
+    predicted = price(problem, allocation)
+    bound = min(disproven, predicted.step)
+    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
+    return Solution(allocation, predicted, Proof("optimal", bound, gap))
+
+
+def keeps_step(problem: Problem, step: float) -> Allocation | None:
+    """An allocation whose price is at most `step` seconds (> 0), or None: there is none."""
+    return StepProgram(problem, step).solve()
+
+
+class _Candidate(NamedTuple):
+    training: TrainingOption
+    need: Counts  # [shape, first, last]
+    ranges: Sequence[Range]
+    keeps: bool  # the present buckets
+
+
+class StepProgram:
+    """The variables and constraints for one length of the step. Read `__init__` as the paper's model."""
+
+    def __init__(self, problem: Problem, step: float) -> None:
+        self.problem, self.step = problem, step
+
+        # Sets and data
+        footprints = [problem.footprint(shape) for shape in problem.shapes]
+        self.pool_of = [pool for pool, _, _ in footprints]
+        self.devices_of = [devices for _, devices, _ in footprints]
+        self.shapes = range(len(problem.shapes))
+        self.candidates = self._candidates()
+
+        # Variables
+        self.lp = pulp.LpProblem("libra", pulp.LpMinimize)
+        self.x = [self._integer(f"x_{c}") for c in range(len(self.candidates))]
+        self.z = [
+            {r: self._integer(f"z_{c}_{r[0]}_{r[1]}_{r[2]}") for r in candidate.ranges}
+            for c, candidate in enumerate(self.candidates)
+        ]
+        self.idle = problem.use_all_devices  # engines beyond those that are needed, where no device may idle
+        self.spare = [
+            [self._integer(f"spare_{c}_{s}", self._most(s)) for s in self.shapes] if self.idle else []
+            for c in range(len(self.candidates))
+        ]
+
+        # Constraints
+        self.one_training()
+        self.every_class_once()
+        self.most_buckets()
+        self.one_bucket_per_shape()
+        self.no_stray_engines()
+        self.devices()
+
+    def one_training(self) -> None:
+        """sum over c of x[c] = 1"""
+        self._add("one_training", pulp.lpSum(self.x) == 1)
+
+    def every_class_once(self) -> None:
+        """z[c] is a path that carries x[c]: what enters the first class leaves each one, and ends with the last."""
+        classes = len(self.problem.peaks)
+        for c, (x, z) in enumerate(zip(self.x, self.z, strict=True)):
+            ending: list[list[Any]] = [[] for _ in range(classes + 1)]
+            starting: list[list[Any]] = [[] for _ in range(classes + 1)]
+            for (_, first, last), variable in z.items():
+                starting[first].append(variable)
+                ending[last + 1].append(variable)
+            for j in range(classes + 1):
+                entering = x if j == 0 else pulp.lpSum(ending[j])
+                leaving = x if j == classes else pulp.lpSum(starting[j])
+                self._add(f"every_class_once_{c}_{j}", entering == leaving)
+
+    def most_buckets(self) -> None:
+        """sum over s, i, j of z[c, s, i, j] <= most_buckets * x[c]"""
+        if self.problem.most_buckets is not None:
+            most = most_buckets(self.problem)
+            for c, (x, z) in enumerate(zip(self.x, self.z, strict=True)):
+                self._add(f"most_buckets_{c}", pulp.lpSum(z.values()) <= most * x)
+
+    def one_bucket_per_shape(self) -> None:
+        """sum over i, j of z[c, s, i, j] <= x[c]"""
+        if self.problem.one_bucket_per_shape:
+            for c, x in enumerate(self.x):
+                for s in self.shapes:
+                    self._add(f"one_bucket_per_shape_{c}_{s}", pulp.lpSum(self._ranges_of(c, s)) <= x)
+
+    def no_stray_engines(self) -> None:
+        """spare[c, s] <= most[s] * sum over i, j of z[c, s, i, j]"""
+        for c, spare in enumerate(self.spare):
+            for s, engines in enumerate(spare):
+                self._add(f"no_stray_engines_{c}_{s}", engines <= self._most(s) * pulp.lpSum(self._ranges_of(c, s)))
+
+    def devices(self) -> None:
+        """For each pool p, sum over s in p of devices[s] * n[c, s] <= (devices[p] - training[c, p]) * x[c], where n is
+        need[c] z[c] and spare; less nothing without own_devices (colocated); = with no_idle_devices"""
+        for c, (candidate, x) in enumerate(zip(self.candidates, self.x, strict=True)):
+            for pool in self.problem.pools:
+                generating = pulp.lpSum(
+                    self.devices_of[s] * n for s, n in self._engines(c) if self.pool_of[s] == pool.name
+                )
+                trains = candidate.training.devices if candidate.training.pool == pool.name else 0
+                room = pool.devices if self.problem.colocated else pool.devices - trains
+                full = self.problem.use_all_devices and not (self.problem.colocated and trains == pool.devices)
+                name = f"devices_{c}_{pool.name}"
+                self._add(name, generating == room * x if full else generating <= room * x)
+
+    def solve(self) -> Allocation | None:
+        """Some allocation that satisfies the constraints, or None: there is none."""
+        return self._allocation() if self._optimal() else None
+
+    def simplest(self) -> Allocation | None:
+        """The allocation with the fewest moves, then devices, then buckets: solved for one after the other."""
+        fewest = {"devices": self._devices(), "buckets": self._buckets()}
+        if self.problem.current is not None:
+            fewest = {"moves": self._moves(self.problem.current), **fewest}
+        for name, objective in fewest.items():
+            self.lp.setObjective(objective)
+            if not self._optimal():
+                return None
+            self._add(f"fewest_{name}", objective <= round(pulp.value(objective)))
+        return self._allocation()
+
+    def _candidates(self) -> list[_Candidate]:
+        present = present_ranges(self.problem)
+        possible = RangeTable(self.problem, tried=False)
+        known = None if present is None else RangeTable(self.problem, tried=True)
+        found = []
+        for option in self.problem.training:
+            if option.seconds > self.step or option.devices > self.problem.pool(option.pool).devices:
+                continue
+            need = possible.engines(option, self.step)
+            fitting = np.argwhere(need <= self._room(option)[:, None, None])
+            found.append(_Candidate(option, need, [(int(s), int(i), int(j)) for s, i, j in fitting], keeps=False))
+            if known is not None and present is not None:
+                kept = known.engines(option, self.step)
+                if all(kept[r] < NEVER for r in present):
+                    found.append(_Candidate(option, kept, present, keeps=True))
+        return found
+
+    def _room(self, option: TrainingOption) -> Any:
+        """[shape] engines for which the option leaves devices."""
+        trains = [0 if self.problem.colocated or pool != option.pool else option.devices for pool in self.pool_of]
+        return np.array(
+            [
+                (self.problem.pool(pool).devices - taken) // devices
+                for pool, taken, devices in zip(self.pool_of, trains, self.devices_of, strict=True)
+            ]
+        )
+
+    def _optimal(self) -> bool:
+        if not self.candidates:
+            return False
+        status = self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1))
+        if status in (pulp.LpStatusOptimal, pulp.LpStatusInfeasible):
+            return bool(status == pulp.LpStatusOptimal)
+        raise RuntimeError(f"CBC stopped with status {pulp.LpStatus[status]!r}; report it with the problem")
+
+    def _allocation(self) -> Allocation:
+        """The solution, priced: raises RuntimeError where it does not keep the step."""
+        c = next(c for c, x in enumerate(self.x) if _is_one(x))
+        candidate = self.candidates[c]
+        cover = sorted((r for r, z in self.z[c].items() if _is_one(z)), key=lambda r: r[1])
+        counts = [int(candidate.need[r]) for r in cover]
+        for s, engines in enumerate(self.spare[c]):
+            last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
+            if last is not None:
+                counts[last] += round(engines.value() or 0.0)
+        current = self.problem.current
+        ends = [bucket.up_to for bucket in current.buckets] if candidate.keeps and current is not None else None
+        allocation = make_allocation(self.problem, candidate.training, cover, counts, ends)
+        reason = infeasibility(self.problem, allocation)
+        if reason is None and price(self.problem, allocation).step > self.step * (1 + _ROUNDING):
+            reason = f"its step is {price(self.problem, allocation).step:.6g} s"
+        if reason is not None:
+            raise RuntimeError(f"CBC was asked for a step of {self.step:.6g} s and gave {allocation}: {reason}")
+        return allocation
+
+    def _moves(self, current: Allocation) -> Any:
+        """Engines and replicas to start, and one more for other buckets."""
+        starts = []
+        for s, shape in enumerate(self.problem.shapes):
+            start = self._integer(f"start_{s}", self._most(s))
+            engines = pulp.lpSum(n for c in range(len(self.x)) for shape_of, n in self._engines(c) if shape_of == s)
+            self._add(f"starts_{s}", start >= engines - engines_by_shape(current)[shape])
+            starts.append(start)
+        return pulp.lpSum(starts) + pulp.lpSum(
+            (joins(current, candidate.training) + (not candidate.keeps)) * x
+            for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
+
+    def _devices(self) -> Any:
+        return pulp.lpSum(self.devices_of[s] * n for c in range(len(self.x)) for s, n in self._engines(c)) + pulp.lpSum(
+            candidate.training.devices * x for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
+
+    def _buckets(self) -> Any:
+        return pulp.lpSum(variable for z in self.z for variable in z.values())
+
+    def _engines(self, c: int) -> list[tuple[int, Any]]:
+        """(shape, engines of it), to be added up."""
+        need = self.candidates[c].need
+        return [(r[0], int(need[r]) * z) for r, z in self.z[c].items()] + list(enumerate(self.spare[c]))
+
+    def _ranges_of(self, c: int, shape: int) -> list[Any]:
+        return [z for r, z in self.z[c].items() if r[0] == shape]
+
+    def _most(self, s: int) -> int:
+        return self.problem.pool(self.pool_of[s]).devices // self.devices_of[s]
+
+    def _integer(self, name: str, most: int = 1) -> Any:
+        return self.lp.add_variable(name, 0, most, pulp.LpInteger)
+
+    def _add(self, name: str, constraint: Any) -> None:
+        """PuLP takes no constraint without a variable, such as 0 <= 0 of a class that no candidate serves."""
+        if isinstance(constraint, bool):
+            constraint = self.x[0] >= (0 if constraint else 2)
+        self.lp += constraint, name
+
+
+def _is_one(variable: Any) -> bool:
+    return bool((variable.value() or 0.0) > 0.5)

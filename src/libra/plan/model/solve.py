@@ -1,0 +1,187 @@
+"""The shortest step and the simplest plan that keeps it, with a proof.
+
+Invariant: a longer step never needs more devices, so what cannot be done within t proves t as a lower bound, and the
+shortest step is found by bisection. `libra.plan.model.relaxation` answers most questions, and leaves out what
+cannot be part of a plan; `libra.plan.model.cpsat` answers the others, and chooses among equals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from libra.plan.model.cpsat import StepModel, contains
+from libra.plan.model.ranges import NEVER, Counts, RangeTable, make_allocation, most_buckets, present_ranges
+from libra.plan.model.relaxation import (
+    Candidate,
+    Relaxation,
+    all_devices_conflict,
+    ample_step,
+    cheapest_cover,
+    require_feasible,
+)
+from libra.plan.options.price import infeasibility, price
+from libra.plan.problem import Allocation, InfeasiblePlanError, Problem, Proof, Solution
+
+STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
+
+_BISECTION = 1e-4  # relative distance of proven and disproven steps at which the search ends
+_ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
+_SHORTCUTS = 8  # candidates that are tried without a search, before one is made
+_SHORTEST = 1e-6  # seconds; steps are not told apart below it
+_NO_TIME = "no plan was found within deterministic_limit; raise it"
+_NO_OTHER = "there is no plan but the excluded ones"
+
+
+def solve(
+    problem: Problem,
+    *,
+    deterministic_limit: float = 30.0,
+    seed: int = 0,
+    excluding: Sequence[Allocation] = (),
+    tie_break: bool = True,
+) -> Solution:
+    """The best allocation. The same problem, limit and seed give the same answer.
+
+    `deterministic_limit` bounds the search in the solver's deterministic seconds, which count operations and read no
+    clock; when it runs out, the best plan so far is returned with status `feasible`. Raises `InfeasiblePlanError` when
+    no allocation can serve the problem, and RuntimeError when the limit runs out before any was found.
+
+    No answer `contains` one of `excluding`, allocations that fit. Without `tie_break` any allocation with the shortest
+    step will do, which is quicker.
+    """
+    require_feasible(problem)
+    search = _Search(problem, deterministic_limit, seed, excluding)
+    allocation, bound = search.shortest_step()
+    if tie_break:
+        longest = max(_SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
+        stays = search.what_runs(longest)
+        allocation = search.simplest(longest, otherwise=allocation) if stays is None else stays
+    predicted = price(problem, allocation)
+    bound = min(bound, predicted.step)
+    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
+    return Solution(allocation, predicted, Proof("optimal" if search.complete else "feasible", bound, gap))
+
+
+class _Search:
+    """Asks one problem for steps of different lengths, within one deterministic budget."""
+
+    def __init__(
+        self, problem: Problem, deterministic_limit: float, seed: int, excluding: Sequence[Allocation] = ()
+    ) -> None:
+        self._problem, self._excluding = problem, excluding
+        self._left, self._seed = deterministic_limit, seed
+        self._untried = RangeTable(problem, tried=False)
+        self._present = present_ranges(problem)
+        self._tried = RangeTable(problem, tried=True) if self._present is not None else None
+        # Routers that are known ask for no more than routers that might be, so the bounds hold for both.
+        self._relaxation = Relaxation(problem, self._tried or self._untried)
+        self.complete = True  # every search so far was finished, not cut short
+
+    def shortest_step(self) -> tuple[Allocation, float]:
+        """The allocation with the shortest step that was found, and a proven lower bound on any step."""
+        disproven, trial = 0.0, max(_SHORTEST, min(option.seconds for option in self._problem.training))
+        found = self._within(trial)
+        ample = max(trial, ample_step(self._problem))
+        while found is None:
+            if trial == ample:
+                raise self._nothing_found()
+            disproven, trial = (trial if self.complete else disproven), min(2 * trial, ample)
+            found = self._within(trial)
+        step = price(self._problem, found).step
+        while self.complete and step > max(_SHORTEST, disproven * (1 + _BISECTION)):
+            trial = min(math.sqrt(max(disproven, step / 4) * step), step / (1 + _BISECTION / 2))
+            better = self._within(trial)
+            if better is not None:
+                found, step = better, price(self._problem, better).step
+            elif self.complete:
+                disproven = trial
+        return found, disproven
+
+    def what_runs(self, step: float) -> Allocation | None:
+        """The running allocation, if it keeps the step and may be the answer. Then nothing changes: engines that are
+        not needed stay, too, as stopping them gains nothing."""
+        current = self._problem.current
+        if current is None or infeasibility(self._problem, current) is not None:
+            return None
+        if any(contains(self._problem, current, excluded) for excluded in self._excluding):
+            return None
+        return current if price(self._problem, current).step <= step else None
+
+    def simplest(self, step: float, otherwise: Allocation) -> Allocation:
+        """The allocation with the fewest moves, devices and buckets that keeps the step."""
+        choices = self._choices(step)
+        if choices is None:
+            return otherwise
+        model = StepModel(self._problem, *choices, self._present, self._excluding)
+        model.cp.minimize(model.simplest())
+        solver = self._solve(model)
+        return otherwise if solver is None else model.allocation(solver)
+
+    def _within(self, step: float) -> Allocation | None:
+        """Some allocation that keeps the step, or None: there is none, or (`complete` says) none was found."""
+        choices = self._choices(step)
+        if choices is None:
+            return None
+        for candidate in choices[0][:_SHORTCUTS]:
+            shortcut = self._cheapest(candidate, step)
+            if shortcut is not None:
+                return shortcut
+        model = StepModel(self._problem, *choices, self._present, self._excluding)
+        solver = self._solve(model)
+        return None if solver is None else model.allocation(solver)
+
+    def _choices(self, step: float) -> tuple[list[Candidate], Sequence[Counts | None]] | None:
+        """Candidates, and what each needs if the present buckets are kept; None when no plan keeps the step."""
+        reduced = self._relaxation.candidates(step)
+        if not reduced:
+            return None
+        if self._tried is None:
+            return reduced, [None] * len(reduced)
+        untried = [self._untried.engines(c.training, step) for c in reduced]
+        candidates = [
+            Candidate(c.training, np.where(c.engines < NEVER, engines, NEVER))
+            for c, engines in zip(reduced, untried, strict=True)
+        ]
+        return candidates, [c.engines for c in reduced]
+
+    def _nothing_found(self) -> Exception:
+        if not self.complete:
+            return RuntimeError(_NO_TIME)
+        return InfeasiblePlanError(_NO_OTHER) if self._excluding else all_devices_conflict()
+
+    def _cheapest(self, candidate: Candidate, step: float) -> Allocation | None:
+        """The cover with the fewest devices, if it happens to be a plan: often it is, and no search is needed."""
+        if self._problem.use_all_devices:
+            return None
+        cover = cheapest_cover(candidate.engines, self._relaxation.weights, most_buckets(self._problem))
+        counts = [int(candidate.engines[r]) for r in cover]
+        if any(count >= NEVER for count in counts):
+            return None
+        allocation = make_allocation(self._problem, candidate.training, cover, counts)
+        if infeasibility(self._problem, allocation) is not None:
+            return None
+        if any(contains(self._problem, allocation, excluded) for excluded in self._excluding):
+            return None
+        return allocation if price(self._problem, allocation).step <= step * (1 + _ROUNDING) else None
+
+    def _solve(self, model: StepModel) -> cp_model.CpSolver | None:
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = self._seed
+        solver.parameters.max_deterministic_time = max(0.0, self._left)
+        # The relaxation has presolved already; more of it costs more time than the search (`benchmarks.planning`).
+        solver.parameters.max_presolve_iterations = 1
+        solver.parameters.cp_model_probing_level = 0
+        solver.parameters.symmetry_level = 0
+        # It would leave the process without a handler, so that Ctrl-C kills it from then on.
+        solver.parameters.catch_sigint_signal = False
+        status = solver.solve(model.cp)
+        self._left -= solver.response_proto.deterministic_time
+        self.complete = self.complete and status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+        if status == cp_model.MODEL_INVALID:
+            raise RuntimeError(f"the solver refuses the model; report it with the request. {model.cp.validate()}")
+        return solver if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

@@ -1,0 +1,1 @@
+"""What can be chosen, each option with its price."""

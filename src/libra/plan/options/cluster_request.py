@@ -1,0 +1,137 @@
+"""The planning question for a cluster of GPUs.
+
+Invariant: a request holds everything that pricing needs, with the profiles' values; pricing it again gives the same
+problem, on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from libra.config.recipe import Recipe
+from libra.cost.corrections import BATCH, BatchFactors
+from libra.cost.grid import EngineProfile
+from libra.cost.transfer import colocated_switch_seconds
+from libra.hardware.cluster import Cluster
+from libra.hardware.model import ModelSpec
+from libra.hardware.parallel import ParallelLayout
+from libra.lengths import TrajectoryClass
+from libra.plan.options.classes import check_classes, reach
+from libra.plan.options.engines import RejectedEngine, engine_options, most_buckets
+from libra.plan.options.layouts import Layouts, Rejected, training_layouts
+from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """A problem, and what its options stand for."""
+
+    problem: Problem
+    layouts: dict[tuple[str, int], ParallelLayout]  # by layout and replicas of the training option
+    rejected_layouts: tuple[Rejected, ...]
+    rejected_engines: tuple[RejectedEngine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRequest:
+    __pydantic_config__ = STRICT
+
+    cluster: Cluster
+    model: ModelSpec
+    recipe: Recipe
+    classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
+    profiles: tuple[EngineProfile, ...]  # one for each class of nodes, in their order
+    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    # Layouts, by class of nodes, that are on the menu whatever is faster: what runs must have a price to be compared.
+    held: tuple[tuple[str, ParallelLayout], ...] = ()
+    kind: Literal["cluster"] = "cluster"
+
+    def __post_init__(self) -> None:
+        if self.recipe.max_length > self.model.max_context:
+            raise ValueError(
+                f"max_length is {self.recipe.max_length}; {self.model.name} is made for {self.model.max_context}"
+                " tokens: lower max_length"
+            )
+        check_classes(self.classes, self.recipe.max_length)
+        if len(self.profiles) != len(self.cluster.nodes):
+            raise ValueError(
+                f"there are {len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes; give one each"
+            )
+
+        for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
+            if (profile.gpu, profile.model) != (nodes.gpu.name, self.model.name):
+                raise ValueError(
+                    f"the profile for {nodes.name} is of {profile.model} on {profile.gpu}; give one of"
+                    f" {self.model.name} on {nodes.gpu.name}"
+                )
+
+    def menu(self, factors: BatchFactors = BATCH) -> Menu:
+        """Everything that could be chosen, priced, and what cannot, with its reason. `factors` correct the price of
+        rollout where a step waits for its whole batch."""
+        recipe, model, classes = self.recipe, self.model, self.classes
+        engines: list[EngineOption] = []
+        training: list[TrainingOption] = []
+        layouts: dict[tuple[str, int], ParallelLayout] = {}
+        rejected_layouts: list[Rejected] = []
+        rejected_engines: list[RejectedEngine] = []
+        for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
+            options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length, factors)
+            engines += options
+            rejected_engines += rejected
+        for menu in self.layouts().values():
+            training += menu.options
+            layouts.update(menu.chosen)
+            rejected_layouts += menu.rejected
+        if not training:
+            raise InfeasiblePlanError(_nothing_trains(model, rejected_layouts))
+        if not engines:
+            reasons = "; ".join(f"{each.shape}: {each.reason}" for each in rejected_engines)
+            raise InfeasiblePlanError(f"no engine holds {model.name}: {reasons}: give GPUs with more memory")
+        # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
+        # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
+        foreseeing = (1.0,) * len(classes)
+        routers = reach(classes, recipe.router_hit)
+        colocated = recipe.mode == "colocated"
+        problem = Problem(
+            pools=tuple(Pool(nodes.name, nodes.count, nodes.gpus) for nodes in self.cluster.nodes),
+            engines=tuple(engines),
+            training=tuple(training),
+            peaks=tuple(cls.peak_context for cls in classes),
+            met=(True,) * len(classes),  # priced for the expected longest trajectory, rare ones weighed
+            longest_context=recipe.max_length,
+            reach_tried=tuple(dict.fromkeys((routers[0], foreseeing))),
+            reach_untried=tuple(dict.fromkeys((*routers, foreseeing))),
+            staleness=recipe.staleness,
+            batched=True,
+            colocated=colocated,
+            switch=self.switch_seconds if colocated else 0.0,
+            most_buckets=most_buckets(recipe, classes),
+            current=self.current,
+        )
+        return Menu(problem, layouts, tuple(rejected_layouts), tuple(rejected_engines))
+
+    def layouts(self) -> dict[str, Layouts]:
+        """The training half of the menu, by class of nodes."""
+        found = {}
+        for nodes in self.cluster.nodes:
+            held = [layout for name, layout in self.held if name == nodes.name]
+            found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, nodes.count, held=held)
+        return found
+
+    @property
+    def switch_seconds(self) -> float:
+        """For colocated devices to change sides, once: training state, spread over all devices, goes to the host, and
+        an engine's weights come from it."""
+        state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
+        weights = self.model.parameters * self.recipe.rollout_weight_bytes / min(n.gpus for n in self.cluster.nodes)
+        return colocated_switch_seconds(state, weights)
+
+
+def _nothing_trains(model: ModelSpec, rejected: list[Rejected]) -> str:
+    too_large = [each for each in rejected if each.kind == "does not fit"]
+    nearest = (too_large or rejected)[-1]
+    return (
+        f"no layout trains {model.name} on any class of nodes: {len(too_large):,} do not fit; {nearest.layout}:"
+        f" {nearest.reason}: add nodes, or lower max_length or what the optimiser keeps"
+    )

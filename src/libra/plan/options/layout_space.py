@@ -1,0 +1,125 @@
+"""The training layouts that are priced.
+
+Invariant: a layout that the space describes is either in its tables or has a degree, or a shape of its replica, that
+`impossible` names.
+
+tp: powers of two inside a node; pp: powers of two and divisors of the layers, up to 16; cp and ep:
+powers of two; replicas that divide a node or are whole nodes; ZeRO-2 and -3 without pipeline. Micro-batches: the
+longest trajectory, four times it and so on up to 65,536 tokens, and, in a pipeline, a quarter of it. Devices: every
+number up to eight nodes, whole nodes above, in steps of at most 3 % beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.hardware.cluster import NodeClass
+from libra.hardware.model import ModelSpec
+from libra.hardware.parallel import LayoutTable
+
+DEEPEST = 16  # pipeline stages
+EVERY_COUNT = 8  # nodes up to which every number of devices is listed
+STEP = 0.03  # between numbers of nodes beyond
+EXPERT_GROUP = 64  # devices, at most
+MICRO_TOKENS = (2048, 65536)  # multiples and fractions of the longest trajectory stay in this range
+
+
+def device_counts(gpus: int, nodes: int) -> tuple[int, ...]:
+    """Numbers of devices that are priced, the largest included."""
+    counts = list(range(1, min(nodes, EVERY_COUNT) * gpus + 1))
+    whole = EVERY_COUNT
+    while whole < nodes:
+        step = 2 ** max(0, int(np.log2(max(1.0, STEP * whole))))
+        whole = min(nodes, (whole // step + 1) * step)
+        counts.append(whole * gpus)
+    return tuple(counts)
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**exponent for exponent in range(limit.bit_length())]
+
+
+def _stages(model: ModelSpec) -> list[int]:
+    divisors = (pp for pp in range(1, DEEPEST + 1) if model.layers % pp == 0)
+    return sorted({*_powers(DEEPEST), *divisors})
+
+
+def _expert_degrees(model: ModelSpec) -> list[int]:
+    return _powers(min(EXPERT_GROUP, model.experts.count)) if model.experts else [1]
+
+
+def impossible(model: ModelSpec, nodes: NodeClass, devices: int) -> Iterator[tuple[str, str]]:
+    """Degrees, and shapes of a replica, that no layout can have: what, and why."""
+    for tp in _powers(nodes.gpus):
+        refusal = _tp_refusal(model, nodes, tp)
+        if refusal:
+            yield (f"tp{tp}", refusal)
+    for pp in _stages(model):
+        if model.layers % pp:
+            yield (f"pp{pp}", f"pp is {pp}; it must divide the {model.layers} layers")
+    for ep in _expert_degrees(model):
+        if model.experts and model.experts.count % ep:
+            yield (f"ep{ep}", f"ep is {ep}; it must divide the {model.experts.count} experts")
+    for tp, pp, cp in _replicas(model, nodes):
+        refusal = _replica_refusal(nodes, devices, tp * pp * cp)
+        if refusal:
+            yield (f"tp{tp} pp{pp} cp{cp}", refusal)
+
+
+def _replicas(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[int, int, int]]:
+    tps = [tp for tp in _powers(nodes.gpus) if _tp_refusal(model, nodes, tp) is None]
+    pps = [pp for pp in _stages(model) if model.layers % pp == 0]
+    return product(tps, pps, _powers(nodes.gpus))
+
+
+def _tp_refusal(model: ModelSpec, nodes: NodeClass, tp: int) -> str | None:
+    if nodes.gpus % tp:
+        return f"tp is {tp}; a group stays in its node and must divide the node's {nodes.gpus} GPUs"
+    return model.tp_refusal(tp)
+
+
+def _replica_refusal(nodes: NodeClass, devices: int, replica: int) -> str | None:
+    if replica > devices:
+        return f"a replica has {replica} devices; there are {devices}"
+    if replica % nodes.gpus and (nodes.gpus % replica or replica & (replica - 1)):
+        # Blocks of sizes that divide each other always fit in place when they fit by count; engines are powers of two.
+        return (
+            f"a replica has {replica} devices, neither a power of two that divides the node's {nodes.gpus} GPUs nor a"
+            " multiple of them"
+        )
+    return None
+
+
+def families_of(model: ModelSpec, nodes: NodeClass, devices: int, longest: int) -> LayoutTable:
+    """All layouts but for dp, which is the least that they can have."""
+    low, high = MICRO_TOKENS
+    sizes = [longest]
+    while 4 * sizes[-1] <= high:
+        sizes.append(4 * sizes[-1])
+    smaller = [longest // 4] if longest // 4 >= low else []
+    rows = []
+    for tp, pp, cp in _replicas(model, nodes):
+        if _replica_refusal(nodes, devices, tp * pp * cp):
+            continue
+        shardings = (0, 1, 2) if pp == 1 else (0,)
+        micro = sizes if pp == 1 else smaller + sizes
+        degrees = [ep for ep in _expert_degrees(model) if model.experts is None or model.experts.count % ep == 0]
+        for ep, tokens, recompute, sharding, chunked in product(degrees, micro, (0, 1, 2), shardings, (0, 1)):
+            rows.append((tp, pp, max(1, ep // cp), cp, ep, tokens, recompute, sharding, chunked))
+    return LayoutTable(*np.array(rows, dtype=float).T)
+
+
+def members_of(families: LayoutTable, counts: Sequence[int], batch: int) -> tuple[NDArray[np.intp], LayoutTable]:
+    """Every family with every dp it can have: the family's position, and the layouts."""
+    # The least dp of a family makes whole expert groups; others are multiples of it.
+    unit = families.replica_devices * families.dp
+    dp = np.array(counts)[None, :] / unit[:, None]
+    family, count = np.nonzero((dp == np.floor(dp)) & (dp * families.dp[:, None] <= batch) & (dp > 0))
+    members = families.take(family).with_dp(dp[family, count] * families.dp[family])
+    # With one rank there is nothing to divide: all shardings are one, and listed once.
+    alone = (members.dp * members.cp == 1) & (members.sharding > 0)
+    return family[~alone], members.take(~alone)

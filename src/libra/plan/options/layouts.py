@@ -1,0 +1,257 @@
+"""The menu of training layouts on one class of nodes: what fits, at which price, and why the rest does not.
+
+Invariant: every layout of the priced space is either an option or has its reason among the rejected. Options, but for
+those that are held, are strictly faster the more devices they use. Times are seconds, sizes bytes.
+
+The priced space is that of `libra.plan.options.layout_space`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.config.recipe import Recipe
+from libra.cost.collectives import fabric
+from libra.cost.sources.train_rates import TrainingRates, training_rates
+from libra.cost.train_batch import Batch, batch_of
+from libra.cost.train_memory import memory_columns
+from libra.cost.train_passes import Work
+from libra.cost.train_step import StepTable, step_table
+from libra.cost.transfer import weight_sync
+from libra.hardware.cluster import GPU, NodeClass
+from libra.hardware.model import ModelSpec
+from libra.hardware.parallel import Array, LayoutTable, ParallelLayout
+from libra.lengths import TrajectoryClass
+from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
+from libra.plan.problem import TrainingOption
+
+# Its devices or degrees do not suit nodes or model; it is too large at every dp; another is faster wherever it fits.
+RejectionKind = Literal["does not divide", "does not fit", "slower"]
+
+_GB = 1e9
+_ENDLESS = 1e12  # data-parallel ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A layout, a family of layouts that differ in dp ("dp*"), or a degree, and why it is no option."""
+
+    layout: str
+    kind: RejectionKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The menu of one class of nodes, by number of devices."""
+
+    options: tuple[TrainingOption, ...]
+    rejected: tuple[Rejected, ...]
+    chosen: Mapping[tuple[str, int], ParallelLayout]  # by layout and replicas of the option
+
+
+def training_layouts(
+    model: ModelSpec,
+    nodes: NodeClass,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    nodes_available: int,
+    rates: TrainingRates | None = None,
+    held: Sequence[ParallelLayout] = (),
+) -> Layouts:
+    """Every number of devices of `nodes` with its fastest layout, for one optimiser step over `recipe.batch`
+    trajectories of `classes`; then the layouts that are `held` and fit, whatever is faster. `rates` replace the
+    published ones of the GPU, where it has been measured.
+
+    `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
+    where there is only one. No option at all is an answer: the caller says what would help.
+    """
+    if not 1 <= nodes_available <= nodes.count:
+        raise ValueError(f"nodes_available is {nodes_available}; {nodes.name} has 1 to {nodes.count} nodes")
+    work = Work(
+        model=model,
+        batch=batch_of(classes, recipe.batch),
+        state=recipe.training_bytes,
+        reference=recipe.reference,
+        gpu=nodes.gpu,
+        rates=rates or training_rates(nodes.gpu, recipe.dtype),
+        fabric=fabric(nodes),
+    )
+    devices = nodes_available * nodes.gpus
+    rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes, devices)]
+    families = families_of(model, nodes, devices, recipe.max_length)
+    counts = device_counts(nodes.gpus, nodes_available)
+    family, table = members_of(families, counts, recipe.batch)
+
+    def memory(layouts: LayoutTable) -> Mapping[str, Array]:
+        return memory_columns(model, layouts, recipe.max_length, nodes.gpu.memory, work.state, work.reference)
+
+    fits = _total(memory(table)) <= nodes.gpu.memory
+    priced, owner = table.take(fits), family[fits]
+    steps = step_table(work, priced)
+    used = priced.replica_devices * priced.dp
+    best = _fastest(used, steps)
+
+    options: list[TrainingOption] = []
+    chosen: dict[tuple[str, int], ParallelLayout] = {}
+    kept = np.zeros(len(priced), dtype=bool)
+    for row, price in best.items():
+        layout = priced.layout(row)
+        if options and price >= options[-1].seconds:
+            reason = f"takes {price:.4g} s on {layout.devices} devices; {options[-1].layout} is as fast on fewer"
+            rejected.append(Rejected(layout.name, "slower", reason))
+            continue
+        # Replicas of one family are alike, however many there are: more of them join those that run.
+        name = f"{nodes.name}/{layout.family}"
+        kept[row] = True
+        chosen[name, layout.dp] = layout
+        publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
+        tail = _tail_seconds(work, recipe, classes, layout, price)
+        options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, price, publish, tail))
+    for layout in held:
+        name = f"{nodes.name}/{layout.family}"
+        table = LayoutTable.of([layout])
+        small_enough = layout.devices <= devices and _total(memory(table))[0] <= nodes.gpu.memory
+        if (name, layout.dp) not in chosen and small_enough:
+            chosen[name, layout.dp] = layout
+            seconds = step_table(work, table).seconds(0)
+            publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
+            tail = _tail_seconds(work, recipe, classes, layout, seconds)
+            options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish, tail))
+    too_large = _too_large(families, memory, nodes.gpu, devices, recipe.batch)
+    slower = _slower(priced, owner, used, steps.total, best, kept)
+    chosen_families = set(owner[kept].tolist())
+    for at in range(len(families)):
+        reasons = [found[at] for found in (too_large, slower) if at in found]
+        kind: RejectionKind = "slower" if at in slower else "does not fit"
+        if not reasons and at not in chosen_families:
+            reasons = ["no priced number of devices holds whole replicas of it and two or more ranks to shard over"]
+            kind = "does not divide"
+        if reasons:
+            rejected.append(Rejected(families.layout(at).family, kind, "; ".join(reasons)))
+    return Layouts(tuple(options), tuple(rejected), chosen)
+
+
+def _tail_seconds(
+    work: Work, recipe: Recipe, classes: Sequence[TrajectoryClass], layout: ParallelLayout, seconds: float
+) -> float | None:
+    """Where training begins early, what is left of a step's `seconds` once the last trajectory is there: its group,
+    which has the longest trajectory and others as long as they usually are, and the update."""
+    if not recipe.early_gradients:
+        return None
+    usual = batch_of(classes, recipe.samples_per_prompt)
+    last = Batch((max(cls.mean_context for cls in classes), *usual.lengths), (1.0, *usual.counts))
+    return min(seconds, step_table(replace(work, batch=last), LayoutTable.of([layout])).seconds(0))
+
+
+def _publish_seconds(
+    work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass, nodes_available: int
+) -> float:
+    trainers = layout.devices / nodes.gpus
+    engines = 0.0 if nodes_available == 1 else max(1.0, nodes_available - trainers)
+    return weight_sync(work.model.parameters * recipe.rollout_weight_bytes, trainers, engines, work.fabric).publish
+
+
+def _total(columns: Mapping[str, Array]) -> Array:
+    total: Array = np.sum(list(columns.values()), axis=0)
+    return total
+
+
+def _fastest(used: Array, steps: StepTable) -> dict[int, float]:
+    """The fastest layout for each number of devices, fewest devices first, by its row, with its seconds.
+
+    Unequal micro-batches make most pipelines slower than their closed form says. They are simulated in its order, until
+    no other layout is faster even by its closed form. Ties go to the earlier row.
+    """
+    order = np.lexsort((steps.total, used))
+    fastest = {}
+    for rows in np.split(order, np.flatnonzero(np.diff(used[order])) + 1) if len(order) else ():
+        best, best_seconds = -1, np.inf
+        for row in rows.tolist():
+            if steps.total[row] >= best_seconds:
+                break
+            seconds = steps.seconds(row)
+            if seconds < best_seconds:
+                best, best_seconds = row, seconds
+        fastest[best] = best_seconds
+    return fastest
+
+
+def _too_large(
+    families: LayoutTable,
+    memory: Callable[[LayoutTable], Mapping[str, Array]],
+    gpu: GPU,
+    devices: int,
+    batch: int,
+) -> dict[int, str]:
+    """Families that do not fit at every dp: at which one they begin to, and what is in the way before."""
+    unit = families.dp
+    one, endless = (_total(memory(families.with_dp(np.full(len(families), dp)))) for dp in (1.0, _ENDLESS))
+    room = gpu.memory - endless
+    # What data-parallel ranks divide falls as 1 / dp; the rest stays.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        least = np.where(room > 0, np.ceil(np.maximum(0.0, one - endless) / room - 1e-9), np.inf)
+    least = np.maximum(1.0, np.ceil(least / unit)) * unit
+    limit = np.minimum(batch, devices // families.replica_devices)
+    at = np.flatnonzero(least > np.minimum(unit, limit))
+    shown = np.maximum(1.0, np.minimum(least[at] - unit[at], limit[at]))
+    items = memory(families.take(at).with_dp(shown))
+    sizes = np.array(list(items.values()))
+    replicas = families.replica_devices
+    names, largest, needs = list(items), sizes.argmax(axis=0), sizes.sum(axis=0)
+    reasons = {}
+    for position, (row, dp, need) in enumerate(zip(at.tolist(), shown.tolist(), needs.tolist(), strict=True)):
+        if need > gpu.memory:
+            item = names[largest[position]]
+            reason = (
+                f"at dp {dp:.0f} it needs {need / _GB:.1f} GB, {(need - gpu.memory) / _GB:.1f} GB more than {gpu.name}"
+                f" has; the largest item is {item} with {sizes[largest[position], position] / _GB:.1f} GB"
+            )
+        else:
+            reason = f"ep {families.ep[row]:.0f} needs a dp of {unit[row]:.0f} or more"
+        reasons[row] = f"{reason}; {_remedy(least[row], limit[row], replicas[row], devices, batch)}"
+    return reasons
+
+
+def _remedy(least: float, limit: float, replica: float, devices: int, batch: int) -> str:
+    if not np.isfinite(least):
+        return "it fits at no dp"
+    if least <= limit:
+        return f"it fits from dp {least:.0f}"
+    if least > batch:
+        return f"it fits from dp {least:.0f}, more than the batch's {batch} trajectories"
+    return f"it fits from dp {least:.0f}, on {least * replica:.0f} devices of which there are {devices}"
+
+
+def _slower(
+    priced: LayoutTable,
+    owner: NDArray[np.intp],
+    used: Array,
+    seconds: Array,
+    best: Mapping[int, float],
+    kept: NDArray[np.bool_],
+) -> dict[int, str]:
+    """Families that fit and that no option is of: by how much the best of another family is faster."""
+    if not best:
+        return {}
+    fastest = np.array(list(best))
+    at_count = np.searchsorted(used[fastest], used)
+    ratio = seconds / np.array(list(best.values()))[at_count]
+    names = [priced.layout(row).family for row in best]
+    # The row of each family at which it comes closest: the first of its run when sorted by family, then by ratio.
+    order = np.lexsort((ratio, owner))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = owner[order][1:] != owner[order][:-1]
+    chosen = set(owner[kept].tolist())
+    reasons = {}
+    for row in order[first].tolist():
+        at = int(owner[row])
+        if at not in chosen:
+            by = f"{ratio[row] - 1:.1%} slower than" if ratio[row] > 1 else "no faster than"
+            reasons[at] = f"at best {by} {names[at_count[row]]}, on {used[row]:.0f} devices"
+    return reasons

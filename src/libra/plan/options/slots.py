@@ -1,0 +1,174 @@
+"""The planning question of a run on one machine: identical devices whose costs were measured.
+
+Invariant: every device is one slot that trains one replica or runs one engine, and every device has a role. Times are
+seconds, lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from libra.cost.device import DeviceProfile
+from libra.cost.rollout import concurrency, measured_timing, residence, work
+from libra.cost.train import step_seconds
+from libra.lengths import TrajectoryClass
+from libra.plan.options.classes import check_classes, present, reach
+from libra.plan.problem import (
+    ONE_DEVICE,
+    STRICT,
+    Allocation,
+    EngineOption,
+    InfeasiblePlanError,
+    Pool,
+    Problem,
+    TrainingOption,
+    require_at_least,
+)
+
+_POOL = "slots"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """A size in which a rollout engine can be started on one device."""
+
+    name: str
+    max_model_len: int  # longest context it serves
+    max_num_seqs: int  # sequences that decode together
+    kv_tokens: int  # tokens its KV memory holds
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name of an engine shape is empty; buckets refer to shapes by name")
+        require_at_least(1, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs, kv_tokens=self.kv_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Healthy devices by what they may do: `core` always train, `rollout` always generate, `hybrid` do either."""
+
+    core: int
+    hybrid: int
+    rollout: int
+
+    def __post_init__(self) -> None:
+        require_at_least(0, core=self.core, hybrid=self.hybrid, rollout=self.rollout)
+
+    @property
+    def devices(self) -> int:
+        return self.core + self.hybrid + self.rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one optimiser step needs, drawn from the tracked distribution."""
+
+    trajectories: int  # B: trajectories trained on in one step
+    group_size: int  # samples of one prompt; a group is complete before use
+    max_staleness: int  # eta: versions between generation and training
+    max_turn_tokens: int  # a turn is never longer; engines keep this much room
+    longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
+    train_tokens: float  # expected tokens per trajectory that go through forward and backward
+    router_hit: float  # share of a trajectory's work after its first tool return that the router puts in its own bucket
+    classes: tuple[TrajectoryClass, ...]  # shares sum to 1, ordered by final context
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            trajectories=self.trajectories,
+            group_size=self.group_size,
+            max_turn_tokens=self.max_turn_tokens,
+            longest_context=self.longest_context,
+        )
+        require_at_least(0, max_staleness=self.max_staleness)
+        if not (math.isfinite(self.train_tokens) and self.train_tokens >= 0):
+            raise ValueError(f"train_tokens is {self.train_tokens}; give the expected tokens per trajectory, >= 0")
+        if not 0 <= self.router_hit <= 1:
+            raise ValueError(f"router_hit is {self.router_hit}; give a share between 0 and 1")
+        check_classes(self.classes, self.longest_context)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    __pydantic_config__ = STRICT
+
+    fleet: Fleet
+    shapes: tuple[EngineShape, ...]
+    profile: DeviceProfile
+    workload: Workload
+    current: Allocation | None = None  # the running allocation: a hint, and the tie-break
+    kind: Literal["slots"] = "slots"
+
+    def __post_init__(self) -> None:
+        if len({shape.name for shape in self.shapes}) < len(self.shapes):
+            raise ValueError("shapes: two have the same name; buckets refer to shapes by name, so name each once")
+        if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
+            raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
+
+    def problem(self) -> Problem:
+        """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
+        fleet, workload = self.fleet, self.workload
+        if fleet.core < 1:
+            raise InfeasiblePlanError(
+                f"fleet.core is 0, and {fleet.hybrid} hybrid and {fleet.rollout} rollout devices cannot replace it: "
+                "at least one device must always train; make one of them core"
+            )
+        if fleet.hybrid + fleet.rollout < 1:
+            raise InfeasiblePlanError(
+                f"no device is left for a rollout engine: all {fleet.core} are core and always train; "
+                "add a device to fleet.hybrid or fleet.rollout"
+            )
+        routers = reach(workload.classes, workload.router_hit)
+        return Problem(
+            pools=(Pool(_POOL, fleet.devices, 1),),
+            engines=tuple(option for shape in self.shapes for option in self._engine_options(shape)),
+            training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
+            peaks=tuple(cls.peak_context for cls in workload.classes),
+            met=present(workload.classes, workload.trajectories),
+            longest_context=workload.longest_context,
+            reach_tried=routers[:1],
+            reach_untried=routers,
+            staleness=workload.max_staleness,
+            use_all_devices=True,
+            one_bucket_per_shape=True,
+            current=self.current,
+        )
+
+    def _engine_options(self, shape: EngineShape) -> list[EngineOption]:
+        """One option for each number of sequences that may come to decode together, when so many engines share what is
+        in flight."""
+        workload, fleet = self.workload, self.fleet
+        timing = measured_timing(self.profile.engine)
+        in_flight = (1 + workload.max_staleness) * workload.trajectories
+        counts = range(1, fleet.hybrid + fleet.rollout + 1)
+        options = []
+        for seats in sorted({concurrency(shape.max_num_seqs, in_flight, engines) for engines in counts}):
+            rows = [
+                [workload.trajectories * cls.share * row for row in work(timing, cls, seats, shape.kv_tokens)]
+                for cls in workload.classes
+            ]
+            options.append(
+                EngineOption(
+                    shape=shape.name,
+                    pool=_POOL,
+                    devices=1,
+                    seats=seats,
+                    holds=min(shape.max_model_len, shape.kv_tokens),
+                    stall=self.profile.switch.weight_load,
+                    work=tuple(zip(*rows, strict=True)),
+                    refresh=(0.0,) * len(rows),
+                    residence=tuple(
+                        residence(timing, cls, seats, shape.kv_tokens, workload.trajectories * cls.share)
+                        for cls in workload.classes
+                    ),
+                )
+            )
+        return options
+
+    def _training_option(self, replicas: int) -> TrainingOption:
+        tokens = self.workload.trajectories * self.workload.train_tokens
+        seconds = step_seconds(self.profile.train, tokens, replicas)
+        return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)

@@ -1,0 +1,1 @@
+"""What runs write down and reports read."""

@@ -1,0 +1,146 @@
+"""A run directory as one value.
+
+Invariant: reading changes nothing and hides nothing. A file that the run never came to write is absent from the
+value (empty or None); a file that breaks its schema is an error; a last line cut off by a kill is left out and named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from libra.records.schema import (
+    DecisionRecord,
+    EventRecord,
+    PeriodRecord,
+    Record,
+    RecordFormatError,
+    RunSummary,
+    StepRecord,
+    parse_record,
+    read_summary,
+)
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """Everything that a run recorded about itself."""
+
+    name: str
+    config: Any  # JSON; None where the run wrote none
+    steps: tuple[StepRecord, ...]
+    periods: tuple[PeriodRecord, ...]
+    decisions: tuple[DecisionRecord, ...]  # the latest word on each
+    events: tuple[EventRecord, ...]  # in order of time
+    summary: RunSummary | None  # None: the run was interrupted, or goes on
+    cut_off: tuple[str, ...]  # files whose last line was never finished
+
+    @property
+    def taken(self) -> tuple[DecisionRecord, ...]:
+        return tuple(decision for decision in self.decisions if decision.taken)
+
+    @property
+    def refused(self) -> tuple[DecisionRecord, ...]:
+        return tuple(decision for decision in self.decisions if not decision.taken)
+
+    @property
+    def losses(self) -> tuple[EventRecord, ...]:
+        return tuple(event for event in self.events if event.kind == "worker_lost")
+
+
+def read_run(directory: Path) -> RunLog:
+    """Read what is there. Raises `FileNotFoundError` if nothing is, `RecordFormatError` if a file breaks its schema."""
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory}: no such directory; give the directory that the run wrote to")
+    cut_off: list[str] = []
+    steps = _read_lines(StepRecord, directory / "metrics.jsonl", cut_off)
+    periods = _read_lines(PeriodRecord, directory / "periods.jsonl", cut_off)
+    decisions = _read_lines(DecisionRecord, directory / "decisions.jsonl", cut_off)
+    events = _read_lines(EventRecord, directory / "events.jsonl", cut_off)
+    summary_path, config_path = directory / "summary.json", directory / "config.json"
+    summary = read_summary(summary_path) if summary_path.exists() else None
+    config = _read_json(config_path) if config_path.exists() else None
+    if not (steps or events or summary or config):
+        raise FileNotFoundError(f"{directory}: holds no run: none of config.json, metrics.jsonl, events.jsonl is there")
+    return RunLog(
+        name=summary.name if summary else directory.resolve().name,
+        config=config,
+        steps=_in_order(steps, directory / "metrics.jsonl"),
+        periods=periods,
+        decisions=latest_words(decisions),
+        events=tuple(sorted(events, key=lambda event: event.time)),
+        summary=summary,
+        cut_off=tuple(cut_off),
+    )
+
+
+def latest_words(decisions: Iterable[DecisionRecord]) -> tuple[DecisionRecord, ...]:
+    """One record a decision. An append-only log repeats a decision once its outcome has been measured."""
+    latest: dict[tuple[int, int, float], DecisionRecord] = {}
+    for decision in decisions:
+        latest[decision.period, decision.step, decision.time] = decision
+    return tuple(latest.values())
+
+
+def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
+    """Mean absolute relative error of predicted step time over periods without a role change; None without any."""
+    errors = [abs(period.relative_error) for period in periods if not period.switching]
+    return sum(errors) / len(errors) if errors else None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a taken decision while it was in force: until the next one, or the end of the run."""
+
+    decision: DecisionRecord
+    steps: int  # in force
+    net_seconds: float | None  # saved over these steps, the cost paid; None: the run did not live to measure it
+
+
+def outcomes(log: RunLog) -> tuple[Outcome, ...]:
+    """One outcome for each taken decision, in order."""
+    last_step = max([step.step for step in log.steps] + [decision.step for decision in log.taken], default=0)
+    ends = [decision.step for decision in log.taken[1:]] + [last_step]
+    return tuple(_outcome(decision, end - decision.step) for decision, end in zip(log.taken, ends, strict=False))
+
+
+def _read_lines(kind: type[R], path: Path, cut_off: list[str]) -> tuple[R, ...]:
+    if not path.exists():
+        return ()
+    lines = path.read_bytes().split(b"\n")
+    last = lines.pop()  # empty, unless the writer was stopped between a record and its newline
+    records = [parse_record(kind, line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    if last:
+        try:
+            records.append(parse_record(kind, last, f"{path}:{len(lines) + 1}"))
+        except RecordFormatError:
+            cut_off.append(path.name)
+    return tuple(records)
+
+
+def _outcome(decision: DecisionRecord, steps: int) -> Outcome:
+    gain, cost = decision.realised_gain_per_step, decision.measured_cost
+    return Outcome(decision, steps, None if gain is None or cost is None else gain * steps - cost)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise RecordFormatError(f"{path}:{error.lineno}: {error.msg}") from None
+
+
+def _in_order(steps: tuple[StepRecord, ...], path: Path) -> tuple[StepRecord, ...]:
+    for earlier, later in pairwise(steps):
+        if later.step <= earlier.step or later.time < earlier.time:
+            raise RecordFormatError(
+                f"{path}: step {later.step} at {later.time:g} s follows step {earlier.step} at {earlier.time:g} s; "
+                "a resumed run must cut the file back to its checkpoint before it appends"
+            )
+    return steps

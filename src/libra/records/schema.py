@@ -1,0 +1,249 @@
+"""What a run writes down, one frozen value a JSON line.
+
+Invariant: what was written can be read back as the same value, and nothing else can be read: an unknown key, a wrong
+type or a number that is not finite is refused with the file, the line and the field. Times are seconds, counted from
+the start of the RL loop where they name a moment; lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from libra.plan.problem import Bottleneck
+from libra.records.causes import Cause
+from libra.records.roles import role_of
+
+
+class RecordFormatError(ValueError):
+    """A file of a run directory breaks its schema. The message names file, line and field."""
+
+
+class Record:
+    """Base of all records: one line of JSON out, and no number in it that JSON cannot hold."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def to_json(self) -> str:
+        """The record as one line, without the newline."""
+        return _adapter(type(self)).dump_json(self).decode()
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord(Record):
+    """One optimiser step. `train`, `exchange`, `publish`, `wait`, `checkpoint`, `held` and `redone` are disjoint parts
+    of `step_seconds`; what they leave is the controller's own."""
+
+    step: int
+    time: float  # when the step ended
+    version: int  # of the policy that the step produced
+    step_seconds: float
+    generate_seconds: float  # busy seconds of the busiest engine; overlaps with the trainer's own
+    train_seconds: float  # forward, backward, optimiser
+    exchange_seconds: float  # gradients between replicas
+    publish_seconds: float  # new weights handed to the engines
+    load_seconds: float  # mean over engines: one engine takes the new weights
+    wait_seconds: float  # the trainer waited for a batch
+    checkpoint_seconds: float  # a checkpoint was written after the step before
+    held_seconds: float  # the step boundary was held for somebody who joined or left
+    redone_seconds: float  # attempts at this step that failed as a replica was lost, and regrouping
+    reward_mean: float
+    groups: int
+    groups_without_signal: int  # all samples of the prompt earned the same
+    trajectories: int  # trained on
+    generated_tokens: int  # by all engines while the step lasted
+    trained_tokens: int
+    staleness_mean: float  # versions between generation and training
+    staleness_max: int
+    staleness: tuple[int, ...]  # trajectories that are 0, 1, ... versions old
+    behaviour_weight_mean: float  # mean of min(pi_prox / mu, 2)
+    prox_gap_mean: float  # mean over tokens of |log pi_prox - log mu|: how far the policy moved since generation
+    clip_share: float  # of tokens whose ratio was clipped
+    grad_norm: float
+    context_p50: float  # tokens, final context of the trajectories trained on
+    context_p90: float
+    context_p99: float
+    turns_mean: float
+    predicted_seconds: float | None  # of the step, by the plan in force; None: no plan was in force
+    allocation: str
+    roles: Mapping[str, str]  # worker -> role
+    device_seconds: Mapping[str, Mapping[Cause, float]]  # worker -> what its `step_seconds` went to
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        if self.step_seconds <= 0:
+            raise ValueError("step_seconds must be > 0")
+        for worker, causes in self.device_seconds.items():
+            if not math.isclose(sum(causes.values()), self.step_seconds, rel_tol=1e-6, abs_tol=1e-6):
+                raise ValueError(f"device_seconds of {worker} are {sum(causes.values()):g}, not {self.step_seconds:g}")
+        for role in self.roles.values():
+            role_of(role)  # refuses what is none
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodRecord(Record):
+    """The steps between two planning decisions: what was predicted for them, and what was measured."""
+
+    period: int
+    first_step: int
+    last_step: int
+    allocation: str
+    predicted_seconds: float  # of one step
+    measured_seconds: float  # mean over the steps of the period
+    predicted_bottleneck: Bottleneck
+    switching: bool  # a worker changed role in it, so the prediction does not speak of it
+
+    def __post_init__(self) -> None:
+        _require_finite(self)
+        if self.last_step < self.first_step:
+            raise ValueError("last_step must be >= first_step")
+        if self.measured_seconds <= 0:
+            raise ValueError("measured_seconds must be > 0")
+
+    @property
+    def relative_error(self) -> float:
+        """Of the prediction against the measurement; positive where the step was faster than predicted."""
+        return (self.predicted_seconds - self.measured_seconds) / self.measured_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord(Record):
+    """One look at a better allocation, taken or not. The measured fields stay None until the run has seen them."""
+
+    period: int
+    step: int  # the last step under the old allocation
+    time: float
+    before: str
+    after: str
+    before_seconds: float  # predicted seconds of one step
+    after_seconds: float
+    gain_per_step: float  # predicted seconds saved by each step
+    horizon_steps: int
+    cost: float  # predicted seconds of the switch
+    uncertainty: float  # seconds of one step that the gain must exceed
+    taken: bool
+    reason: str
+    solver_status: str
+    solver_gap: float  # relative
+    solver_seconds: float
+    moves: tuple[str, ...]
+    measured_before: float | None = None  # mean step seconds in the period before
+    measured_after: float | None = None  # mean step seconds in the first full period after
+    measured_cost: float | None = None  # seconds
+    realised_gain_per_step: float | None = None  # seconds
+
+    @property
+    def predicted_net(self) -> float:
+        """Seconds that the change was expected to save over its horizon, its own cost paid."""
+        return self.gain_per_step * self.horizon_steps - self.cost
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord(Record):
+    """Something that happened at one moment: `role_change`, `move_failed`, `worker_lost`, `checkpoint`, `warning`..."""
+
+    time: float
+    kind: str
+    worker: str | None
+    text: str
+    seconds: float | None = None  # that a move took, or a join from the start of the process
+    held_seconds: float | None = None  # that a step waited for a join
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(Record):
+    """Accuracy on held-out questions with the weights as they were after `step`; accuracies are shares of 1."""
+
+    name: str
+    step: int
+    questions: int
+    sampled_accuracy: float
+    greedy_accuracy: float
+    turns_mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovedContexts(Record):
+    """Contexts whose trajectory went on at another engine."""
+
+    handed_over: int
+    handed_tokens: int  # taken from the engine before
+    handed_seconds: float  # from the request for the KV until it was taken, summed up
+    computed: int  # those of which nothing was taken
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary(Record):
+    """The whole run in one value, written when it ends."""
+
+    name: str
+    seed: int
+    finished: bool  # all steps were made
+    wall_seconds: float
+    steps: int
+    evaluations: tuple[Evaluation, ...]
+    prediction_error: (
+        float | None
+    )  # mean absolute relative error over periods without a role change; None: no such period
+    lost_workers: tuple[str, ...]
+    peak_memory_bytes: int
+    trajectories_started: int
+    trajectories_trained: int
+    trajectories_unfinished: int
+    moved_contexts: MovedContexts  # of this sitting
+    logprob_gap: float | None  # largest |engine - trainer| log-probability seen; None: never compared
+    device_seconds: Mapping[Cause, float]  # what the workers' time in this sitting went to, from start-up to the end
+    versions: Mapping[str, str]  # library -> version
+    allocation_mode: str
+    arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
+
+
+R = TypeVar("R", bound=Record)
+
+
+_ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[Record]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+def _require_finite(record: Any) -> None:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} is {value}: a record holds finite numbers only")
+
+
+def parse_record(kind: type[R], text: str | bytes, where: str) -> R:
+    """One JSON object to a record; `where` (for example `metrics.jsonl:12`) opens the error message."""
+    try:
+        record: R = _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise RecordFormatError(f"{where}: {field}: {first['msg']}") from None
+    return record
+
+
+def read_records(kind: type[R], path: Path) -> Iterator[R]:
+    """All records of a JSON-lines file. Raises `RecordFormatError`, also on a blank line."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield parse_record(kind, line, f"{path}:{number}")
+
+
+def read_summary(path: Path) -> RunSummary:
+    return parse_record(RunSummary, path.read_bytes(), f"{path}")

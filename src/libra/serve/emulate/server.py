@@ -1,0 +1,136 @@
+"""HTTP in front of live engines.
+
+Invariant: an answer comes when the simulator says that its last token is there, and a request whose client has gone
+away is cancelled. All engines are in one process; `/engines/NAME/v1` is what a client takes for a server of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Literal
+
+from aiohttp import web
+
+from libra.serve.emulate.context_index import ContextIndex
+from libra.serve.emulate.live_engine import LiveEngine
+from libra.serve.emulate.metrics import CONTENT_TYPE, exposition
+from libra.serve.emulate.openai import Answer, Asked, parse
+from libra.serve.emulate.wall_clock import WallClock
+from libra.serve.http_service import refusal, refused
+from libra.sim.cluster import EngineSpec
+from libra.sim.engine.request import Request
+
+_LARGEST_BODY = 64 * 2**20  # bytes
+_REMEMBERED = 2  # times the blocks of an engine's cache
+
+
+class Emulator:
+    """The engines of a deployment, and how each of them is asked."""
+
+    def __init__(self, specs: Sequence[EngineSpec], speed: float, default_tokens: int, seed: int) -> None:
+        clock = WallClock(asyncio.get_running_loop(), speed)
+        self.engines: Mapping[str, LiveEngine] = {spec.name: LiveEngine(spec, clock) for spec in specs}
+        self._contexts = {
+            spec.name: ContextIndex(spec.config.block_size, _REMEMBERED * spec.config.kv_blocks) for spec in specs
+        }
+        self._default_tokens, self._seed = default_tokens, seed
+        self._numbers = count(1)
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=_LARGEST_BODY)
+        app.on_shutdown.append(self._close)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/engines", self._list)
+        for base in ("", "/engines/{engine}"):
+            app.router.add_get(f"{base}/v1/models", self._models)
+            app.router.add_post(f"{base}/v1/completions", self._completions)
+            app.router.add_post(f"{base}/v1/chat/completions", self._chat)
+        return app
+
+    async def _close(self, _: web.Application) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=exposition(self.engines), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _list(self, _: web.Request) -> web.Response:
+        return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        name = self._named(request)
+        longest = self.engines[name].spec.config.max_model_len
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "libra", "max_model_len": longest}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, chat=True)
+
+    async def _serve(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        name = self._named(request)
+        engine, contexts = self.engines[name], self._contexts[name]
+        try:
+            asked = parse(await request.read(), chat)
+            tokens = self._tokens(asked, engine)
+            chain = contexts.chain(asked.prompt, asked.salt)
+            turn = engine.submit(chain, len(asked.prompt), tokens, asked.priority)
+        except ValueError as error:  # also what an engine refuses
+            return refused(str(error), 400)
+        reason: Literal["stop", "length"] = "stop" if asked.max_tokens is None else "length"
+        answer = Answer(asked, next(self._numbers), self._seed, reason)
+        try:
+            if asked.stream:
+                response = await self._stream(request, engine, turn, answer)
+            else:
+                await engine.finished(turn)
+                answer.extend(turn.generated)
+                timing = {"Server-Timing": f"engine;dur={engine.seconds(turn) * 1e3:.3f}"}
+                response = web.Response(
+                    body=answer.whole(turn.cached_tokens), content_type="application/json", headers=timing
+                )
+        finally:
+            engine.cancel(turn)
+        contexts.learn(chain, (*asked.prompt, *answer.tokens), asked.salt)
+        return response
+
+    async def _stream(
+        self, request: web.Request, engine: LiveEngine, turn: Request, answer: Answer
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for generated in engine.progress(turn):
+            await response.write(answer.piece(answer.extend(generated), last=generated == turn.output_tokens))
+        await response.write(answer.last(turn.cached_tokens))
+        return response
+
+    def _tokens(self, asked: Asked, engine: LiveEngine) -> int:
+        """To generate. Raises ValueError where the context cannot hold them."""
+        longest = engine.spec.config.max_model_len
+        room = longest - len(asked.prompt)
+        if asked.max_tokens is None:
+            return max(1, min(self._default_tokens, room))
+        if asked.max_tokens > room:
+            raise ValueError(
+                f"max_tokens is {asked.max_tokens}; a prompt of {len(asked.prompt)} tokens leaves room for {room} of"
+                f" {longest}: ask for fewer"
+            )
+        return asked.max_tokens
+
+    def _named(self, request: web.Request) -> str:
+        name = request.match_info.get("engine")
+        if name is None and len(self.engines) == 1:
+            return next(iter(self.engines))
+        if name in self.engines:
+            return str(name)
+        said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
+        message = refusal(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
+        raise web.HTTPNotFound(text=message.decode(), content_type="application/json")

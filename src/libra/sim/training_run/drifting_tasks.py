@@ -1,0 +1,263 @@
+"""Agentic tasks whose attempts grow longer as the policy is trained.
+
+Invariant: a group follows from its number, its version, the seed and the shape alone. Causes come first: a prompt has
+a difficulty, an attempt a length, and a tool return is drawn by what then remains; nothing depends on where it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.sim.training_run.prompt_order import prompt_at
+from libra.sim.training_run.task_shape import TaskShape, ToolOutcome
+from libra.trajectory import Trajectory, Turn, truncate
+
+_PROMPTS, _GROUP = 0x70726F6D707473, 0x67726F7570  # streams of one seed
+
+Numbers = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+class _Prompts(NamedTuple):
+    """Of the whole data set, as [prompt] arrays."""
+
+    task: Indices
+    difficulty: Numbers  # the part of an attempt's that its prompt has, on the scale where attempts have variance 1
+    tokens: Indices
+
+
+class _Lengths(NamedTuple):
+    """Of the length classes, as [class] arrays."""
+
+    log_median: Numbers
+    sigma: Numbers
+    turns_log_median: Numbers
+    turns_sigma: Numbers
+
+
+class _Tools(NamedTuple):
+    """Of the tool outcomes in the order of what they are typical of. A level is all that are typical of the same.
+
+    Choices compare a standard normal with cuts, its quantiles, as one kind of draw serves for all.
+    """
+
+    outcomes: tuple[ToolOutcome, ...]
+    bounds: Numbers  # [level - 1] tokens up to which each level but the last is typical
+    level_cuts: Numbers  # [level - 1] of a level by its share
+    first: Indices  # [level] its first outcome
+    outcome_cuts: Numbers  # [level, most outcomes of one - 1] of an outcome by its share of its level; +inf: no more
+    tells_cut: float  # below it, a return is typical
+    returned: Numbers  # [outcome, 2] log median and sigma
+    seconds: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class DriftingTasks:
+    """`Episodes` of one shape: the drift takes `steps` versions, and from then on lengths stay as they are.
+
+    An attempt at prompt p has the difficulty sqrt(`task_share`) T + sqrt(`prompt_share`) P + sqrt(rest) E, with T of
+    p's task and P of p itself, each of mean 0 and variance 1. Its length class is the one that its rank by difficulty
+    falls into, by the classes' shares at this version. The tokens that it generates are split over its turns. After
+    each turn but the last a tool returns, and with probability `tool_signal` its outcome is one that is typical of the
+    tokens that then remain to be generated. What would outgrow `max_context` ends there.
+
+    The number of a group gives its draws and its version scales them: equal numbers are attempts at the same prompt.
+    """
+
+    shape: TaskShape
+    seed: int
+    steps: int
+    name: str = "drifting tasks"
+    _prompts: _Prompts = field(init=False, repr=False, compare=False)
+    _lengths: _Lengths = field(init=False, repr=False, compare=False)
+    _tools: _Tools = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; give 0 or more")
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; the drift takes 1 version or more")
+        # Derived once, as `group` is asked thousands of times.
+        object.__setattr__(self, "_prompts", _make_prompts(self.shape, self.seed))
+        object.__setattr__(self, "_lengths", _make_lengths(self.shape))
+        object.__setattr__(self, "_tools", _make_tools(self.shape))
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.shape.samples_per_prompt
+
+    @property
+    def max_context(self) -> int:
+        return self.shape.max_context
+
+    def progress(self, version: int) -> float:
+        """How much of the drift is over at this version: 0 to 1."""
+        if version < 0:
+            raise ValueError(f"version is {version}; versions are counted from 0")
+        return min(version / self.steps, 1.0)
+
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        prompt = prompt_at(number, self.shape.prompts, self.seed)
+        progress = self.progress(version)
+        generator = _generator(self.seed, _GROUP, number)
+        generated, turns = self._sizes(prompt, progress, generator)
+        # Turn by turn, so that the first ones are the same however many there are.
+        draws = generator.standard_normal((int(turns.max()), 6, self.samples_per_prompt))
+        size, tells, level, pick, returned, seconds = draws.swapaxes(0, 1)
+        taken = np.arange(len(size))[:, None] < turns
+        weights = np.exp(self.shape.turn_sigma * size) * taken
+        tokens = generated * weights / weights.sum(axis=0)
+        remaining = generated - tokens.cumsum(axis=0)
+        tools = self._tools
+        outcome = _outcomes(tools, remaining, tells, level, pick)
+        payload = _lognormal(tools.returned, outcome, returned, self.shape.returned_limit)
+        # Whole milliseconds: the last bits of an exponential depend on the machine.
+        duration = np.round(_lognormal(tools.seconds, outcome, seconds, self.shape.seconds_limit), 3)
+        task, prompt_tokens = self.shape.tasks[self._prompts.task[prompt]], int(self._prompts.tokens[prompt])
+        whole = np.maximum(np.rint(tokens), 1).astype(np.int64)
+        counts = np.maximum(np.rint(payload), 1).astype(np.int64)
+        # Where the last turn returned something, this is too much, and does no harm: `truncate` keeps what fits.
+        total = prompt_tokens + ((whole + counts) * taken).sum(axis=0)
+        columns = (column.T.tolist() for column in (whole, outcome, counts, duration))
+        made = (
+            Trajectory(
+                id=f"{number}/{sample}",
+                prompt_id=str(prompt),
+                task=task,
+                prompt_tokens=prompt_tokens,
+                turns=_turns(tools.outcomes, count, *of_sample),
+                reward=None,
+                policy_version=version,
+                finished=True,
+            )
+            for sample, (count, *of_sample) in enumerate(zip(turns.tolist(), *columns, strict=True))
+        )
+        return tuple(
+            truncate(trajectory, self.max_context) if long else trajectory
+            for trajectory, long in zip(made, (total > self.max_context).tolist(), strict=True)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "seed": self.seed, "steps": self.steps, "shape": asdict(self.shape)}
+
+    def _sizes(self, prompt: int, progress: float, generator: np.random.Generator) -> tuple[Numbers, Indices]:
+        """Tokens that each sample generates, and in how many turns."""
+        shape, lengths = self.shape, self._lengths
+        own, length, many = generator.standard_normal((3, self.samples_per_prompt))
+        unexplained = math.sqrt(max(1 - shape.task_share - shape.prompt_share, 0.0))
+        difficulty = self._prompts.difficulty[prompt] + unexplained * own
+        its = np.searchsorted(_cuts(shape.class_shares(progress)), difficulty)
+        log_generated = lengths.log_median[its] + lengths.sigma[its] * length + math.log(shape.growth) * progress
+        # More than the context can hold is as much as it can hold: the exponent must not outgrow a float.
+        generated = np.exp(np.minimum(log_generated, math.log(shape.max_context)))
+        turns = np.rint(np.exp(lengths.turns_log_median[its] + lengths.turns_sigma[its] * many))
+        most = np.minimum(shape.max_turns, np.maximum(np.rint(generated), 1))  # a turn generates a token or more
+        return generated, np.clip(turns, 1, most).astype(np.int64)
+
+
+def _turns(
+    outcomes: Sequence[ToolOutcome],
+    count: int,
+    generated: list[int],
+    outcome: list[int],
+    returned: list[int],
+    seconds: list[float],
+) -> tuple[Turn, ...]:
+    """The first `count` of these, of which the last one calls no tool."""
+    calls = [
+        Turn(tokens, its.tool, its.status, payload, duration)
+        for tokens, its, payload, duration in zip(
+            generated[: count - 1], map(outcomes.__getitem__, outcome), returned, seconds, strict=False
+        )
+    ]
+    return (*calls, Turn(generated[count - 1], None, None, 0))
+
+
+def _generator(seed: int, *stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, *stream))))
+
+
+def _make_prompts(shape: TaskShape, seed: int) -> _Prompts:
+    generator = _generator(seed, _PROMPTS)
+    # Normal quantiles in random order: a data set of few prompts has the mean and spread that one of many has.
+    task = generator.permutation(np.arange(shape.prompts) % len(shape.tasks))
+    of_task = generator.permutation(_standard(len(shape.tasks)))
+    own = generator.permutation(_standard(shape.prompts))
+    length = generator.standard_normal(shape.prompts)
+    difficulty = math.sqrt(shape.task_share) * of_task[task] + math.sqrt(shape.prompt_share) * own
+    known = math.sqrt(shape.task_share + shape.prompt_share)
+    standardised = difficulty / known if known > 0 else np.zeros(shape.prompts)
+    noise = math.sqrt(1 - shape.prompt_correlation**2)
+    exponent = math.log(shape.prompt_median) + shape.prompt_sigma * (
+        shape.prompt_correlation * standardised + noise * length
+    )
+    tokens = np.exp(np.minimum(exponent, math.log(shape.max_context)))
+    return _Prompts(task, difficulty, np.clip(np.rint(tokens), 1, shape.max_context - 1).astype(np.int64))
+
+
+def _standard(count: int) -> Numbers:
+    """As many quantiles of a normal distribution, scaled to mean 0 and variance 1; a single one is 0."""
+    quantiles = np.array([_quantile((rank + 0.5) / count) for rank in range(count)])
+    return quantiles / quantiles.std() if count > 1 else quantiles
+
+
+def _make_lengths(shape: TaskShape) -> _Lengths:
+    return _Lengths(
+        np.log([each.median for each in shape.lengths]),
+        np.array([each.sigma for each in shape.lengths]),
+        np.log([each.turns_median for each in shape.lengths]),
+        np.array([each.turns_sigma for each in shape.lengths]),
+    )
+
+
+def _make_tools(shape: TaskShape) -> _Tools:
+    outcomes = tuple(sorted(shape.tools, key=lambda outcome: outcome.typical_until))
+    bounds = sorted({outcome.typical_until for outcome in outcomes})
+    levels = [[outcome for outcome in outcomes if outcome.typical_until == bound] for bound in bounds]
+    shares = [sum(outcome.share for outcome in level) for level in levels]
+    widest = max(len(level) for level in levels)
+    outcome_cuts = np.full((len(levels), widest - 1), math.inf)
+    for row, level, share in zip(outcome_cuts, levels, shares, strict=True):
+        row[: len(level) - 1] = _cuts([outcome.share / share for outcome in level])
+    counts = np.array([len(level) for level in levels])
+    return _Tools(
+        outcomes,
+        np.array(bounds[:-1]),
+        np.array(_cuts(shares)),
+        counts.cumsum() - counts,
+        outcome_cuts,
+        _quantile(shape.tool_signal),
+        np.array([(math.log(each.returned_median), each.returned_sigma) for each in outcomes]),
+        np.array([(math.log(each.seconds_median), each.seconds_sigma) for each in outcomes]),
+    )
+
+
+def _outcomes(tools: _Tools, remaining: Numbers, tells: Numbers, level: Numbers, pick: Numbers) -> Indices:
+    """Index of the outcome of each return, by three standard normals of each."""
+    typical = np.searchsorted(tools.bounds, remaining)
+    by_share = np.searchsorted(tools.level_cuts, level)
+    chosen = np.where(tells < tools.tells_cut, typical, by_share)
+    return np.asarray(tools.first[chosen] + (pick[..., None] > tools.outcome_cuts[chosen]).sum(axis=-1))
+
+
+def _lognormal(parameters: Numbers, outcome: Indices, draws: Numbers, limit: float) -> Numbers:
+    log_median, sigma = parameters[outcome, 0], parameters[outcome, 1]
+    return np.asarray(np.exp(np.minimum(log_median + sigma * draws, math.log(limit))))
+
+
+def _cuts(shares: tuple[float, ...] | list[float]) -> list[float]:
+    """Where a standard normal is cut into pieces of these probabilities: one cut less than there are shares."""
+    return [_quantile(float(below)) for below in np.cumsum(shares)[:-1]]
+
+
+def _quantile(probability: float) -> float:
+    if 0 < probability < 1:
+        return NormalDist().inv_cdf(probability)
+    return -math.inf if probability <= 0 else math.inf

@@ -1,0 +1,66 @@
+"""What is compared: a plan to start with, who routes, and who may change the plan.
+
+Invariant: a system is told what it could know at that moment and nothing else; one that knows the future says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from libra.cost.device import SwitchCost
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.plan import Plan
+from libra.route.policy import Policy
+from libra.trajectory import Trajectory
+
+# Libra (arXiv 2606.03077): train to rollout 10.8 s of engine activation; rollout to train 3.6 s of snapshot and 4.4 s
+# of state recovery. Loading the weights is part of the activation.
+PUBLISHED_SWITCH = SwitchCost(engine_start=10.8, trainer_join=8.0, weight_load=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a run knows when it may change its plan."""
+
+    version: int
+    finished: Sequence[Trajectory]  # since the last time it was asked
+    running: Sequence[Trajectory]  # unfinished, as far as they have come
+    seconds_per_step: float  # mean as measured since the last time, role changes included
+
+
+class Replan(Protocol):
+    """Decides every so often on the plan."""
+
+    @property
+    def period(self) -> int:
+        """Steps between two decisions."""
+        ...
+
+    def decide(self, moment: Moment) -> Plan | None:
+        """The plan to go over to; None: the present one stays."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to run post-training on a cluster. Its plan's request says which cluster, model and recipe."""
+
+    name: str
+    plan: Plan
+    route: Callable[[], Policy]  # a new policy for each run
+    replan: Callable[[], Replan] | None = None  # likewise; None: the plan never changes
+    switch: SwitchCost = field(default=PUBLISHED_SWITCH)
+    serve_by_priority: bool = False  # engines take waiting turns in the policy's order, not as they come
+    # No group starts that finds the engines' caches full of unfinished trajectories' contexts: they would forget what
+    # they need next, compute it again, and take longer, so that more is unfinished.
+    start_by_cache: bool = False
+    move_kv: bool = True  # KV follows a trajectory to another engine where that is quicker than to compute it again
+
+    @property
+    def request(self) -> ClusterRequest:
+        """Raises ValueError where the plan is not of a cluster of GPUs."""
+        if not isinstance(self.plan.request, ClusterRequest):
+            raise ValueError(f"system {self.name}: its plan is of slots of one machine; plan for a cluster of GPUs")
+        return self.plan.request

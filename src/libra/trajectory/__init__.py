@@ -1,0 +1,27 @@
+"""One agent episode as token counts and tool outcomes, its files, and what a log of them looks like."""
+
+from libra.trajectory.record import (
+    ToolStatus,
+    Trajectory,
+    TrajectoryFormatError,
+    Turn,
+    dump_trajectory,
+    parse_trajectory,
+    read_trajectories,
+    read_workload,
+    truncate,
+    write_trajectories,
+)
+
+__all__ = [
+    "ToolStatus",
+    "Trajectory",
+    "TrajectoryFormatError",
+    "Turn",
+    "dump_trajectory",
+    "parse_trajectory",
+    "read_trajectories",
+    "read_workload",
+    "truncate",
+    "write_trajectories",
+]

@@ -1,0 +1,233 @@
+"""One agent episode as Libra sees it: token counts, tool outcomes and times.
+
+Invariant: every `Trajectory` in memory obeys the schema; a JSONL line that does not is refused with the file, the
+line and the field, never repaired. Lengths are tokens, times are seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+ToolStatus = Literal["ok", "error", "timeout", "unknown"]
+
+_STRICT = ConfigDict(extra="forbid")
+_OPTIONAL = ("tool_seconds", "context_tokens", "started_at")  # whose misspelling nothing else would notice
+
+LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of whoever wrote it, and would overflow sums
+
+
+class TrajectoryFormatError(ValueError):
+    """A trajectory file cannot be used. The message is one line: file, line, field, what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation, and the tool return that followed it (`tool` is None on the last turn of a finished episode)."""
+
+    __pydantic_config__ = _STRICT
+
+    generated_tokens: int
+    tool: str | None
+    status: ToolStatus | None
+    returned_tokens: int
+    tool_seconds: float | None = None  # None: not recorded
+    context_tokens: int | None = None  # context at the start of the turn, where it is not the running sum (compaction)
+
+    def __post_init__(self) -> None:
+        if self.generated_tokens < 0:
+            raise ValueError("generated_tokens must be >= 0")
+        if self.returned_tokens < 0:
+            raise ValueError("returned_tokens must be >= 0")
+        if self.context_tokens is not None and self.context_tokens < 0:
+            raise ValueError("context_tokens must be >= 0")
+        if self.tool_seconds is not None and not 0 <= self.tool_seconds <= LONGEST:
+            raise ValueError(f"tool_seconds must be from 0 to {LONGEST:g}, or null where it was not recorded")
+        if (self.tool is None) != (self.status is None):
+            raise ValueError("tool and status must both be set, or both be null")
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """All turns of one episode."""
+
+    __pydantic_config__ = _STRICT
+
+    id: str
+    prompt_id: str
+    task: str
+    prompt_tokens: int
+    turns: tuple[Turn, ...]
+    reward: float | None
+    policy_version: int
+    finished: bool
+    started_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 0:
+            raise ValueError("prompt_tokens must be >= 0")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError("reward must be finite, or null where there is none")
+        if self.started_at is not None and not math.isfinite(self.started_at):
+            raise ValueError("started_at must be finite, or left out")
+        if self.finished and (not self.turns or self.turns[-1].tool is not None):
+            raise ValueError("turns: a finished trajectory ends with a turn whose tool is null")
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(turn.generated_tokens for turn in self.turns)
+
+    def contexts(self) -> tuple[int, ...]:
+        """Context in tokens at the start of each turn."""
+        contexts, running = [], self.prompt_tokens
+        for turn in self.turns:
+            running = running if turn.context_tokens is None else turn.context_tokens
+            contexts.append(running)
+            running += turn.generated_tokens + turn.returned_tokens
+        return tuple(contexts)
+
+    @property
+    def final_context(self) -> int:
+        """Tokens in context when the last turn ended."""
+        if not self.turns:
+            return self.prompt_tokens
+        last = self.turns[-1]
+        return self.contexts()[-1] + last.generated_tokens + last.returned_tokens
+
+    @property
+    def peak_context(self) -> int:
+        """The most tokens ever in context: what an engine must be able to hold."""
+        ends = (c + t.generated_tokens + t.returned_tokens for c, t in zip(self.contexts(), self.turns, strict=True))
+        return max(ends, default=self.prompt_tokens)
+
+
+def truncate(trajectory: Trajectory, max_context: int) -> Trajectory:
+    """The trajectory as an engine that holds `max_context` >= 1 tokens would have ended it: finished at the limit.
+
+    The turn that outgrows the limit is the last one, and generates what room there is; its tool return is not taken. A
+    turn that would have started at the limit never starts. A prompt that leaves the first turn no room loses as many of
+    its tokens as that turn needs. A trajectory that fits is returned as it is.
+    """
+    if max_context < 1:
+        raise ValueError(f"max_context is {max_context}; an engine holds 1 token or more")
+    if trajectory.peak_context <= max_context:
+        return trajectory
+    if not trajectory.turns:
+        return replace(trajectory, prompt_tokens=max_context)
+    starts = trajectory.contexts()
+    cut = next(
+        number
+        for number, (turn, start) in enumerate(zip(trajectory.turns, starts, strict=True))
+        if start + turn.generated_tokens + turn.returned_tokens > max_context
+    )
+    start = starts[cut]
+    if start >= max_context and cut > 0:
+        cut, start = cut - 1, starts[cut - 1]
+    last = trajectory.turns[cut]
+    if start >= max_context:
+        start = max_context - min(last.generated_tokens, max_context)
+    last = replace(
+        last,
+        generated_tokens=min(last.generated_tokens, max_context - start),
+        tool=None,
+        status=None,
+        returned_tokens=0,
+        tool_seconds=None,
+        context_tokens=None if last.context_tokens is None else start,
+    )
+    return replace(
+        trajectory,
+        prompt_tokens=start if cut == 0 and last.context_tokens is None else min(trajectory.prompt_tokens, max_context),
+        turns=(*trajectory.turns[:cut], last),
+        finished=True,
+    )
+
+
+@cache
+def _adapter() -> TypeAdapter[Trajectory]:
+    return TypeAdapter(Trajectory)
+
+
+def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
+    """One JSON line to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the error message.
+
+    Fields that are not Libra's own are ignored, as logs of other systems have them; one that reads like an optional
+    field with a typo is refused.
+    """
+    try:
+        return _adapter().validate_json(line, strict=True)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+    unknown = [problem["loc"] for problem in problems if problem["type"] == "unexpected_keyword_argument"]
+    if len(unknown) < len(problems):
+        first = next(problem for problem in problems if problem["type"] != "unexpected_keyword_argument")
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise TrajectoryFormatError(" ".join(f"{where}: {field}: {first['msg']}".split()))
+    for *_, name in unknown:
+        if meant := difflib.get_close_matches(str(name), _OPTIONAL, n=1):
+            raise TrajectoryFormatError(f"{where}: {str(name)!r} is no field; did you mean {meant[0]}?")
+    return parse_trajectory(json.dumps(_without(json.loads(line), unknown)), where)
+
+
+def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
+    """The record with the fields at these places taken out."""
+    for *above, name in places:
+        inner = record
+        for part in above:
+            inner = inner[part]
+        del inner[name]
+    return record
+
+
+def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
+    """Read a JSONL file, one trajectory a line and in memory at a time. Raises `TrajectoryFormatError`, also on a blank
+    line."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            yield parse_trajectory(line, f"{path}:{number}")
+
+
+def read_workload(path: Path | str, max_context: int, truncate_context: bool = False) -> Iterator[Trajectory]:
+    """Read a JSONL file as evidence of what a model of `max_context` tokens will be asked for.
+
+    Raises `TrajectoryFormatError` where a trajectory outgrows `max_context`, unless it is to be cut there, and after
+    the last one where none was finished.
+    """
+    finished = unfinished = 0
+    for number, trajectory in enumerate(read_trajectories(path), start=1):
+        if trajectory.peak_context > max_context and not truncate_context:
+            raise TrajectoryFormatError(
+                f"{path}:{number}: a context of {trajectory.peak_context} tokens, more than the {max_context} that the"
+                " model and the request allow: give --truncate-context to cut it there"
+            )
+        kept = truncate(trajectory, max_context)
+        finished += kept.finished
+        unfinished += not kept.finished
+        yield kept
+    if not finished:
+        found = f"all {unfinished} trajectories are unfinished" if unfinished else "there is no trajectory"
+        raise TrajectoryFormatError(f"{path}: {found}; give a log with at least one finished trajectory")
+
+
+def dump_trajectory(trajectory: Trajectory) -> str:
+    """One JSON line (no newline); optional fields that are unset are left out."""
+    record: dict[str, Any] = asdict(trajectory)
+    if record["started_at"] is None:
+        del record["started_at"]
+    for turn in record["turns"]:
+        if turn["context_tokens"] is None:
+            del turn["context_tokens"]
+    return json.dumps(record, separators=(",", ":"))
+
+
+def write_trajectories(path: Path | str, trajectories: Iterable[Trajectory]) -> None:
+    with open(path, "w", encoding="utf-8") as out:
+        out.writelines(dump_trajectory(trajectory) + "\n" for trajectory in trajectories)

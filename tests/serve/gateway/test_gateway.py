@@ -1,0 +1,353 @@
+"""The gateway over sockets, in front of emulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+from aiohttp import web
+from gateway_stage import Scripted, Stage, staged
+
+from libra.route.policy import Request, ToolReturn
+from libra.serve.emulate.server import Emulator
+from libra.serve.gateway import server
+from libra.trajectory import Trajectory, Turn
+
+
+def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
+    async def test(stage: Stage) -> None:
+        libra: dict[str, Any] = {"trajectory": "t", "prompt": "p", "task": "search"}
+        first = {"prompt": [1] * 40, "max_tokens": 20, "return_token_ids": True, "libra": libra}
+        status, answer = await stage.post("/v1/completions", first)
+        assert status == 200 and len(answer["choices"][0]["token_ids"]) == 20
+        tool = {"name": "lookup", "status": "error"}
+        second = first | {"prompt": [1] * 75, "max_tokens": 9, "libra": libra | {"tool": tool}}
+        assert (await stage.post("/v1/completions", second))[0] == 200
+        status, record = await stage.post("/trajectories/t/finish", {"reward": 0.5, "policy_version": 3})
+        assert status == 200
+        placed, (asked, returned), learned = (it for it in stage.policy.told if it != "forget t")
+        assert placed == Request("t", "p", 40, 40, "search")
+        assert asked == Request("t", "p", 40, 75, "search") and returned == ToolReturn("lookup", "error", 15)
+        seconds = learned.turns[0].tool_seconds
+        assert 0 <= seconds < 1 and learned.started_at > 0
+        turns = (Turn(20, "lookup", "error", 15, seconds), Turn(9, None, None, 0))
+        assert learned == Trajectory("t", "p", "search", 40, turns, 0.5, 3, True, learned.started_at)
+        assert stage.finished == [learned] and record["turns"][0]["generated_tokens"] == 20
+        assert len(stage.gateway.trajectories) == 0
+        assert (await stage.post("/trajectories/t/finish", {}))[0] == 404
+
+    staged(test)
+
+
+def test_text_is_counted_by_the_engine() -> None:
+    async def test(stage: Stage) -> None:
+        libra = {"trajectory": "t"}
+        messages = [{"role": "user", "content": "what is it? "}]
+        _, answer = await stage.post("/v1/chat/completions", {"messages": messages, "libra": libra})
+        messages += [answer["choices"][0]["message"], {"role": "tool", "content": "four hundred and two"}]
+        tool = {"name": "calculator", "returned_tokens": 7}
+        body = {"messages": messages, "libra": libra | {"tool": tool}}
+        _, second = await stage.post("/v1/chat/completions", body)
+        await stage.post("/trajectories/t/finish", {})
+        (trajectory,) = stage.finished
+        assert trajectory.prompt_tokens == answer["usage"]["prompt_tokens"]
+        assert trajectory.turns[0].returned_tokens == 7 and trajectory.turns[0].status == "unknown"
+        assert [turn.generated_tokens for turn in trajectory.turns] == [10, 10]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # it went where its prefix is
+
+    staged(test)
+
+
+def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
+    async def test(stage: Stage) -> None:
+        answers = await asyncio.gather(*(stage.post("/v1/completions", {"prompt": [it] * 9}) for it in range(6)))
+        assert [status for status, _ in answers] == [200] * 6
+        assert len(stage.gateway.trajectories) == 0
+        assert sorted(it for it in stage.policy.told if isinstance(it, str)) == [
+            f"forget turn {n}" for n in range(1, 7)
+        ]
+        turns = [engine.turns for engine in stage.gateway.engines.all.values()]
+        assert turns == [3, 3]
+        assert all(it.load_tokens == it.in_flight == 0 for it in stage.gateway.engines.all.values())
+
+    staged(test)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_stream_passes_event_by_event(asked: bool) -> None:
+    async def test(stage: Stage) -> None:
+        body: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 60, "stream": True, "libra": {"trajectory": "t"}}
+        if asked:
+            body["stream_options"] = {"include_usage": True}
+        began, came = time.monotonic(), []
+        async with stage.session.post("/v1/completions", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            text = b""
+            async for chunk in response.content.iter_any():
+                text += chunk
+                came.append(time.monotonic() - began)
+        events = text.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        assert [piece["choices"] == [] for piece in pieces] == [False] * (len(pieces) - asked) + [True] * asked
+        assert sum(len(piece["choices"][0]["text"]) for piece in pieces if piece["choices"]) == 240
+        assert len(came) > 1 and came[-1] >= 0.12  # 60 tokens take 120 ms
+        await stage.post("/trajectories/t/finish", {})
+        assert stage.finished[0].prompt_tokens == 30 and stage.finished[0].generated_tokens == 60
+
+    staged(test)
+
+
+def test_the_policys_order_reaches_engines_that_are_to_know_it() -> None:
+    async def test(stage: Stage) -> None:
+        seen = []
+        emulator = stage.emulators["e0"]
+        submit = emulator.engines["e0"].submit
+        emulator.engines["e0"].submit = lambda *of: seen.append(of[3]) or submit(*of)  # type: ignore[method-assign,func-returns-value]
+        for own in ({}, {"priority": 2}):
+            await stage.post("/v1/completions", {"prompt": [5] * 30, **own})
+        assert seen == [-7, 2]
+
+    staged(test, engines=1, priorities=True)
+
+
+def test_turns_of_an_engine_that_goes_away_are_asked_again_elsewhere() -> None:
+    async def test(stage: Stage) -> None:
+        body = {"prompt": [5] * 30, "max_tokens": 200}
+        turns = [
+            asyncio.create_task(stage.post("/v1/completions", body | {"libra": {"trajectory": str(it)}}))
+            for it in range(6)
+        ]
+        while stage.emulators["e0"].engines["e0"].running < 3:
+            await asyncio.sleep(0.005)
+        await stage.stops["e0"]()
+        stopped = time.monotonic()
+        answers = await asyncio.gather(*turns)
+        assert [status for status, _ in answers] == [200] * 6
+        assert time.monotonic() - stopped < 2.0  # of which 0.4 s are the turn itself
+        assert stage.policy.told.count("gone e0") == 1 and stage.gateway.counts.again == 3
+        assert [it.id for it in stage.gateway.engines.instances] == ["e1"]
+        for it in range(6):
+            assert (await stage.post(f"/trajectories/{it}/finish", {}))[0] == 200
+        assert [len(trajectory.turns) for trajectory in stage.finished] == [1] * 6
+
+    staged(test)
+
+
+def test_a_stream_that_breaks_off_says_so() -> None:
+    async def test(stage: Stage) -> None:
+        body = {"prompt": [5] * 30, "max_tokens": 400, "stream": True, "libra": {"trajectory": "t"}}
+        async with stage.session.post("/v1/completions", json=body) as response:
+            await response.content.readany()
+            await stage.stops["e0"]()
+            text = (await response.read()).decode()
+        last = json.loads(text.split("\n\n")[-2].removeprefix("data: "))
+        assert last["error"]["code"] == 503 and "engine e0 went away" in last["error"]["message"]
+        assert "gone e0" in stage.policy.told
+        assert (await stage.post("/trajectories/t/finish", {}))[0] == 400  # its turn has no answer
+
+    staged(test, engines=1)
+
+
+def test_without_engines_a_turn_waits_and_is_refused() -> None:
+    async def test(stage: Stage) -> None:
+        await stage.stops["e0"]()
+        began = time.monotonic()
+        status, answer = await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
+        assert status == 503 and "no engine is well" in answer["error"]["message"]
+        assert 0.3 <= time.monotonic() - began < 5
+        async with stage.session.get("/health") as response:
+            assert response.status == 503
+
+    staged(test, engines=1, wait_seconds=0.3)
+
+
+def test_a_turn_waits_until_an_engine_comes_back() -> None:
+    async def test(stage: Stage) -> None:
+        engines = stage.gateway.engines
+        engines.go("e0")
+        turn = asyncio.create_task(stage.post("/v1/completions", {"prompt": [1] * 9}))
+        await asyncio.sleep(0.05)
+        assert not turn.done() and stage.gateway.engines.all["e0"].in_flight == 0
+        engines.come("e0")
+        assert (await turn)[0] == 200
+
+    staged(test, engines=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(server, "_LOOK_DEADLINE", 1.0)
+    monkeypatch.setattr(server, "_LOOK_WELL", 0.01)
+    looks: list[str] = []
+
+    async def health(emulator: Emulator, _: web.Request) -> web.Response:
+        looks.append("late")
+        if len(looks) > 1:
+            await asyncio.sleep(60)
+        return web.Response()
+
+    monkeypatch.setattr(Emulator, "_health", health)
+
+    async def test(stage: Stage) -> None:
+        body = {"prompt": [5] * 9, "max_tokens": 450 if stream else 2, "stream": stream}
+        async with asyncio.timeout(30):
+            while len(looks) < 3:  # the second one came to its end
+                async with stage.session.post("/v1/completions", json=body) as response:
+                    assert response.status == 200 and await response.read()
+            assert "gone e0" not in stage.policy.told
+            while "gone e0" not in stage.policy.told:  # now it does nothing at all
+                await asyncio.sleep(0.01)
+
+    staged(test, engines=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_engine_and_loses_none(stream: bool) -> None:
+    async def test(stage: Stage) -> None:
+        engine = stage.emulators["e0"].engines["e0"]
+        body = {"prompt": [5] * 30, "max_tokens": 400, "stream": stream, "libra": {"trajectory": "t"}}
+        turn = asyncio.create_task(stage.post("/v1/completions", body))
+        while not engine.running:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        turn.cancel()
+        while engine.running:
+            await asyncio.sleep(0.005)
+        assert engine.generated_tokens == 0  # of turns that have ended: this one was cut off
+        assert len(stage.gateway.engines.instances) == 1
+        assert (await stage.post("/v1/completions", body | {"max_tokens": 5, "stream": False}))[0] == 200
+        await stage.post("/trajectories/t/finish", {})
+        assert stage.finished[0].generated_tokens == 5
+
+    staged(test, engines=1)
+
+
+def test_idle_trajectories_are_forgotten() -> None:
+    async def test(stage: Stage) -> None:
+        await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
+        assert len(stage.gateway.trajectories) == 1
+        began = time.monotonic()
+        while len(stage.gateway.trajectories):
+            assert time.monotonic() - began < 5
+            await asyncio.sleep(0.02)
+        assert stage.policy.told[-1] == "forget t" and stage.gateway.counts.forgotten == 1
+
+    staged(test, engines=1, idle_seconds=0.1)
+
+
+REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
+    ("/v1/completions", [1], 400, "Expected `object`, got `array`"),
+    ("/v1/completions", {"prompt": "a", "stream": 1}, 400, "Expected `bool`, got `int` - at `$.stream`"),
+    ("/v1/completions", {"prompt": "a", "libra": {}}, 400, "missing required field `trajectory`"),
+    ("/v1/completions", {"prompt": "a", "libra": {"trajectory": "t", "toll": 1}}, 400, "unknown field `toll`"),
+    (
+        "/v1/completions",
+        {"prompt": "a", "libra": {"trajectory": "t", "tool": {"name": "x", "status": "bad"}}},
+        400,
+        "Invalid enum value 'bad' - at `$.libra.tool.status`",
+    ),
+    ("/v1/completions", {"prompt": [1] * 500, "max_tokens": 13}, 400, "leaves room for 12"),  # the engine's own words
+    ("/trajectories/t/finish", {}, 404, "trajectory t is not under way"),
+    ("/trajectories/t/forget", {}, 404, "trajectory t is not under way"),
+    ("/trajectories/t/finish", {"reward": "good"}, 400, "Expected `float | null`, got `str` - at `$.reward`"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "says"), REFUSED)
+def test_what_makes_no_sense_is_refused(path: str, body: Any, status: int, says: str) -> None:
+    async def test(stage: Stage) -> None:
+        found, answer = await stage.post(path, body)
+        assert found == status == answer["error"]["code"] and says in answer["error"]["message"]
+
+    staged(test, engines=1, turn_tokens=1)
+
+
+def test_one_turn_of_a_trajectory_at_a_time() -> None:
+    async def test(stage: Stage) -> None:
+        body = {"prompt": [1] * 9, "max_tokens": 50, "libra": {"trajectory": "t"}}
+        first = asyncio.create_task(stage.post("/v1/completions", body))
+        await asyncio.sleep(0.05)
+        status, answer = await stage.post("/v1/completions", body)
+        assert status == 400 and "a turn is under way" in answer["error"]["message"]
+        assert (await first)[0] == 200
+        assert (await stage.post("/trajectories/t/forget", {})) == (204, None)
+        assert stage.policy.told[-1] == "forget t"
+
+    staged(test)
+
+
+def test_engines_and_metrics_can_be_seen() -> None:
+    async def test(stage: Stage) -> None:
+        await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5})
+        await stage.stops["e1"]()
+        stage.gateway.engines.go("e1")
+        async with stage.session.get("/engines") as response:
+            listed = await response.json()
+        assert listed["route"] == "cmlfq" and listed["limits"] == [512]
+        assert [(it["name"], it["well"]) for it in listed["engines"]] == [("e0", True), ("e1", False)]
+        async with stage.session.get("/metrics") as response:
+            found = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
+        assert found["libra_gateway_turns_total"] == "1.0" and found["libra_gateway_generated_tokens_total"] == "5.0"
+        assert found['libra_gateway_engine_well{engine="e1"}'] == "0.0"
+        async with stage.session.get("/v1/models") as response:
+            assert (await response.json())["data"][0]["id"] == "e0"
+
+    staged(test)
+
+
+# Who asks
+
+
+async def answer(writer: asyncio.StreamWriter) -> None:
+    body = b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+@pytest.mark.parametrize(
+    ("own", "sent"),
+    [({}, "Bearer client"), ({"api_key": "engine"}, "Bearer engine"), ({"basic_auth": "me:pw"}, "Basic bWU6cHc=")],
+)
+def test_an_engine_hears_its_own_token_or_the_clients(own: dict[str, Any], sent: str) -> None:
+    async def test(stage: Stage) -> None:
+        headers = {"Authorization": "Bearer client"}
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+            async with stage.session.request(method, path, json={"prompt": "a"}, headers=headers) as response:
+                assert response.status == 200
+        health, turn, models = (dict(re.findall(r"(\S+): (.*)\r", it.decode())) for it in stage.scripted[0].heads[:3])
+        assert turn["Authorization"] == models["Authorization"] == sent
+        assert health.get("Authorization") == (sent if own else None)
+        for path in ("/engines", "/metrics"):
+            async with stage.session.get(path) as response:
+                assert "engine@" not in (text := await response.text()) and "pw" not in text and "Bearer" not in text
+
+    staged(test, engines=0, scripted=[Scripted(answer, own)])
+
+
+def test_a_token_that_no_header_can_hold_is_refused() -> None:
+    async def test(stage: Stage) -> None:
+        port = stage.session._base_url.port  # type: ignore[union-attr]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        writer.write(head)
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+
+    staged(test, engines=1)
+
+
+def test_nobody_follows_an_engine_to_another_address() -> None:
+    async def redirect(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 307 There\r\nLocation: http://127.0.0.1:1/v1/completions\r\nContent-Length: 0\r\n\r\n")
+
+    async def test(stage: Stage) -> None:
+        status, said = await stage.post("/v1/completions", {"prompt": "a"})
+        assert status == 502 and "engine s0 redirects with status 307" in said["error"]["message"]
+
+    staged(test, engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})])

@@ -1,0 +1,124 @@
+"""What is remembered of trajectories under way is what happened to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.route.policy import ToolReturn
+from libra.serve.gateway.messages import prompt_tokens, read_body, with_field
+from libra.serve.gateway.trajectories import UNKNOWN_TOOL, Returned, Trajectories
+
+
+@dataclass(frozen=True)
+class Turn:
+    more: int  # tokens of the context that the turn before did not leave
+    generated: int
+    returned: Returned | None  # what the client says of the tool before it
+    fails: int  # times that it is asked without an answer
+    placed: bool  # whether the policy was asked when it failed
+
+
+_returned = st.none() | st.builds(
+    Returned, st.sampled_from(["a", "b"]), st.sampled_from(["ok", "error"]), st.none() | st.integers(0, 50)
+)
+_turn = st.builds(Turn, st.integers(0, 50), st.integers(1, 90), _returned, st.integers(0, 2), st.booleans())
+
+
+@given(st.lists(_turn, min_size=1, max_size=6), st.none() | st.floats(-1, 1))
+def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float | None) -> None:
+    live, now, context, tools, told = Trajectories(), 0.0, 100, [], []
+    for number, turn in enumerate(turns):
+        if number:
+            what = turn.returned or Returned()
+            back = turn.more if what.tokens is None else what.tokens
+            tools.append((what.tool, what.status, back, 1.0))  # seconds from its answer to the next turn
+            context += turn.more
+        expected = ToolReturn(*tools[-1][:3]) if tools else None
+        for attempt in range(turn.fails + 1):
+            now += 1.0
+            request, returned = live.begin("t", "p", "task", context, turn.returned, now)
+            assert (request.prompt_tokens, request.context_tokens, request.prompt_id) == (100, context, "p")
+            # A return is told once, with the first turn that is placed after it.
+            assert returned == expected
+            if attempt == turn.fails or turn.placed:
+                if returned is not None:
+                    told.append(returned)
+                live.told("t")
+                expected = None
+            if attempt < turn.fails:
+                live.failed("t")
+        with pytest.raises(ValueError, match="a turn is under way"):
+            live.begin("t", "p", "task", context, None, now)
+        now += 2.0
+        live.ended("t", context, turn.generated, now)
+        context += turn.generated
+    trajectory = live.finish("t", reward, 5)
+    assert told == [ToolReturn(*tool[:3]) for tool in tools]
+    assert [it.generated_tokens for it in trajectory.turns] == [turn.generated for turn in turns]
+    assert [(it.tool, it.status, it.returned_tokens, it.tool_seconds) for it in trajectory.turns[:-1]] == tools
+    assert (trajectory.prompt_tokens, trajectory.reward, trajectory.policy_version) == (100, reward, 5)
+    assert trajectory.finished and trajectory.started_at == 1.0
+    assert len(live) == 0
+
+
+def test_the_engines_count_of_a_prompt_replaces_a_guess() -> None:
+    live = Trajectories()
+    live.begin("t", "p", "", 70, None, 0.0)
+    live.ended("t", 64, 10, 1.0)
+    request, returned = live.begin("t", "p", "", 90, None, 2.0)
+    assert request.prompt_tokens == 64 and returned == ToolReturn(UNKNOWN_TOOL, "unknown", 90 - 74)
+
+
+def test_a_trajectory_ends_with_an_answer_or_is_forgotten() -> None:
+    live = Trajectories()
+    with pytest.raises(KeyError):
+        live.finish("t", None, 0)
+    live.begin("t", "p", "", 70, None, 0.0)
+    with pytest.raises(ValueError, match="its last turn has no answer"):
+        live.finish("t", None, 0)
+    assert live.forget("t") and not live.forget("t")
+    live.ended("t", 70, 3, 1.0)  # the answer of a turn that nobody waits for any more
+    live.failed("t")
+    assert len(live) == 0
+
+
+def test_idle_are_those_that_nothing_happened_to() -> None:
+    live = Trajectories()
+    for number, id in enumerate("abcd"):
+        live.begin(id, "p", "", 10, None, float(number))
+    for id, now in (("c", 5.0), ("d", 5.0), ("a", 10.0)):
+        live.ended(id, 10, 1, now)
+    assert list(live.idle_since(4.0)) == []  # b has a turn under way
+    assert list(live.idle_since(5.0)) == ["c", "d"]
+    assert list(live.idle_since(10.0)) == ["c", "d", "a"]
+
+
+# What is read of bodies
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=40), st.sampled_from(["", " ", "\n  "]))
+def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
+    body = f'{{"prompt":{space}[{("," + space).join(map(str, tokens))}{space}], "x": 1}}'
+    assert prompt_tokens(read_body(body.encode())) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (b'{"prompt": "12345678"}', 3),  # ten characters with the quotes, four to a token
+        (b'{"messages": [{"role": "user", "content": "a"}]}', 9),
+        (b'{"prompt": null, "messages": ["1234"]}', 2),
+        (b'{"prompt": ["a", "b"]}', 3),
+        (b"{}", 0),
+    ],
+)
+def test_text_is_guessed_by_its_length(body: bytes, tokens: int) -> None:
+    assert prompt_tokens(read_body(body)) == tokens
+
+
+def test_a_field_is_added_without_touching_the_others() -> None:
+    assert with_field(b' {"prompt": [1,  2]}', b'"priority":3') == b'{"priority":3,"prompt": [1,  2]}'
