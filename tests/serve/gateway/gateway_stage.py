@@ -14,7 +14,7 @@ from aiohttp import ClientSession
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.serve.emulate.server import Emulator
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
 from libra.sim.cluster import EngineSpec
@@ -142,13 +142,13 @@ def staged(
                 emulators[name] = Emulator([EngineSpec(name, CONFIG, COST)], 1.0, 10, 0)
                 own = await stack.enter_async_context(AsyncExitStack())
                 base = await own.enter_async_context(serving(emulators[name].application(), "127.0.0.1", 0))
-                sections.append(EngineSection(name=name, url=f"{base}/v1/", max_model_len=512))
+                sections.append(UpstreamSection(name=name, url=f"{base}/v1/", max_model_len=512))
                 stops[name] = own.aclose
             for number, server in enumerate(scripted):
                 url = await stack.enter_async_context(server.serving())
-                sections.append(EngineSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
+                sections.append(UpstreamSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
             policy, finished = Noting(), []
-            file = GatewayFile(engines=tuple(sections), **{"turn_tokens": 16, **settings})
+            file = GatewayConfig(engines=tuple(sections), **{"turn_tokens": 16, **settings})
             gateway = Gateway(file, policy, finished.append)
             base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
             session = await stack.enter_async_context(ClientSession(base))

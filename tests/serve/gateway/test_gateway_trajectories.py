@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.route.policy import ToolReturn
-from libra.serve.gateway.messages import prompt_tokens, read_body, with_field
-from libra.serve.gateway.trajectories import UNKNOWN_TOOL, Returned, Trajectories
+from libra.serve.gateway.bodies import read_turn, with_field
+from libra.serve.gateway.trajectories import UNKNOWN_TOOL, ReportedReturn, Trajectories
 
 
 @dataclass(frozen=True)
 class Turn:
     more: int  # tokens of the context that the turn before did not leave
     generated: int
-    returned: Returned | None  # what the client says of the tool before it
+    returned: ReportedReturn | None  # what the client says of the tool before it
     fails: int  # times that it is asked without an answer
     placed: bool  # whether the policy was asked when it failed
 
 
 _returned = st.none() | st.builds(
-    Returned, st.sampled_from(["a", "b"]), st.sampled_from(["ok", "error"]), st.none() | st.integers(0, 50)
+    ReportedReturn, st.sampled_from(["a", "b"]), st.sampled_from(["ok", "error"]), st.none() | st.integers(0, 50)
 )
 _turn = st.builds(Turn, st.integers(0, 50), st.integers(1, 90), _returned, st.integers(0, 2), st.booleans())
 
@@ -33,7 +33,7 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
     live, now, context, tools, told = Trajectories(), 0.0, 100, [], []
     for number, turn in enumerate(turns):
         if number:
-            what = turn.returned or Returned()
+            what = turn.returned or ReportedReturn()
             back = turn.more if what.tokens is None else what.tokens
             tools.append((what.tool, what.status, back, 1.0))  # seconds from its answer to the next turn
             context += turn.more
@@ -103,7 +103,7 @@ def test_idle_are_those_that_nothing_happened_to() -> None:
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.sampled_from(["", " ", "\n  "]))
 def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
     body = f'{{"prompt":{space}[{("," + space).join(map(str, tokens))}{space}], "x": 1}}'
-    assert prompt_tokens(read_body(body.encode())) == len(tokens)
+    assert read_turn(body.encode()).prompt_tokens() == (len(tokens), True)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
     ],
 )
 def test_text_is_guessed_by_its_length(body: bytes, tokens: int) -> None:
-    assert prompt_tokens(read_body(body)) == tokens
+    assert read_turn(body).prompt_tokens() == (tokens, False)
 
 
 def test_a_field_is_added_without_touching_the_others() -> None:
-    assert with_field(b' {"prompt": [1,  2]}', b'"priority":3') == b'{"priority":3,"prompt": [1,  2]}'
+    assert with_field(b' {"prompt": [1,  2]}\n', "priority", 3) == b' {"prompt": [1,  2],"priority":3}'

@@ -16,13 +16,13 @@ from aiohttp import web
 from libra.serve.emulate.context_index import ContextIndex
 from libra.serve.emulate.live_engine import LiveEngine
 from libra.serve.emulate.metrics import CONTENT_TYPE, exposition
-from libra.serve.emulate.openai import Answer, Asked, parse
+from libra.serve.emulate.openai import Answer, GenerationRequest, parse
 from libra.serve.emulate.wall_clock import WallClock
-from libra.serve.http_service import refusal, refused
+from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
 from libra.sim.cluster import EngineSpec
 from libra.sim.engine.request import Request
 
-_LARGEST_BODY = 64 * 2**20  # bytes
+_LARGEST_BODY, _BODY_BESIDE, _BODY_TOKEN = 64 * 2**20, 2**20, 64  # bytes: at most, beside a prompt, of its token
 _REMEMBERED = 2  # times the blocks of an engine's cache
 
 
@@ -39,7 +39,9 @@ class Emulator:
         self._numbers = count(1)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=_LARGEST_BODY)
+        longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
+        largest = min(_LARGEST_BODY, _BODY_BESIDE + _BODY_TOKEN * longest)  # more is not even decoded
+        app = web.Application(client_max_size=largest, middlewares=[in_openai_shape])
         app.on_shutdown.append(self._close)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -79,7 +81,7 @@ class Emulator:
         name = self._named(request)
         engine, contexts = self.engines[name], self._contexts[name]
         try:
-            asked = parse(await request.read(), chat)
+            asked = parse(await body_of(request), chat, engine.spec.config.max_model_len)
             tokens = self._tokens(asked, engine)
             chain = contexts.chain(asked.prompt, asked.salt)
             turn = engine.submit(chain, len(asked.prompt), tokens, asked.priority)
@@ -112,7 +114,7 @@ class Emulator:
         await response.write(answer.last(turn.cached_tokens))
         return response
 
-    def _tokens(self, asked: Asked, engine: LiveEngine) -> int:
+    def _tokens(self, asked: GenerationRequest, engine: LiveEngine) -> int:
         """To generate. Raises ValueError where the context cannot hold them."""
         longest = engine.spec.config.max_model_len
         room = longest - len(asked.prompt)
@@ -132,5 +134,4 @@ class Emulator:
         if name in self.engines:
             return str(name)
         said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
-        message = refusal(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
-        raise web.HTTPNotFound(text=message.decode(), content_type="application/json")
+        raise RefusedRequest(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)

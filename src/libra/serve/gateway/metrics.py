@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from libra.serve.gateway.engines import EngineBehind, Engines
+from libra.serve.gateway.upstreams import Upstream, Upstreams
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -51,7 +51,7 @@ _COUNTERS = {
 
 @dataclass(slots=True, eq=False)
 class _Figures(Collector):
-    engines: Engines
+    upstreams: Upstreams
     counts: Counts
     live: int
 
@@ -59,19 +59,19 @@ class _Figures(Collector):
         for name, words in _COUNTERS.items():
             yield CounterMetricFamily(f"libra_gateway_{name}", words, value=getattr(self.counts, name))
         yield GaugeMetricFamily("libra_gateway_trajectories", "Trajectories that are under way.", value=self.live)
-        gauges: dict[str, tuple[str, Callable[[EngineBehind], float]]] = {
-            "well": ("1: in service.", lambda it: float(self.engines.is_well(it.id))),
+        gauges: dict[str, tuple[str, Callable[[Upstream], float]]] = {
+            "well": ("1: in service.", lambda it: float(self.upstreams.is_well(it.id))),
             "in_flight": ("Turns that it has.", lambda it: it.in_flight),
             "load_tokens": ("Contexts of those, in tokens.", lambda it: it.load_tokens),
         }
         for name, (words, value) in gauges.items():
             gauge = GaugeMetricFamily(f"libra_gateway_engine_{name}", words, labels=["engine"])
-            for engine in self.engines.all.values():
+            for engine in self.upstreams.all.values():
                 gauge.add_metric([engine.id], value(engine))
             yield gauge
 
 
-def exposition(engines: Engines, counts: Counts, live: int) -> bytes:
+def exposition(upstreams: Upstreams, counts: Counts, live: int) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Figures(engines, counts, live))
+    registry.register(_Figures(upstreams, counts, live))
     return generate_latest(registry)

@@ -16,7 +16,7 @@ UNKNOWN_TOOL = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class ReportedReturn:
     """What a client says of the tool whose return is in a turn's prompt."""
 
     tool: str = UNKNOWN_TOOL
@@ -49,7 +49,7 @@ class Trajectories:
         return len(self._live)
 
     def begin(
-        self, id: str, prompt_id: str, task: str, context: int, returned: Returned | None, now: float
+        self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
     ) -> tuple[Request, ToolReturn | None]:
         """The turn as the policy is asked of it. Raises ValueError while another one of the trajectory is under way."""
         live = self._live.pop(id, None)
@@ -59,7 +59,7 @@ class Trajectories:
         if live.asked is not None:
             raise ValueError(f"trajectory {id}: a turn is under way: wait for its answer, or name another trajectory")
         if live.generated is not None:
-            what = returned or Returned()
+            what = returned or ReportedReturn()
             tokens = max(0, context - live.context) if what.tokens is None else what.tokens
             live.turns.append(Turn(live.generated, what.tool, what.status, tokens, now - live.touched))
             live.generated, live.told = None, False

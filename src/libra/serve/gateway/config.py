@@ -23,7 +23,7 @@ _Count = Annotated[int, Field(strict=True, ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
 
 
-class EngineSection(Section):
+class UpstreamSection(Section):
     """An OpenAI-compatible server, and at most one way to say who asks it."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -110,10 +110,10 @@ def _require_sendable(secret: str) -> None:
         raise ValueError("must be one line of printable ASCII characters, and not empty; its value is not shown")
 
 
-class GatewayFile(Section):
+class GatewayConfig(Section):
     model_config = ConfigDict(hide_input_in_errors=True)  # it may be a secret
 
-    engines: tuple[EngineSection, ...] = Field(min_length=1)
+    engines: tuple[UpstreamSection, ...] = Field(min_length=1)
     limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: all engines are one bucket
     route: str = cmlfq.NAME
     sticky: Annotated[bool, Field(strict=True)] = True
@@ -130,10 +130,10 @@ class GatewayFile(Section):
         return self.limits or (max(engine.max_model_len for engine in self.engines),)
 
 
-def load_gateway(path: Path | str) -> GatewayFile:
+def load_gateway(path: Path | str) -> GatewayConfig:
     """Read a file such as `examples/gateway.yaml`. Raises `ConfigError`."""
     path = Path(path)
-    file = read_section(path, GatewayFile, _EXAMPLE)
+    file = read_section(path, GatewayConfig, _EXAMPLE)
     try:
         _require_sound(file)
         engines = tuple(_with_key(engine, index, path.parent) for index, engine in enumerate(file.engines))
@@ -142,7 +142,7 @@ def load_gateway(path: Path | str) -> GatewayFile:
     return file.model_copy(update={"engines": engines})
 
 
-def _with_key(engine: EngineSection, index: int, folder: Path) -> EngineSection:
+def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSection:
     """With the token that its environment variable or file holds."""
     if engine.api_key_env is not None:
         key, secret = "api_key_env", os.environ.get(engine.api_key_env)
@@ -168,7 +168,7 @@ def _content(path: Path) -> str | None:
         return None
 
 
-def _require_sound(file: GatewayFile) -> None:
+def _require_sound(file: GatewayConfig) -> None:
     names = [engine.name for engine in file.engines]
     for name in names:
         if names.count(name) > 1:

@@ -1,0 +1,163 @@
+"""One turn on one engine: what the client said goes there, and the answer comes back as it is.
+
+Invariant: an engine's failure is an error to the caller, who may ask another, as long as nothing of an answer has
+reached the client; afterwards it is an event at the end of the stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import ClientError, ClientResponse, ClientSession, web
+
+from libra.serve.gateway.bodies import usage_of
+from libra.serve.gateway.event_stream import EventStream, StreamedEvent
+from libra.serve.gateway.upstreams import Attempt, Upstream
+from libra.serve.openai_errors import RefusedRequest, refusal, refused
+
+_GONE = {502, 503, 504}  # statuses of a server that cannot
+_LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
+_SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # it is read on its way
+_PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  # headers of an answer
+_EVENT_STREAM = "text/event-stream"
+
+Usage = tuple[int, int]  # tokens of the prompt, and generated
+
+
+class EngineLostError(Exception):
+    """The engine went away before it had answered. `answer` is what it said instead, if anything."""
+
+    def __init__(self, message: str, answer: web.Response | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class TurnOverdueError(Exception):
+    """The engine is well, but sends nothing of this turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """What the client was given."""
+
+    response: web.StreamResponse
+    usage: Usage | None = None  # None: it was not answered, or the engine did not say
+    lost: EngineLostError | None = None  # the engine went away in the middle of a stream
+
+
+def authorization(engine: Upstream, request: web.Request | None) -> dict[str, str]:
+    """The header that the engine wants: with its own token, or as the client sent it."""
+    value = engine.section.authorization()
+    if value is None and request is not None:
+        value = request.headers.get("Authorization")
+        if value is not None and not (value.isascii() and value.isprintable()):
+            raise RefusedRequest("the header Authorization holds more than printable ASCII characters", 400)
+    return {} if value is None else {"Authorization": value}
+
+
+async def relay(
+    session: ClientSession, request: web.Request, attempt: Attempt, path: str, body: bytes, *, stream: bool, usage: bool
+) -> Relayed:
+    """`usage`: whether the client wants the event of a stream that has it. Raises `EngineLostError` or
+    `TurnOverdueError` where nothing of an answer has reached the client."""
+    engine = attempt.engine
+    headers = _SENT | authorization(engine, request)
+    response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"})
+    failure: Exception
+    try:
+        async with (
+            attempt,
+            session.post(f"{engine.section.url}/{path}", data=body, headers=headers, allow_redirects=False) as answer,
+        ):
+            if stream and answer.status == 200 and answer.content_type == _EVENT_STREAM:
+                return Relayed(response, await _stream(request, response, attempt, answer, usage))
+            return await _whole(attempt, answer)
+    except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
+        failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {_said(error)}")
+    if not response.prepared:
+        raise failure
+    await _write(response, b"data: " + refusal(f"{failure}; ask again from what has come", 503) + b"\n\n")
+    return Relayed(response, lost=failure if isinstance(failure, EngineLostError) else None)
+
+
+async def _whole(attempt: Attempt, answer: ClientResponse) -> Relayed:
+    engine, pieces, size = attempt.engine, [], 0
+    while piece := await answer.content.readany():
+        attempt.hear()
+        pieces.append(piece)
+        size += len(piece)
+        if size > _LARGEST_ANSWER:
+            raise ValueError(f"an answer of more than {_LARGEST_ANSWER} bytes")
+    attempt.hear()
+    if 300 <= answer.status < 400:
+        message = f"engine {engine.id} redirects with status {answer.status}: list its final address"
+        return Relayed(refused(message, 502))
+    whole = b"".join(pieces)
+    said = ((name, answer.headers.get(name, "")) for name in _PASSED)
+    headers = {name: value for name, value in said if value and value.isascii() and value.isprintable()}
+    response = web.Response(body=whole, status=answer.status, headers=headers)
+    if answer.status in _GONE:
+        raise EngineLostError(f"engine {engine.id} answered with status {answer.status}", response)
+    usage = usage_of(whole)[0] if answer.status == 200 else None
+    engine.turns += usage is not None
+    return Relayed(response, usage)
+
+
+async def _stream(
+    request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: ClientResponse, wants_usage: bool
+) -> Usage | None:
+    """Event by event. None: the client has gone, or the engine did not say."""
+    events, usage, ended = EventStream(), None, False
+    while chunk := await answer.content.readany():
+        attempt.hear()
+        passed = []
+        for event in events.feed(chunk):
+            found, says_more = _usage_in(event)
+            usage = found or usage
+            ended = ended or b"[DONE]" in event.raw
+            if wants_usage or says_more:
+                passed.append(event.raw)
+        if passed:
+            if not response.prepared and not await _began(response, request):  # until then it can be asked again
+                return None
+            if not await _write(response, b"".join(passed)):
+                return None
+            attempt.hear()  # it was the client that took its time
+    last = events.rest()
+    found, says_more = _usage_in(last)
+    usage = found or usage
+    if usage is None and not ended and b"[DONE]" not in last.raw:
+        raise ValueError("the stream ended before its end")
+    attempt.engine.turns += usage is not None
+    if not response.prepared and not await _began(response, request):
+        return None
+    if wants_usage or says_more:
+        await _write(response, last.raw)
+    return usage
+
+
+def _usage_in(event: StreamedEvent) -> tuple[Usage | None, bool]:
+    """And whether the event says more than that."""
+    return usage_of(event.data) if b'"usage"' in event.raw else (None, True)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _began(response: web.StreamResponse, request: web.Request) -> bool:
+    """False: the client has gone."""
+    try:
+        await response.prepare(request)
+    except ConnectionError:
+        return False
+    return True
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> bool:
+    """False: the client has gone."""
+    try:
+        await response.write(data)
+    except ConnectionError:
+        return False
+    return True
