@@ -29,6 +29,9 @@ from libra.trajectory import Trajectory
 _LARGEST_BODY = 64 * 2**20  # bytes
 _IDLE_LOOK = 60.0  # seconds between two looks at idle trajectories, or less
 _MODELS_DEADLINE = 2.0  # seconds for an engine's answer
+_KEEPALIVE = (
+    4.0  # seconds of an idle connection: vLLM closes it after 5, and whose request meets that has lost an engine
+)
 _CONNECT_DEADLINE = 5.0  # seconds until an engine takes a connection
 _UNSAID = ("Accept", "User-Agent")  # headers that are not sent to engines by themselves
 _JSON = {"Content-Type": "application/json"}
@@ -68,7 +71,7 @@ class Gateway:
 
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
         async with ClientSession(
-            connector=TCPConnector(limit=0),
+            connector=TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             cookie_jar=DummyCookieJar(),
             skip_auto_headers=_UNSAID,
             timeout=ClientTimeout(total=None, sock_connect=_CONNECT_DEADLINE),
@@ -145,14 +148,13 @@ class Gateway:
         room: int,
     ) -> Relayed:
         """By the first engine that answers."""
-        until = self._loop.time() + self._config.wait_seconds
         usage = body.wants_usage
         if body.stream and not usage:
             raw = with_field(raw, "stream_options", {**(body.stream_options or {}), "include_usage": True})
         lost: EngineLostError | None = None
         for number in range(self._config.max_attempts):
             try:
-                placement = await self._placed(asked, returned, room, until)
+                placement = await self._placed(asked, returned, room)
             except _UnavailableError:
                 if lost is None or lost.answer is None:
                     raise
@@ -178,7 +180,8 @@ class Gateway:
             return Relayed(lost.answer)
         raise _UnavailableError(f"tried on {self._config.max_attempts} engines, each of which failed: {lost}")
 
-    async def _placed(self, asked: Request, returned: ToolReturn | None, room: int, until: float) -> Placement:
+    async def _placed(self, asked: Request, returned: ToolReturn | None, room: int) -> Placement:
+        until = self._loop.time() + self._config.wait_seconds
         while True:
             fleet = self.upstreams.fleet(room)
             if returned is None:
