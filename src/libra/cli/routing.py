@@ -93,11 +93,11 @@ async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log:
     gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))
 
     def announce(base: str) -> None:
-        well, count = len(gateway.upstreams.instances), len(file.engines)
+        healthy, count = len(gateway.upstreams.instances), len(file.engines)
         if as_json:
-            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "well": well, "engines": count}))
+            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "healthy": healthy, "engines": count}))
         else:
-            typer.echo(f"{file.route} routes at {base}/v1 to {well} of {count} engines (Ctrl-C ends)")
+            typer.echo(f"{file.route} routes at {base}/v1 to {healthy} of {count} engines (Ctrl-C ends)")
 
     try:
         await serve(gateway.application(), host, port, announce)

@@ -51,7 +51,7 @@ def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
         for number in range(2):  # the second time what the first one knew is read
             router, said = started("route", str(file), *options)
             processes.append(router)
-            assert (said["well"], said["engines"]) == (2, 2)
+            assert (said["healthy"], said["engines"]) == (2, 2)
             few, most = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
             assert few == most  # each turn in flight has two sockets
             body = {"prompt": [1] * 20, "max_tokens": 8, "libra": {"trajectory": f"t{number}", "prompt": "p"}}

@@ -29,7 +29,7 @@ def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
         assert (await stage.post("/v1/completions", second))[0] == 200
         status, record = await stage.post("/trajectories/t/finish", {"reward": 0.5, "policy_version": 3})
         assert status == 200
-        placed, (asked, returned), learned = (it for it in stage.policy.told if it != "forget t")
+        placed, (asked, returned), learned = (it for it in stage.policy.calls if it != "forget t")
         assert placed == Request("t", "p", 40, 40, "search")
         assert asked == Request("t", "p", 40, 75, "search") and returned == ToolReturn("lookup", "error", 15)
         seconds = learned.turns[0].tool_seconds
@@ -67,7 +67,7 @@ def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
         answers = await asyncio.gather(*(stage.post("/v1/completions", {"prompt": [it] * 9}) for it in range(6)))
         assert [status for status, _ in answers] == [200] * 6
         assert len(stage.gateway.trajectories) == 0
-        assert sorted(it for it in stage.policy.told if isinstance(it, str)) == [
+        assert sorted(it for it in stage.policy.calls if isinstance(it, str)) == [
             f"forget turn {n}" for n in range(1, 7)
         ]
         turns = [engine.turns for engine in stage.gateway.upstreams.all.values()]
@@ -129,7 +129,7 @@ def test_turns_of_an_engine_that_goes_away_are_asked_again_elsewhere() -> None:
         answers = await asyncio.gather(*turns)
         assert [status for status, _ in answers] == [200] * 6
         assert time.monotonic() - stopped < 2.0  # of which 0.4 s are the turn itself
-        assert stage.policy.told.count("gone e0") == 1 and stage.gateway.counts.again == 3
+        assert stage.policy.calls.count("gone e0") == 1 and stage.gateway.counts.retries == 3
         assert [it.id for it in stage.gateway.upstreams.instances] == ["e1"]
         for it in range(6):
             assert (await stage.post(f"/trajectories/{it}/finish", {}))[0] == 200
@@ -147,7 +147,7 @@ def test_a_stream_that_breaks_off_says_so() -> None:
             text = (await response.read()).decode()
         last = json.loads(text.split("\n\n")[-2].removeprefix("data: "))
         assert last["error"]["code"] == 503 and "engine e0 went away" in last["error"]["message"]
-        assert "gone e0" in stage.policy.told
+        assert "gone e0" in stage.policy.calls
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 400  # its turn has no answer
 
     staged(test, engines=1)
@@ -158,7 +158,7 @@ def test_without_engines_a_turn_waits_and_is_refused() -> None:
         await stage.stops["e0"]()
         began = time.monotonic()
         status, answer = await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
-        assert status == 503 and "no engine is well" in answer["error"]["message"]
+        assert status == 503 and "no engine is healthy" in answer["error"]["message"]
         assert 0.3 <= time.monotonic() - began < 5
         async with stage.session.get("/health") as response:
             assert response.status == 503
@@ -169,11 +169,11 @@ def test_without_engines_a_turn_waits_and_is_refused() -> None:
 def test_a_turn_waits_until_an_engine_comes_back() -> None:
     async def test(stage: Stage) -> None:
         engines = stage.gateway.upstreams
-        engines.go("e0")
+        engines.mark_unhealthy("e0")
         turn = asyncio.create_task(stage.post("/v1/completions", {"prompt": [1] * 9}))
         await asyncio.sleep(0.05)
         assert not turn.done() and stage.gateway.upstreams.all["e0"].in_flight == 0
-        engines.come("e0")
+        engines.mark_healthy("e0")
         assert (await turn)[0] == 200
 
     staged(test, engines=1)
@@ -181,8 +181,8 @@ def test_a_turn_waits_until_an_engine_comes_back() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(health, "_LOOK_DEADLINE", 1.0)
-    monkeypatch.setattr(health, "_LOOK_WELL", 0.01)
+    monkeypatch.setattr(health, "_CHECK_TIMEOUT", 1.0)
+    monkeypatch.setattr(health, "_CHECK_SECONDS", 0.01)
     looks: list[str] = []
 
     async def late(emulator: Emulator, _: web.Request) -> web.Response:
@@ -199,8 +199,8 @@ def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: py
             while len(looks) < 3:  # the second one came to its end
                 async with stage.session.post("/v1/completions", json=body) as response:
                     assert response.status == 200 and await response.read()
-            assert "gone e0" not in stage.policy.told
-            while "gone e0" not in stage.policy.told:  # now it does nothing at all
+            assert "gone e0" not in stage.policy.calls
+            while "gone e0" not in stage.policy.calls:  # now it does nothing at all
                 await asyncio.sleep(0.01)
 
     staged(test, engines=1)
@@ -235,7 +235,7 @@ def test_idle_trajectories_are_forgotten() -> None:
         while len(stage.gateway.trajectories):
             assert time.monotonic() - began < 5
             await asyncio.sleep(0.02)
-        assert stage.policy.told[-1] == "forget t" and stage.gateway.counts.forgotten == 1
+        assert stage.policy.calls[-1] == "forget t" and stage.gateway.counts.forgotten == 1
 
     staged(test, engines=1, idle_seconds=0.1)
 
@@ -258,8 +258,8 @@ REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
         "a prompt of 500 tokens with max_tokens 13 is more than",
     ),
     ("/v1/completions", {"prompt": "a", "n": 2}, 400, "Invalid enum value 2 - at `$.n`"),  # the engine's own words
-    ("/trajectories/t/finish", {}, 404, "trajectory t is not under way"),
-    ("/trajectories/t/forget", {}, 404, "trajectory t is not under way"),
+    ("/trajectories/t/finish", {}, 404, "trajectory t is unknown"),
+    ("/trajectories/t/forget", {}, 404, "trajectory t is unknown"),
     ("/trajectories/t/finish", {"reward": "good"}, 400, "Expected `float | null`, got `str` - at `$.reward`"),
 ]
 
@@ -302,10 +302,10 @@ def test_one_turn_of_a_trajectory_at_a_time() -> None:
         first = asyncio.create_task(stage.post("/v1/completions", body))
         await asyncio.sleep(0.05)
         status, answer = await stage.post("/v1/completions", body)
-        assert status == 400 and "a turn is under way" in answer["error"]["message"]
+        assert status == 400 and "a turn is in flight" in answer["error"]["message"]
         assert (await first)[0] == 200
         assert (await stage.post("/trajectories/t/forget", {})) == (204, None)
-        assert stage.policy.told[-1] == "forget t"
+        assert stage.policy.calls[-1] == "forget t"
 
     staged(test)
 
@@ -314,15 +314,15 @@ def test_engines_and_metrics_can_be_seen() -> None:
     async def test(stage: Stage) -> None:
         await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5})
         await stage.stops["e1"]()
-        stage.gateway.upstreams.go("e1")
+        stage.gateway.upstreams.mark_unhealthy("e1")
         async with stage.session.get("/engines") as response:
             listed = await response.json()
         assert listed["route"] == "cmlfq" and listed["limits"] == [512]
-        assert [(it["name"], it["well"]) for it in listed["engines"]] == [("e0", True), ("e1", False)]
+        assert [(it["name"], it["healthy"]) for it in listed["engines"]] == [("e0", True), ("e1", False)]
         async with stage.session.get("/metrics") as response:
             found = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
         assert found["libra_gateway_turns_total"] == "1.0" and found["libra_gateway_generated_tokens_total"] == "5.0"
-        assert found['libra_gateway_engine_well{engine="e1"}'] == "0.0"
+        assert found['libra_gateway_engine_healthy{engine="e1"}'] == "0.0"
         async with stage.session.get("/v1/models") as response:
             assert (await response.json())["data"][0]["id"] == "e0"
 

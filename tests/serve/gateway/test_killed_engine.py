@@ -77,7 +77,7 @@ def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
             processes[0].kill()
             processes[0].wait()
             longest = max(await asyncio.gather(*turns))
-            assert gateway.counts.again > 0 and gateway.counts.turns == TRAJECTORIES * TURNS
+            assert gateway.counts.retries > 0 and gateway.counts.turns == TRAJECTORIES * TURNS
             assert [engine.id for engine in gateway.upstreams.instances] == ["e1"]
             # What was lost is asked again at once: a turn takes about a second, and twice that if it was lost.
             assert longest < 5

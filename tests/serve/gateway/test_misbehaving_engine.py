@@ -46,16 +46,16 @@ LOST = {
 @pytest.mark.parametrize("answer", LOST.values(), ids=LOST)
 def test_what_is_no_answer_is_asked_again_elsewhere(answer: bytes, stream: bool) -> None:
     async def test(stage: Stage) -> None:
-        stage.gateway.upstreams.go("e0")  # so that the other is asked first
+        stage.gateway.upstreams.mark_unhealthy("e0")  # so that the other is asked first
         turn = asyncio.create_task(stage.session.post("/v1/completions", json=TURN | {"stream": stream}))
         while not any(head.startswith(b"POST") for head in stage.scripted[0].heads):
             await asyncio.sleep(0.005)
-        stage.gateway.upstreams.come("e0")
+        stage.gateway.upstreams.mark_healthy("e0")
         async with asyncio.timeout(10):
             response = await turn
             text = await response.text()
         if stream or answer is not STREAM_HEAD:
-            assert response.status == 200 and "choices" in text and stage.gateway.counts.again == 1
+            assert response.status == 200 and "choices" in text and stage.gateway.counts.retries == 1
         assert stage.gateway.upstreams.all["s0"].in_flight == stage.gateway.upstreams.all["s0"].turns == 0
 
     staged(test, engines=1, scripted=[saying(answer)])

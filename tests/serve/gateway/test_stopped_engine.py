@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"traject
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"_LOOK_WELL": 0.05, "LOOK_SICK": 0.05, "_LOOK_DEADLINE": 0.5}.items():
+    for name, seconds in {"_CHECK_SECONDS": 0.05, "RECHECK_SECONDS": 0.05, "_CHECK_TIMEOUT": 0.5}.items():
         monkeypatch.setattr(health, name, seconds)
 
 
@@ -39,7 +39,7 @@ def last_error(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: bool) -> None:
     async def test(stage: Stage) -> None:
-        stage.gateway.upstreams.go("e0")  # the turn goes to the other, which hangs
+        stage.gateway.upstreams.mark_unhealthy("e0")  # the turn goes to the other, which hangs
         turn = asyncio.create_task(stage.session.post("/v1/completions", json=BODY | {"stream": stream}))
         async with asyncio.timeout(10):
             while not stage.gateway.upstreams.all["s0"].in_flight:
@@ -48,7 +48,7 @@ def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: 
             response = await turn
             text = await response.text()
         assert response.status == 200 and ("[DONE]" in text) == stream
-        assert stage.gateway.counts.again == 1 and "gone s0" in stage.policy.told
+        assert stage.gateway.counts.retries == 1 and "gone s0" in stage.policy.calls
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 200
         assert [it.generated_tokens for it in stage.finished[0].turns] == [10]
 
@@ -78,7 +78,7 @@ def test_a_turn_of_which_a_healthy_engine_says_nothing_ends_in_time(script: Any,
         assert response.status == (200 if begun else 504)
         message = last_error(text)["message"] if begun else json.loads(text)["error"]["message"]
         assert "has sent nothing of the turn for" in message and "turn_timeout_seconds" in message
-        assert stage.gateway.upstreams.is_well("s0") and stage.gateway.counts.again == 0
+        assert stage.gateway.upstreams.is_healthy("s0") and stage.gateway.counts.retries == 0
 
     staged(test, engines=0, scripted=[Scripted(script)], turn_timeout_seconds=0.3)
 
@@ -153,11 +153,11 @@ def test_a_stopped_process_holds_no_turn(tmp_path: Path) -> None:
                     await asyncio.sleep(0.005)
                 os.kill(processes[0].pid, signal.SIGSTOP)
                 texts = await asyncio.gather(*turns)
-                assert not gateway.upstreams.is_well("e0") and gateway.counts.again >= 2
+                assert not gateway.upstreams.is_healthy("e0") and gateway.counts.retries >= 2
                 for text in texts[1::2]:
                     assert "[DONE]" in text or "has sent nothing for" in last_error(text)["message"]
                 os.kill(processes[0].pid, signal.SIGCONT)
-                while not gateway.upstreams.is_well("e0"):
+                while not gateway.upstreams.is_healthy("e0"):
                     await asyncio.sleep(0.02)
 
     try:

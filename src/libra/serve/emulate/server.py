@@ -13,10 +13,10 @@ from typing import Literal
 
 from aiohttp import web
 
-from libra.serve.emulate.context_index import ContextIndex
 from libra.serve.emulate.live_engine import LiveEngine
 from libra.serve.emulate.metrics import CONTENT_TYPE, exposition
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
+from libra.serve.emulate.prefix_index import PrefixIndex
 from libra.serve.emulate.wall_clock import WallClock
 from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
 from libra.sim.cluster import EngineSpec
@@ -33,7 +33,7 @@ class Emulator:
         clock = WallClock(asyncio.get_running_loop(), speed)
         self.engines: Mapping[str, LiveEngine] = {spec.name: LiveEngine(spec, clock) for spec in specs}
         self._contexts = {
-            spec.name: ContextIndex(spec.config.block_size, _REMEMBERED * spec.config.kv_blocks) for spec in specs
+            spec.name: PrefixIndex(spec.config.block_size, _REMEMBERED * spec.config.kv_blocks) for spec in specs
         }
         self._default_tokens, self._seed = default_tokens, seed
         self._numbers = count(1)

@@ -1,6 +1,6 @@
-"""What the gateway reads of the bodies that pass.
+"""The fields of requests and answers that routing needs.
 
-Invariant: bodies pass as they are. Only what routing needs is decoded, and prompts of tokens are counted, not parsed.
+Invariant: bodies are forwarded unchanged but for added fields. A prompt of token ids is counted without decoding it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from libra.serve.gateway.trajectories import UNKNOWN_TOOL, ReportedReturn
 from libra.serve.openai_errors import decoded
 from libra.trajectory import ToolStatus
 
-_CHARACTERS = 4  # of a token of text: assumed, until the engine has counted
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # as many as anything can be computed of
+_CHARACTERS = 4  # per token of text: a guess until the engine has counted
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # beyond that, sums of them leave the range of floats and JSON
 
 
 class ToolField(msgspec.Struct, forbid_unknown_fields=True):
-    """The tool whose return is in the prompt."""
+    """The tool return at the end of the prompt."""
 
     name: str = UNKNOWN_TOOL
     status: ToolStatus = "unknown"
@@ -29,13 +29,13 @@ class LibraField(msgspec.Struct, forbid_unknown_fields=True):
     """The field `libra` of a body."""
 
     trajectory: Annotated[str, msgspec.Meta(min_length=1)]
-    prompt: str | None = None  # which trajectories share; not given: the trajectory's own
+    prompt: str | None = None  # name shared by trajectories of one prompt; None: the trajectory's own
     task: str = ""
     tool: ToolField | None = None
 
 
 class TurnBody(msgspec.Struct):
-    """Of a request. Other fields are not looked at; of these an engine refuses what makes no sense to it."""
+    """A request. Fields typed Any are for the engine to validate."""
 
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
@@ -48,7 +48,7 @@ class TurnBody(msgspec.Struct):
 
     @property
     def most_tokens(self) -> int | None:
-        """That may be generated; None: the body does not say."""
+        """Limit on generated tokens; None: the body gives none."""
         for value in (self.max_completion_tokens, self.max_tokens):
             if type(value) is int and value >= 1:
                 return value
@@ -59,7 +59,7 @@ class TurnBody(msgspec.Struct):
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
     def prompt_tokens(self) -> tuple[int, bool]:
-        """True: they are so many, as it is a prompt of token ids; False: a guess by the length of the text."""
+        """Tokens, and whether that is exact: it is for a prompt of token ids; text is guessed by its length."""
         prompt = bytes(self.prompt).strip().removeprefix(b"null")
         if prompt.startswith(b"[") and b'"' not in prompt:
             tokens = prompt.count(b",") + 1 if prompt[1:-1].strip() else 0
@@ -100,7 +100,7 @@ def read_finish(body: bytes) -> Finish:
 
 
 def usage_of(answer: bytes) -> tuple[tuple[int, int] | None, bool]:
-    """Tokens of the prompt and generated, where an answer or a piece of one says so, and whether it says more."""
+    """(prompt, generated) tokens if an answer or an event reports them, and whether it holds anything else."""
     try:
         read = decoded(_answer, answer)
     except ValueError:
@@ -116,5 +116,5 @@ def reported_return(libra: LibraField | None) -> ReportedReturn | None:
 
 
 def with_field(body: bytes, name: str, value: Any) -> bytes:
-    """A JSON object, which has fields, with one more at its end: of two with one name the last one counts."""
+    """A non-empty JSON object with a field appended: parsers take the last of two fields with one name."""
     return body.rstrip()[:-1] + b',"%s":' % name.encode() + msgspec.json.encode(value) + b"}"

@@ -1,7 +1,7 @@
 """Server-sent events as they pass (https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
 
-Invariant: the bytes that come out are those that went in, in their order. Parsers in libraries give events without
-their bytes, and a stream that is passed on must not be written anew.
+Invariant: the events' bytes, joined, are the stream's bytes. That is why this is no library: parsers give the fields of
+an event without its bytes, and a stream that is passed on must not be rewritten.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class StreamedEvent:
 
 
 class EventStream:
-    """`feed` it what comes, and then take the `rest`."""
+    """Call `feed` with each chunk, and `rest` at the end of the stream."""
 
     def __init__(self) -> None:
-        self._held = bytearray()  # of an event that has not ended
-        self._after_cr = False  # a line feed that comes next belongs to a carriage return that has passed
+        self._held = bytearray()  # the unfinished event
+        self._after_cr = False  # a line feed that follows belongs to the carriage return before it
 
     def feed(self, chunk: bytes) -> Iterator[StreamedEvent]:
-        """The events that have ended, and comments as they come: they tell a client that the stream lives. Raises
-        ValueError where an event has no end."""
+        """Finished events, and comment lines at once: they are keep-alives. Raises ValueError for an event that grows
+        without end."""
         held = self._held
         if self._after_cr and chunk:
             self._after_cr = False
@@ -61,7 +61,7 @@ class EventStream:
             raise ValueError(f"a server-sent event of more than {_LARGEST} bytes")
 
     def rest(self) -> StreamedEvent:
-        """What has come of an event that never ended."""
+        """The event that the stream left unfinished."""
         event = StreamedEvent(bytes(self._held))
         self._held.clear()
         return event

@@ -1,7 +1,7 @@
-"""One turn on one engine: what the client said goes there, and the answer comes back as it is.
+"""One turn on one engine: forwards the body, and passes the answer back unchanged.
 
-Invariant: an engine's failure is an error to the caller, who may ask another, as long as nothing of an answer has
-reached the client; afterwards it is an event at the end of the stream.
+Invariant: until the first byte of an answer has reached the client, an engine's failure is an exception, and the caller
+may retry elsewhere; after that it is an error event at the end of the stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Usage = tuple[int, int]  # tokens of the prompt, and generated
 
 
 class EngineLostError(Exception):
-    """The engine went away before it had answered. `answer` is what it said instead, if anything."""
+    """The engine failed before it had answered. `answer` is its own error response, if it gave one."""
 
     def __init__(self, message: str, answer: web.Response | None = None) -> None:
         super().__init__(message)
@@ -33,20 +33,20 @@ class EngineLostError(Exception):
 
 
 class TurnOverdueError(Exception):
-    """The engine is well, but sends nothing of this turn."""
+    """The engine is healthy, but sends nothing of this turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """What the client was given."""
+    """A turn that ended with a response to the client."""
 
     response: web.StreamResponse
-    usage: Usage | None = None  # None: it was not answered, or the engine did not say
-    lost: EngineLostError | None = None  # the engine went away in the middle of a stream
+    usage: Usage | None = None  # None: not answered, or the engine did not report it
+    lost: EngineLostError | None = None  # the engine failed in the middle of the stream
 
 
 def authorization(engine: Upstream, request: web.Request | None) -> dict[str, str]:
-    """The header that the engine wants: with its own token, or as the client sent it."""
+    """The header with the engine's own token, or else the client's header."""
     value = engine.section.authorization()
     if value is None and request is not None:
         value = request.headers.get("Authorization")
@@ -58,8 +58,8 @@ def authorization(engine: Upstream, request: web.Request | None) -> dict[str, st
 async def relay(
     session: ClientSession, request: web.Request, attempt: Attempt, path: str, body: bytes, *, stream: bool, usage: bool
 ) -> Relayed:
-    """`usage`: whether the client wants the event of a stream that has it. Raises `EngineLostError` or
-    `TurnOverdueError` where nothing of an answer has reached the client."""
+    """`usage`: whether the client wants a stream's usage event. Raises `EngineLostError` or `TurnOverdueError` while
+    nothing has reached the client."""
     engine = attempt.engine
     headers = _SENT | authorization(engine, request)
     response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"})
@@ -73,7 +73,7 @@ async def relay(
                 return Relayed(response, await _stream(request, response, attempt, answer, usage))
             return await _whole(attempt, answer)
     except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
-        failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {_said(error)}")
+        failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {_reason(error)}")
     if not response.prepared:
         raise failure
     await _write(response, b"data: " + refusal(f"{failure}; ask again from what has come", 503) + b"\n\n")
@@ -83,12 +83,12 @@ async def relay(
 async def _whole(attempt: Attempt, answer: ClientResponse) -> Relayed:
     engine, pieces, size = attempt.engine, [], 0
     while piece := await answer.content.readany():
-        attempt.hear()
+        attempt.touch()
         pieces.append(piece)
         size += len(piece)
         if size > _LARGEST_ANSWER:
             raise ValueError(f"an answer of more than {_LARGEST_ANSWER} bytes")
-    attempt.hear()
+    attempt.touch()
     if 300 <= answer.status < 400:
         message = f"engine {engine.id} redirects with status {answer.status}: list its final address"
         return Relayed(refused(message, 502))
@@ -106,10 +106,10 @@ async def _whole(attempt: Attempt, answer: ClientResponse) -> Relayed:
 async def _stream(
     request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: ClientResponse, wants_usage: bool
 ) -> Usage | None:
-    """Event by event. None: the client has gone, or the engine did not say."""
+    """Pass events on as they end. None: the client has gone, or the engine reported no usage."""
     events, usage, ended = EventStream(), None, False
     while chunk := await answer.content.readany():
-        attempt.hear()
+        attempt.touch()
         passed = []
         for event in events.feed(chunk):
             found, says_more = _usage_in(event)
@@ -118,11 +118,11 @@ async def _stream(
             if wants_usage or says_more:
                 passed.append(event.raw)
         if passed:
-            if not response.prepared and not await _began(response, request):  # until then it can be asked again
+            if not response.prepared and not await _began(response, request):  # up to here a retry is possible
                 return None
             if not await _write(response, b"".join(passed)):
                 return None
-            attempt.hear()  # it was the client that took its time
+            attempt.touch()  # a slow client is not the engine's fault
     last = events.rest()
     found, says_more = _usage_in(last)
     usage = found or usage
@@ -137,11 +137,11 @@ async def _stream(
 
 
 def _usage_in(event: StreamedEvent) -> tuple[Usage | None, bool]:
-    """And whether the event says more than that."""
+    """The usage in an event, and whether the event holds anything else."""
     return usage_of(event.data) if b'"usage"' in event.raw else (None, True)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

@@ -1,7 +1,7 @@
-"""HTTP in front of engines: each turn goes where the policy says, and comes back as the engine answered it.
+"""The gateway's HTTP application: sends each turn to the engine that the policy chooses.
 
-Invariant: what was not answered is asked again elsewhere, as long as nothing of an answer has reached the client; a
-turn is counted once. One event loop asks the policy, so its calls have an order.
+Invariant: a turn is retried on another engine until its answer begins to reach the client, and counted once. The policy
+is called from one event loop, so its calls are ordered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, T
 from libra.route.policy import Placement, Policy, Request, ToolReturn
 from libra.serve.gateway.bodies import TurnBody, read_finish, read_turn, reported_return, with_field
 from libra.serve.gateway.config import GatewayConfig
-from libra.serve.gateway.health import LOOK_SICK, HealthMonitor
+from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
 from libra.serve.gateway.metrics import CONTENT_TYPE, Counts, exposition
 from libra.serve.gateway.relay import EngineLostError, Relayed, TurnOverdueError, authorization, relay
 from libra.serve.gateway.trajectories import Trajectories
@@ -27,23 +27,23 @@ from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, 
 from libra.trajectory import Trajectory
 
 _LARGEST_BODY = 64 * 2**20  # bytes
-_IDLE_LOOK = 60.0  # seconds between two looks at idle trajectories, or less
-_MODELS_DEADLINE = 2.0  # seconds for an engine's answer
+_FORGET_SECONDS = 60.0  # between two searches for idle trajectories, at most
+_MODELS_TIMEOUT = 2.0  # seconds
 _KEEPALIVE = (
     4.0  # seconds of an idle connection: vLLM closes it after 5, and whose request meets that has lost an engine
 )
-_CONNECT_DEADLINE = 5.0  # seconds until an engine takes a connection
-_UNSAID = ("Accept", "User-Agent")  # headers that are not sent to engines by themselves
+_CONNECT_TIMEOUT = 5.0  # seconds until an engine accepts a connection
+_UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
 _JSON = {"Content-Type": "application/json"}
-_RETRY_AFTER = {"Retry-After": f"{LOOK_SICK:.0f}"}
+_RETRY_AFTER = {"Retry-After": f"{RECHECK_SECONDS:.0f}"}
 
 
 class _UnavailableError(RuntimeError):
-    """No engine can take the turn."""
+    """No engine took the turn in time."""
 
 
 class Gateway:
-    """`finished` is told of every trajectory that ends."""
+    """Calls `finished` with every finished trajectory."""
 
     def __init__(
         self, config: GatewayConfig, policy: Policy, finished: Callable[[Trajectory], None] = lambda _: None
@@ -52,7 +52,7 @@ class Gateway:
         self.trajectories = Trajectories()
         self.counts = Counts()
         self._config, self._policy, self._finished = config, policy, finished
-        self._single = count(1)  # turns that are of no trajectory
+        self._single = count(1)  # turns without a trajectory
         self._session: ClientSession
         self._loop = asyncio.get_running_loop()
 
@@ -74,12 +74,12 @@ class Gateway:
             connector=TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             cookie_jar=DummyCookieJar(),
             skip_auto_headers=_UNSAID,
-            timeout=ClientTimeout(total=None, sock_connect=_CONNECT_DEADLINE),
+            timeout=ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
             auto_decompress=False,
             trace_configs=[_counting(application[CONNECTIONS])],
         ) as own:
             self._session = own
-            tasks = await HealthMonitor(self._config, self.upstreams, own, self._lose).start()
+            tasks = await HealthMonitor(self._config, self.upstreams, own, self._mark_lost).start()
             tasks.append(asyncio.create_task(self._keep_forgetting()))
             yield
             for task in tasks:
@@ -104,12 +104,12 @@ class Gateway:
             id = f"turn {next(self._single)}" if libra is None else libra.trajectory
             prompt = id if libra is None or libra.prompt is None else libra.prompt
             task = "" if libra is None else libra.task
-            asked, returned = self.trajectories.begin(id, prompt, task, context, reported_return(libra), began)
+            turn, returned = self.trajectories.begin(id, prompt, task, context, reported_return(libra), began)
         except ValueError as error:
             return refused(str(error), 400)
         relayed: Relayed | None = None
         try:
-            relayed = await self._answered(request, path, raw, body, asked, returned, room)
+            relayed = await self._route(request, path, raw, body, turn, returned, room)
             return relayed.response
         except _UnavailableError as error:
             return refused(str(error), 503, _RETRY_AFTER)
@@ -117,16 +117,16 @@ class Gateway:
             return refused(str(error), 504)
         finally:
             if relayed is None or relayed.usage is None:
-                self.trajectories.failed(id)
+                self.trajectories.failed(turn)
             else:
-                self.trajectories.ended(id, *relayed.usage, self._loop.time())
+                self.trajectories.answered(turn, *relayed.usage, self._loop.time())
                 self.counts.answered(*relayed.usage)
-            if libra is None:  # there will be no other turn
+            if libra is None:  # it has no other turn
                 self.trajectories.forget(id)
                 self._policy.forget(id)
 
     def _needed(self, body: TurnBody) -> tuple[int, int]:
-        """Tokens of its context, and beyond that. Raises ValueError for what no engine can ever serve."""
+        """Tokens of its context, and of the room beyond. Raises ValueError for a turn that no engine can ever hold."""
         context, counted = body.prompt_tokens()
         longest, most = self.upstreams.longest, body.most_tokens
         if (context if counted else 1) + (most or 1) > longest:
@@ -134,62 +134,62 @@ class Gateway:
             raise ValueError(
                 f"{prompt} with max_tokens {most or 1} is more than any engine holds: the longest context is {longest}"
             )
-        context = min(context, longest - (most or 1))  # a guess refuses nothing: it is for the engine to count
+        context = min(context, longest - (most or 1))  # a guess must not refuse: the engine counts
         return context, most or max(1, min(self._config.turn_tokens, longest - context))
 
-    async def _answered(
+    async def _route(
         self,
         request: web.Request,
         path: str,
         raw: bytes,
         body: TurnBody,
-        asked: Request,
+        turn: Request,
         returned: ToolReturn | None,
         room: int,
     ) -> Relayed:
-        """By the first engine that answers."""
+        """Try engines until one answers, `max_attempts` at most."""
         usage = body.wants_usage
         if body.stream and not usage:
             raw = with_field(raw, "stream_options", {**(body.stream_options or {}), "include_usage": True})
         lost: EngineLostError | None = None
         for number in range(self._config.max_attempts):
             try:
-                placement = await self._placed(asked, returned, room)
+                placement = await self._place(turn, returned, room)
             except _UnavailableError:
                 if lost is None or lost.answer is None:
                     raise
                 return Relayed(lost.answer)
-            returned = None  # the policy knows of it
-            self.counts.again += number > 0
+            returned = None  # report it once
+            self.counts.retries += number > 0
             engine = self.upstreams.all[placement.instance]
             sent = raw
             if self._config.priorities and body.priority is None:
                 sent = with_field(raw, "priority", placement.priority)
-            attempt = Attempt(self.upstreams, engine, asked.context_tokens)
+            attempt = Attempt(self.upstreams, engine, turn.context_tokens)
             try:
                 relayed = await relay(self._session, request, attempt, path, sent, stream=body.stream, usage=usage)
             except EngineLostError as error:
-                self._lose(engine)
+                self._mark_lost(engine)
                 lost = error
             else:
                 if relayed.lost is not None:
-                    self._lose(engine)
+                    self._mark_lost(engine)
                 return relayed
         assert lost is not None
         if lost.answer is not None:
             return Relayed(lost.answer)
         raise _UnavailableError(f"tried on {self._config.max_attempts} engines, each of which failed: {lost}")
 
-    async def _placed(self, asked: Request, returned: ToolReturn | None, room: int) -> Placement:
+    async def _place(self, turn: Request, returned: ToolReturn | None, room: int) -> Placement:
         until = self._loop.time() + self._config.wait_seconds
         while True:
             fleet = self.upstreams.fleet(room)
             if returned is None:
-                placement = self._policy.place(asked, fleet)
+                placement = self._policy.place(turn, fleet)
             else:
-                placement = self._policy.tool_returned(asked, returned, fleet)
+                placement = self._policy.tool_returned(turn, returned, fleet)
                 returned = None
-            self.trajectories.told(asked.trajectory_id)
+            self.trajectories.placed(turn)
             if placement is not None:
                 self.counts.placed(placement.migrated)
                 return placement
@@ -197,22 +197,22 @@ class Gateway:
                 async with asyncio.timeout_at(until):
                     await self.upstreams.changed()
             except TimeoutError:
-                raise _UnavailableError(self._none(asked.context_tokens + room)) from None
+                raise _UnavailableError(self._unavailable(turn.context_tokens + room)) from None
 
-    def _none(self, needed: int) -> str:
+    def _unavailable(self, needed: int) -> str:
         if not self.upstreams.instances:
-            return "no engine is well: GET /engines says which are listed"
+            return "no engine is healthy: see GET /engines"
         longest = max(engine.capacity_tokens for engine in self.upstreams.instances)
         return (
             f"no engine took the turn in {self._config.wait_seconds:g} s: it needs {needed} tokens, and the longest"
-            f" context of an engine that is well is {longest}"
+            f" context of a healthy engine is {longest}"
         )
 
-    def _lose(self, engine: Upstream) -> None:
-        if self.upstreams.go(engine.id):
+    def _mark_lost(self, engine: Upstream) -> None:
+        if self.upstreams.mark_unhealthy(engine.id):
             self._policy.instance_gone(engine.id)
 
-    # Trajectories that end
+    # Trajectories
 
     async def _finish(self, request: web.Request) -> web.Response:
         id = request.match_info["id"]
@@ -237,25 +237,25 @@ class Gateway:
 
     async def _keep_forgetting(self) -> None:
         while True:
-            await asyncio.sleep(min(_IDLE_LOOK, self._config.idle_seconds))
+            await asyncio.sleep(min(_FORGET_SECONDS, self._config.idle_seconds))
             for id in self.trajectories.idle_since(self._loop.time() - self._config.idle_seconds):
                 self.trajectories.forget(id)
                 self._policy.forget(id)
                 self.counts.forgotten += 1
 
-    # What can be seen
+    # Introspection
 
     async def _models(self, request: web.Request) -> web.Response:
         for engine in self.upstreams.instances:
             with suppress(ClientError, OSError, ValueError):
                 async with self._session.get(
                     f"{engine.section.url}/models",
-                    timeout=ClientTimeout(total=_MODELS_DEADLINE),
+                    timeout=ClientTimeout(total=_MODELS_TIMEOUT),
                     headers={"Accept-Encoding": "identity"} | authorization(engine, request),
                     allow_redirects=False,
                 ) as answer:
                     return web.Response(body=await answer.read(), status=answer.status, headers=_JSON)
-        return refused("no engine is well: GET /engines says which are listed", 503, _RETRY_AFTER)
+        return refused("no engine is healthy: see GET /engines", 503, _RETRY_AFTER)
 
     async def _list(self, _: web.Request) -> web.Response:
         listed = [
@@ -263,7 +263,7 @@ class Gateway:
                 "name": engine.id,
                 "url": engine.section.url,
                 "bucket": engine.bucket,
-                "well": self.upstreams.is_well(engine.id),
+                "healthy": self.upstreams.is_healthy(engine.id),
                 "in_flight": engine.in_flight,
                 "load_tokens": engine.load_tokens,
             }
@@ -282,7 +282,7 @@ class Gateway:
 
 
 def _counting(connections: Connections) -> TraceConfig:
-    """Of those to engines."""
+    """Counts connections to engines."""
 
     async def made(*_: object) -> None:
         connections.made += 1
@@ -293,4 +293,4 @@ def _counting(connections: Connections) -> TraceConfig:
 
 
 def _no_trajectory(id: str) -> RefusedRequest:
-    return RefusedRequest(f"trajectory {id} is not under way: its turns name it in the field libra.trajectory", 404)
+    return RefusedRequest(f"trajectory {id} is unknown: its turns name it in the field libra.trajectory", 404)

@@ -1,7 +1,7 @@
-"""The engines behind the gateway, as the router sees them, and the turns that each has.
+"""The engines behind the gateway, and their turns in flight.
 
-Invariant: an engine is in service from the moment at which it says that it is well until it fails a request or a look;
-whoever waits for an engine is woken by each that comes back, and by each turn that ends.
+Invariant: an engine is in service from a passed health check until it fails a turn or a check. Turns that wait for an
+engine are woken whenever one returns to service or a turn ends.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from libra.serve.gateway.config import UpstreamSection
 class Upstream:
     """One server. A live `route.policy.Instance`."""
 
-    __slots__ = ("attempts", "bucket", "capacity_tokens", "failures", "heard", "id", "load_tokens", "section", "turns")
+    __slots__ = (
+        "attempts",
+        "bucket",
+        "capacity_tokens",
+        "failures",
+        "id",
+        "last_byte",
+        "load_tokens",
+        "section",
+        "turns",
+    )
 
     token_seconds: float | None = None  # the server does not say
 
     def __init__(self, section: UpstreamSection) -> None:
         self.section = section
         self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
-        self.load_tokens = 0  # contexts of the turns that it has
+        self.load_tokens = 0  # contexts of the turns in flight
         self.turns = self.failures = 0
         self.attempts: set[Attempt] = set()
-        self.heard = 0.0  # when it last sent anything, by the event loop's clock
+        self.last_byte = 0.0  # when it last sent anything, on the event loop's clock
 
     @property
     def in_flight(self) -> int:
@@ -36,14 +46,14 @@ class Upstream:
 
 
 class Attempt:
-    """One turn on one engine: an async context around everything that is awaited of the engine."""
+    """One turn on one engine: an async context around all waiting for the engine."""
 
-    __slots__ = ("_context", "_scope", "_upstreams", "engine", "error", "heard")
+    __slots__ = ("_context", "_scope", "_upstreams", "engine", "error", "last_byte")
 
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
-        self.error: Exception | None = None  # why it was cut
-        self.heard = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
+        self.error: Exception | None = None  # why it was aborted
+        self.last_byte = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
         self._upstreams, self._context, self._scope = upstreams, context, asyncio.timeout(None)
 
     async def __aenter__(self) -> Self:
@@ -60,12 +70,12 @@ class Attempt:
         self._upstreams.announce()
         await self._scope.__aexit__(kind, error, trace)
 
-    def hear(self) -> None:
-        """The engine has sent something of the turn."""
-        self.heard = self.engine.heard = asyncio.get_running_loop().time()
+    def touch(self) -> None:
+        """The engine has just sent something of the turn."""
+        self.last_byte = self.engine.last_byte = asyncio.get_running_loop().time()
 
-    def cut(self, error: Exception) -> None:
-        """Stop waiting: the context ends with TimeoutError, and `error` says why."""
+    def abort(self, error: Exception) -> None:
+        """End the context with TimeoutError; `error` holds the reason."""
         if self.error is None:
             self.error = error
             self._scope.reschedule(asyncio.get_running_loop().time())
@@ -73,7 +83,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class TurnFleet:
-    """A `route.policy.Fleet` for one turn, which says itself how much room it needs."""
+    """A `route.policy.Fleet` for one turn, with the room that this turn needs."""
 
     instances: tuple[Upstream, ...]
     limits: tuple[int, ...]
@@ -88,39 +98,39 @@ class Upstreams:
         self.limits = limits
         self.longest = max(engine.capacity_tokens for engine in self.all.values())
         self.instances: tuple[Upstream, ...] = ()
-        self._well: dict[str, None] = {}
+        self._healthy: dict[str, None] = {}
         self._changed = asyncio.Event()
 
     def fleet(self, turn_tokens: int) -> TurnFleet:
         return TurnFleet(self.instances, self.limits, turn_tokens)
 
-    def is_well(self, name: str) -> bool:
-        return name in self._well
+    def is_healthy(self, name: str) -> bool:
+        return name in self._healthy
 
-    def come(self, name: str) -> None:
-        """It is in service."""
-        if name not in self._well:
-            self._well[name] = None
+    def mark_healthy(self, name: str) -> None:
+        """Put it in service."""
+        if name not in self._healthy:
+            self._healthy[name] = None
             self._set_instances()
 
-    def go(self, name: str) -> bool:
-        """It is out of service. False: it was before."""
-        if name not in self._well:
+    def mark_unhealthy(self, name: str) -> bool:
+        """Take it out of service. False: it already was."""
+        if name not in self._healthy:
             return False
-        del self._well[name]
+        del self._healthy[name]
         self.all[name].failures += 1
         self._set_instances()
         return True
 
     async def changed(self) -> None:
-        """Wait for the next change."""
+        """Wait until an engine returns to service or a turn ends."""
         await self._changed.wait()
 
     def announce(self) -> None:
-        """Wake who waits for a change."""
+        """Wake the waiters of `changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _set_instances(self) -> None:
-        self.instances = tuple(engine for name, engine in self.all.items() if name in self._well)
+        self.instances = tuple(engine for name, engine in self.all.items() if name in self._healthy)
         self.announce()
