@@ -54,6 +54,8 @@ async def in_openai_shape(request: web.Request, handler: Handler) -> web.StreamR
 async def body_of(request: web.Request) -> bytes:
     """All of it, decompressed. Raises `RefusedRequest` where it is damaged or comes too slowly."""
     try:
+        if request.content.is_eof():  # it has come
+            return await request.read()
         async with asyncio.timeout(_BODY_SECONDS):
             return await request.read()
     except TimeoutError:

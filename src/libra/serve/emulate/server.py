@@ -7,17 +7,18 @@ away is cancelled. All engines are in one process; `/engines/NAME/v1` is what a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from libra.serve.emulate.live_engine import LiveEngine
-from libra.serve.emulate.metrics import CONTENT_TYPE, exposition
+from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
 from libra.serve.emulate.prefix_index import PrefixIndex
-from libra.serve.emulate.wall_clock import WallClock
 from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
 from libra.sim.cluster import EngineSpec
 from libra.sim.engine.request import Request
@@ -60,7 +61,7 @@ class Emulator:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=exposition(self.engines), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=_exposition(self.engines), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})
@@ -135,3 +136,31 @@ class Emulator:
             return str(name)
         said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
         raise RefusedRequest(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
+
+
+class _EngineCollector(Collector):
+    """Under the names that vLLM gives them."""
+
+    def __init__(self, engines: Mapping[str, LiveEngine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        labels = ["engine"]
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=labels)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the queue.", labels=labels)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", labels=labels)
+        prompts = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens of requests that ended.", labels=labels)
+        made = CounterMetricFamily("vllm:generation_tokens", "Generated tokens of those.", labels=labels)
+        for name, engine in self._engines.items():
+            running.add_metric([name], engine.running)
+            waiting.add_metric([name], engine.waiting)
+            usage.add_metric([name], engine.kv_usage)
+            prompts.add_metric([name], engine.prompt_tokens)
+            made.add_metric([name], engine.generated_tokens)
+        yield from (running, waiting, usage, prompts, made)
+
+
+def _exposition(engines: Mapping[str, LiveEngine]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_EngineCollector(engines))
+    return generate_latest(registry)

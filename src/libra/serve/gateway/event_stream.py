@@ -7,8 +7,6 @@ an event without its bytes, and a stream that is passed on must not be rewritten
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 _LARGEST = 64 * 2**20  # bytes of one event
 _BOM = b"\xef\xbb\xbf"
@@ -16,19 +14,14 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 _EVENT_END = re.compile(rb"(?>\r\n|\r|\n)(?:\r\n|\r|\n)")  # the end of a line, and an empty line
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedEvent:
-    raw: bytes  # with the empty line that ends it
-
-    @property
-    def data(self) -> bytes:
-        """The values of its `data` fields, each a line."""
-        values = []
-        for line in _LINE_END.split(self.raw.removeprefix(_BOM)):
-            field, _, value = line.partition(b":")
-            if field == b"data":
-                values.append(value.removeprefix(b" "))
-        return b"\n".join(values)
+def data_of(event: bytes) -> bytes:
+    """The values of its `data` fields, each a line."""
+    values = []
+    for line in _LINE_END.split(event.removeprefix(_BOM)):
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            values.append(value.removeprefix(b" "))
+    return b"\n".join(values)
 
 
 class EventStream:
@@ -38,34 +31,35 @@ class EventStream:
         self._held = bytearray()  # the unfinished event
         self._after_cr = False  # a line feed that follows belongs to the carriage return before it
 
-    def feed(self, chunk: bytes) -> Iterator[StreamedEvent]:
-        """Finished events, and comment lines at once: they are keep-alives. Raises ValueError for an event that grows
-        without end."""
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Finished events, each with the empty line at its end, and comment lines at once: they are keep-alives. Raises
+        ValueError for an event that grows without end."""
         held = self._held
-        if self._after_cr and chunk:
-            self._after_cr = False
-            if chunk.startswith(b"\n"):
-                yield StreamedEvent(b"\n")
-                chunk = chunk[1:]
+        if not held and not self._after_cr and b"\r" not in chunk:
+            *events, rest = chunk.split(b"\n\n")
+            if not rest:  # as engines send them
+                return [event + b"\n\n" for event in events]
+        events = []
+        if self._after_cr and chunk.startswith(b"\n"):
+            events.append(b"\n")
+            chunk = chunk[1:]
         searched = max(0, len(held) - 2)
         held += chunk
         begin = 0
         for end in _EVENT_END.finditer(held, searched):
-            yield self._passed(begin, end.end())
+            events.append(bytes(held[begin : end.end()]))
             begin = end.end()
         while held.startswith(b":", begin) and (line := _LINE_END.search(held, begin)) is not None:
-            yield self._passed(begin, line.end())
+            events.append(bytes(held[begin : line.end()]))
             begin = line.end()
+        self._after_cr = 0 < begin == len(held) and held[-1] == ord("\r")
         del held[:begin]
         if len(held) > _LARGEST:
             raise ValueError(f"a server-sent event of more than {_LARGEST} bytes")
+        return events
 
-    def rest(self) -> StreamedEvent:
+    def rest(self) -> bytes:
         """The event that the stream left unfinished."""
-        event = StreamedEvent(bytes(self._held))
+        rest = bytes(self._held)
         self._held.clear()
-        return event
-
-    def _passed(self, begin: int, end: int) -> StreamedEvent:
-        self._after_cr = end == len(self._held) and self._held[end - 1] == ord("\r")
-        return StreamedEvent(bytes(self._held[begin:end]))
+        return rest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from aiohttp import ClientError, ClientResponse, ClientSession, web
 
 from libra.serve.gateway.bodies import usage_of
-from libra.serve.gateway.event_stream import EventStream, StreamedEvent
+from libra.serve.gateway.event_stream import EventStream, data_of
 from libra.serve.gateway.upstreams import Attempt, Upstream
 from libra.serve.openai_errors import RefusedRequest, refusal, refused
 
@@ -19,6 +19,7 @@ _GONE = {502, 503, 504}  # statuses of a server that cannot
 _LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
 _SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # it is read on its way
 _PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  # headers of an answer
+_USAGE = b'"usage"'
 _EVENT_STREAM = "text/event-stream"
 
 Usage = tuple[int, int]  # tokens of the prompt, and generated
@@ -107,38 +108,34 @@ async def _stream(
     request: web.Request, response: web.StreamResponse, attempt: Attempt, answer: ClientResponse, wants_usage: bool
 ) -> Usage | None:
     """Pass events on as they end. None: the client has gone, or the engine reported no usage."""
-    events, usage, ended = EventStream(), None, False
+    events, usage = EventStream(), None
+    latest = b""  # event
     while chunk := await answer.content.readany():
         attempt.touch()
         passed = []
         for event in events.feed(chunk):
-            found, says_more = _usage_in(event)
-            usage = found or usage
-            ended = ended or b"[DONE]" in event.raw
-            if wants_usage or says_more:
-                passed.append(event.raw)
+            latest = event
+            if _USAGE in event:
+                found, says_more = usage_of(data_of(event))
+                usage = found or usage
+                if not (wants_usage or says_more):
+                    continue
+            passed.append(event)
         if passed:
             if not response.prepared and not await _began(response, request):  # up to here a retry is possible
                 return None
             if not await _write(response, b"".join(passed)):
                 return None
-            attempt.touch()  # a slow client is not the engine's fault
-    last = events.rest()
-    found, says_more = _usage_in(last)
-    usage = found or usage
-    if usage is None and not ended and b"[DONE]" not in last.raw:
+    rest = events.rest()
+    if rest:
+        latest, (found, _) = rest, usage_of(data_of(rest))
+        usage = found or usage
+    if usage is None and b"[DONE]" not in latest:
         raise ValueError("the stream ended before its end")
     attempt.engine.turns += usage is not None
-    if not response.prepared and not await _began(response, request):
-        return None
-    if wants_usage or says_more:
-        await _write(response, last.raw)
+    if rest and (response.prepared or await _began(response, request)):
+        await _write(response, rest)
     return usage
-
-
-def _usage_in(event: StreamedEvent) -> tuple[Usage | None, bool]:
-    """The usage in an event, and whether the event holds anything else."""
-    return usage_of(event.data) if b'"usage"' in event.raw else (None, True)
 
 
 def _reason(error: Exception) -> str:
