@@ -1,8 +1,4 @@
-"""`libra emulate`.
-
-What cannot be emulated is refused before a port is
-taken.
-"""
+"""`libra emulate`. What cannot be emulated is refused before a port is taken."""
 
 from __future__ import annotations
 

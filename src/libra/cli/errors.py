@@ -11,7 +11,9 @@ import typer
 
 
 def bad_input(error: Exception) -> NoReturn:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     typer.echo(f"libra: {' '.join(text.split())}", err=True)
     raise typer.Exit(2) from None
 

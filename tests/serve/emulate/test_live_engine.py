@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from libra.serve.emulate.live_engine import LiveEngine, RefusedError
-from libra.serve.emulate.wall_clock import WallClock
+from libra.serve.emulate.live_engine import LiveEngine, RefusedError, WallClock
 from libra.sim.cluster import EngineSpec, engine_of
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig

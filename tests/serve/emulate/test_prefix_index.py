@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.serve.emulate.context_index import ContextIndex
+from libra.serve.emulate.prefix_index import PrefixIndex
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.memory import BlockPool
 
@@ -32,7 +32,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 def test_a_chain_shares_what_is_equal_with_any_context_before_and_no_more(
     contexts: list[tuple[list[int], list[int], str]],
 ) -> None:
-    index, seen = ContextIndex(BLOCK, 10_000), []
+    index, seen = PrefixIndex(BLOCK, 10_000), []
     for prompt, answer, salt in contexts:
         chain = index.chain(prompt, salt)
         expected = max((common(prompt, other) for other, its_salt in seen if its_salt == salt), default=0)
@@ -44,7 +44,7 @@ def test_a_chain_shares_what_is_equal_with_any_context_before_and_no_more(
 @given(_contexts)
 def test_blocks_with_one_owner_have_equal_tokens(contexts: list[tuple[list[int], list[int], str]]) -> None:
     """As the simulator's cache takes them for the same."""
-    index, pool = ContextIndex(BLOCK, 10_000), BlockPool(100, BLOCK, True)
+    index, pool = PrefixIndex(BLOCK, 10_000), BlockPool(100, BLOCK, True)
     tokens_of: dict[tuple[object, int], tuple[str, list[int]]] = {}
     for prompt, answer, salt in contexts:
         chain = index.chain(prompt, salt)
@@ -58,7 +58,7 @@ def test_blocks_with_one_owner_have_equal_tokens(contexts: list[tuple[list[int],
 
 
 def test_what_was_seen_last_is_remembered() -> None:
-    index = ContextIndex(BLOCK, 6)
+    index = PrefixIndex(BLOCK, 6)
     first, second = list(range(12)), list(range(100, 112))
     index.chain(first)
     index.chain(second)

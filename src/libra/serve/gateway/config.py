@@ -1,6 +1,7 @@
-"""Engines to route between, as a YAML file lists them.
+"""The gateway's YAML file: its engines, their tokens, and how turns are routed.
 
-Invariant: a file gives a gateway that can start, or is refused in one line that names the key and what would be right.
+Invariant: a file gives a gateway that can start, or a one-line error that names the key and the remedy. No message and
+no repr shows a token.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ _Count = Annotated[int, Field(strict=True, ge=1)]
 _Seconds = Annotated[float, Field(gt=0)]
 
 
-class EngineSection(Section):
-    """An OpenAI-compatible server, and at most one way to say who asks it."""
+class UpstreamSection(Section):
+    """An OpenAI-compatible server, with one credential at most."""
 
     name: Annotated[str, Field(min_length=1)]
     url: str  # up to and with /v1
     bucket: Annotated[int, Field(strict=True, ge=0)] = 0
     max_model_len: _Count  # tokens of the longest context that it serves
-    api_key: SecretStr | None = None  # its bearer token
-    api_key_env: Annotated[str, Field(min_length=1)] | None = None  # environment variable that holds the token
-    api_key_file: Path | None = None  # file that holds the token; relative to the YAML file
-    basic_auth: SecretStr | None = None  # user:password, which `url` may hold, too
+    api_key: SecretStr | None = None  # bearer token
+    api_key_env: Annotated[str, Field(min_length=1)] | None = None  # environment variable with the token
+    api_key_file: Path | None = None  # file with the token, relative to the YAML file
+    basic_auth: SecretStr | None = None  # user:password, also accepted in `url`
 
     @model_validator(mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:
-        """Take user and password out of the address: it is shown."""
+        """Move user:password out of the URL, which is shown."""
         if not isinstance(given, dict) or not isinstance(given.get("url"), str):
             return given
         user, at, _ = given["url"].partition("://")[2].partition("/")[0].rpartition("@")
@@ -51,9 +52,9 @@ class EngineSection(Section):
     @field_validator("url")
     @classmethod
     def _base(cls, url: str) -> str:
-        """As `http://host:port/v1`."""
+        """Normalised to `http://host:port/.../v1`."""
         wanted = "give an address such as http://127.0.0.1:8000/v1"
-        if "@" in url:  # what is before it may be a password
+        if "@" in url:  # a password may precede it
             raise ValueError(f"holds an @ that ends no user:password; percent-encode them, and {wanted}")
         try:
             parts = urlsplit(url)
@@ -89,11 +90,11 @@ class EngineSection(Section):
 
     @property
     def health(self) -> str:
-        """Where vLLM says that it is well: beside /v1."""
+        """vLLM's health endpoint is beside /v1."""
         return self.url.removesuffix("/v1") + "/health"
 
     def authorization(self) -> str | None:
-        """The header's value. None: it is the client's own that is passed on."""
+        """Value of the header. None: the client's own is passed on."""
         if self.api_key is not None:
             return f"Bearer {self.api_key.get_secret_value()}"
         if self.basic_auth is not None:
@@ -105,35 +106,37 @@ _CREDENTIALS = ("api_key", "api_key_env", "api_key_file", "basic_auth")
 
 
 def _require_sendable(secret: str) -> None:
-    """Its value is in no message."""
+    """Raises ValueError, without the value, where it cannot be in a header."""
     if not secret or not secret.isascii() or not secret.isprintable():
         raise ValueError("must be one line of printable ASCII characters, and not empty; its value is not shown")
 
 
-class GatewayFile(Section):
-    model_config = ConfigDict(hide_input_in_errors=True)  # it may be a secret
+class GatewayConfig(Section):
+    model_config = ConfigDict(hide_input_in_errors=True)  # which may be a secret
 
-    engines: tuple[EngineSection, ...] = Field(min_length=1)
-    limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: all engines are one bucket
+    engines: tuple[UpstreamSection, ...] = Field(min_length=1)
+    limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: one bucket
     route: str = cmlfq.NAME
     sticky: Annotated[bool, Field(strict=True)] = True
     turn_tokens: _Count = 1024  # room that one turn needs beyond its context
-    priorities: Annotated[bool, Field(strict=True)] = False  # tell engines the policy's order: they schedule by it
-    wait_seconds: _Seconds = 60.0  # that a turn waits for an engine which can take it
-    idle_seconds: _Seconds = 3600.0  # after which a trajectory without a turn is forgotten
-    engine_timeout_seconds: _Seconds = 20.0  # without a byte of health or turns, after which an engine's turns are cut
-    turn_timeout_seconds: _Seconds = 3600.0  # without a byte of one turn, after which it is cut
-    max_attempts: _Count = 5  # engines that a turn is tried on, each having failed it, before it is refused
+    priorities: Annotated[bool, Field(strict=True)] = (
+        False  # send the policy's priorities, for engines that schedule by them
+    )
+    wait_seconds: _Seconds = 60.0  # that a turn waits for an engine with room
+    idle_seconds: _Seconds = 3600.0  # after which a trajectory without turns is forgotten
+    engine_timeout_seconds: _Seconds = 20.0  # of silence, /health included, that cost an engine its turns
+    turn_timeout_seconds: _Seconds = 3600.0  # of silence about one turn that end it
+    max_attempts: _Count = 5  # engines that may fail a turn before it is refused
 
     @property
     def bucket_limits(self) -> tuple[int, ...]:
         return self.limits or (max(engine.max_model_len for engine in self.engines),)
 
 
-def load_gateway(path: Path | str) -> GatewayFile:
+def load_gateway(path: Path | str) -> GatewayConfig:
     """Read a file such as `examples/gateway.yaml`. Raises `ConfigError`."""
     path = Path(path)
-    file = read_section(path, GatewayFile, _EXAMPLE)
+    file = read_section(path, GatewayConfig, _EXAMPLE)
     try:
         _require_sound(file)
         engines = tuple(_with_key(engine, index, path.parent) for index, engine in enumerate(file.engines))
@@ -142,15 +145,15 @@ def load_gateway(path: Path | str) -> GatewayFile:
     return file.model_copy(update={"engines": engines})
 
 
-def _with_key(engine: EngineSection, index: int, folder: Path) -> EngineSection:
-    """With the token that its environment variable or file holds."""
+def _with_key(engine: UpstreamSection, index: int, folder: Path) -> UpstreamSection:
+    """With the token from its environment variable or file."""
     if engine.api_key_env is not None:
         key, secret = "api_key_env", os.environ.get(engine.api_key_env)
     elif engine.api_key_file is not None:
         key, secret = "api_key_file", _content(folder / engine.api_key_file.expanduser())
     else:
         return engine
-    # Neither name is shown: who mistook the key for its name has written the token there.
+    # Neither name is shown: a user may have put the token itself there by mistake.
     if secret is None:
         missing = "variable is not set" if key == "api_key_env" else f"file cannot be read (from {folder.absolute()})"
         raise ValueError(f"engines.{index}.{key}: the {missing}; have it hold the token of engine {engine.name}")
@@ -168,7 +171,7 @@ def _content(path: Path) -> str | None:
         return None
 
 
-def _require_sound(file: GatewayFile) -> None:
+def _require_sound(file: GatewayConfig) -> None:
     names = [engine.name for engine in file.engines]
     for name in names:
         if names.count(name) > 1:

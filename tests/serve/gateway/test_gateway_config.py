@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from libra.config.yaml_file import ConfigError
-from libra.serve.gateway.gateway_file import EngineSection, load_gateway
+from libra.serve.gateway.config import UpstreamSection, load_gateway
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gateway.yaml"
 
@@ -70,7 +70,7 @@ def test_what_cannot_start_is_refused(tmp_path: Path, content: dict[str, Any], s
 
 @pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
 def test_an_address_is_that_of_the_server_or_of_its_api(url: str) -> None:
-    section = EngineSection(**engine(url=url))
+    section = UpstreamSection(**engine(url=url))
     assert (section.url, section.health) == ("http://a:1/v1", "http://a:1/health")
 
 
@@ -79,7 +79,7 @@ def test_an_address_is_that_of_the_server_or_of_its_api(url: str) -> None:
 SECRET = "s3cr3t-t0ken"
 
 
-def loaded(folder: Path, text: str) -> EngineSection:
+def loaded(folder: Path, text: str) -> UpstreamSection:
     path = folder / "gateway.yaml"
     path.write_text(text, encoding="utf-8")
     return load_gateway(path).engines[0]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from libra.sim.engine.chain import Chain
 
 
-class ContextIndex:
+class PrefixIndex:
     """Full blocks of tokens that were seen, by what precedes and fills them; the simulator's caches know contexts by
     chains. At most `capacity` blocks are remembered: those that were seen last."""
 
