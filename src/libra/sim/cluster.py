@@ -14,11 +14,10 @@ from heapq import heapify, heappop, heappush
 
 from libra.route import policy
 from libra.route.policy import Placement, Policy
-from libra.sim.engine.batching import Engine, Iteration, Pause
-from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engine.pipeline import PipelinedEngine
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine, Pause
 from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration
 from libra.sim.kv_move import KVMoves
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller, TrajectoryCaller
@@ -28,18 +27,6 @@ _NEVER = 1 << 80  # ticks, beyond what `clock.ticks` gives
 _RESTS = 1 << 60  # numbers of requests that are what is left of others
 _INDEX_BITS = 24
 _INDEX = (1 << _INDEX_BITS) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """One engine of a cluster."""
-
-    name: str
-    config: EngineConfig
-    cost: IterationCost
-    bucket: int = 0
-    node: str = ""  # where it is; engines of one node move KV over its links
-    devices: int = 1  # GPUs
 
 
 class Instance:
@@ -213,7 +200,7 @@ class Cluster:
     def _add(self, spec: EngineSpec) -> None:
         if spec.name in self._by_name:
             raise ValueError(f"there is an engine {spec.name} already: close it first")
-        engine = engine_of(spec, len(self.engines), self._exact)
+        engine = Engine(spec.config, spec.cost, len(self.engines), exact=self._exact)
         engine.trace = self._trace
         self.engines.append(engine)
         self.specs.append(spec)
@@ -278,7 +265,7 @@ class Cluster:
                                 self._ended(request)
                         if engine.asked:
                             self._ask(engine)
-                            engine.release(now)
+                            engine.release_leaving(now)
                         if engine.closing:
                             self._empty(engine)
                             idle.discard(index)
@@ -530,8 +517,3 @@ class Cluster:
 
 def _none(request: Request, fleet: Fleet) -> str:
     return f"no engine holds its {request.prompt_tokens} tokens and a turn of {fleet.turn_tokens} more"
-
-
-def engine_of(spec: EngineSpec, index: int = 0, exact: bool = False) -> Engine:
-    kind = Engine if spec.config.pipeline_parallel_size == 1 else PipelinedEngine
-    return kind(spec.config, spec.cost, index, exact=exact)

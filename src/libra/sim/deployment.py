@@ -12,7 +12,7 @@ from itertools import pairwise
 from libra.route import published
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
-from libra.sim.cluster import EngineSpec
+from libra.sim.engine.config import EngineSpec
 from libra.sim.weight_update import WeightUpdate
 
 DEFAULT_ROUTE = published.NAME

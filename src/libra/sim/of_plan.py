@@ -15,8 +15,8 @@ from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
-from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.engine.config import EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import Moment, simulate

@@ -20,8 +20,7 @@ from libra.serve.gateway import server
 from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.trajectory import Trajectory, Turn
 

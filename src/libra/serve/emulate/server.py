@@ -19,7 +19,7 @@ from libra.serve.emulate.metrics import CONTENT_TYPE, exposition
 from libra.serve.emulate.openai import Answer, Asked, parse
 from libra.serve.emulate.wall_clock import WallClock
 from libra.serve.http_service import refusal, refused
-from libra.sim.cluster import EngineSpec
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 
 _LARGEST_BODY = 64 * 2**20  # bytes

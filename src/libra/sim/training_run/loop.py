@@ -29,8 +29,9 @@ from libra.plan.plan import Plan
 from libra.plan.problem import TrainingOption
 from libra.route.admission import Admission
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.kv_move import KVMoves
 from libra.sim.planned_engines import planned_engines
