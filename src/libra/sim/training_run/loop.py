@@ -33,7 +33,7 @@ from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
-from libra.sim.kv_move import KVMoves
+from libra.sim.handover import KVMoves
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.episodes import Episodes

@@ -19,7 +19,7 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import Engine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.kv_move import KVMoves
+from libra.sim.handover import KVMoves
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn
