@@ -32,7 +32,7 @@ from libra.sim.training_run import loop
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PostTraining
 from libra.sim.training_run.system import Moment, System
-from libra.sim.training_run.training import TrainingPrice
+from libra.sim.training_run.trainer import TrainingPrice
 from libra.trajectory import Trajectory, Turn
 
 ONE_NODE = Cluster((NodeClass("a800", 1, 8, GPUS["A800"], intra_bandwidth=200e9, inter_bandwidth=25e9),))
