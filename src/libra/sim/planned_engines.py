@@ -15,11 +15,9 @@ from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engine.turn_cost import TurnCost
+from libra.sim.engine.iteration_cost import IterationCost, TurnCost
 
 
 class PlacementError(ValueError):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from libra.cost.collectives import Fabric
 from libra.cost.transfer import kv_move_seconds
 from libra.sim.clock import TICKS, ticks
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Engine
+from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.kv_move import KVMoves
+from libra.sim.handover import KVMoves
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn

@@ -7,33 +7,8 @@ is findable of a context is always its beginning, without a gap.
 
 from __future__ import annotations
 
+from libra.sim.engine.blocks import Context, FreeQueue, Owner, Path, Run
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
-
-Owner = Chain | Request  # whose tokens they are: a chain's, or those of a request that shares with no other
-Path = tuple[tuple[Owner, int], ...]  # who owns a context's blocks, each from which block on; the last one to the end
-
-
-def owner_of(path: Path, block: int) -> Owner:
-    """Whose a block of a context is."""
-    return next(owner for owner, start in reversed(path) if start <= block)
-
-
-class Run:
-    """Blocks `low` to `high` (exclusive) of an owner's context that have the same holders and were let go together.
-
-    Without an owner: so many blocks that nobody will ask for.
-    """
-
-    __slots__ = ("after", "before", "high", "holders", "low", "owner")
-
-    def __init__(self, owner: Owner | None, low: int, high: int, holders: int) -> None:
-        self.owner = owner
-        self.low = low
-        self.high = high
-        self.holders = holders
-        self.before: Run | None = None  # neighbours in the order of reuse, while nobody holds it
-        self.after: Run | None = None
 
 
 class BlockPool:
@@ -42,7 +17,7 @@ class BlockPool:
     A context's blocks are let go from the last to the first, so a prefix outlives what follows it.
     """
 
-    __slots__ = ("_copies", "_runs", "blank", "block_size", "blocks", "caching", "findable", "newest", "oldest")
+    __slots__ = ("_copies", "_free", "_runs", "blank", "block_size", "blocks", "caching", "findable")
 
     def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
         self.blocks = blocks
@@ -50,8 +25,7 @@ class BlockPool:
         self.caching = caching
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
-        self.oldest: Run | None = None
-        self.newest: Run | None = None
+        self._free = FreeQueue()
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
 
@@ -66,7 +40,7 @@ class BlockPool:
     def path(self, context: Owner) -> Path:
         """Who owns the blocks of a request's context, or of a chain's. A block that only begins as the parent's is the
         child's own."""
-        chain = context.chain if isinstance(context, Request) else context
+        chain = context if isinstance(context, Chain) else context.chain
         if chain is None:
             return ((context, 0),)
         if chain.parent is None:
@@ -118,10 +92,10 @@ class BlockPool:
                     rest = Run(owner, end, run.high, run.holders)
                     runs.insert(index + 1, rest)
                     if not run.holders:
-                        self._insert_before(rest, run)
+                        self._free.insert_before(rest, run)
                     run.high = end
                 if not run.holders:
-                    self._unlink(run)
+                    self._free.unlink(run)
                     self.findable -= run.high - run.low
                 run.holders += 1
 
@@ -134,8 +108,8 @@ class BlockPool:
         self.blank = 0
         self._forget(blocks - blank)
 
-    def write(self, request: Request, path: Path, low: int, high: int) -> None:
-        """Blocks `low` to `high` of a context that the request holds are full of tokens now: others may find them."""
+    def write(self, context: Context, path: Path, low: int, high: int) -> None:
+        """Blocks `low` to `high` of a context that is held are full of tokens now: others may find them."""
         last = len(path) - 1
         for place, (owner, start) in enumerate(path):
             end = high if place == last else min(high, path[place + 1][1])
@@ -148,13 +122,13 @@ class BlockPool:
                 continue
             newest = runs[-1]
             if newest.high == begin:
-                if newest.holders == 1 and request.own_copy is None:
+                if newest.holders == 1 and context.own_copy is None:
                     newest.high = end
                 else:
                     runs.append(Run(owner, begin, end, 1))
-            elif end == begin + 1 and begin < newest.high and request.own_copy is None:
+            elif end == begin + 1 and begin < newest.high and context.own_copy is None:
                 # The whole prompt was found, and its last block is computed again for the logits.
-                copy = request.own_copy = Run(owner, begin, end, 1)
+                copy = context.own_copy = Run(owner, begin, end, 1)
                 self._copies.setdefault(owner, {}).setdefault(begin, []).append(copy)
             else:
                 raise ValueError(
@@ -182,11 +156,11 @@ class BlockPool:
         self._let_go(path, here, None)
         return here
 
-    def release(self, request: Request, path: Path, written: int, held: int) -> None:
+    def release(self, context: Context, path: Path, written: int, held: int) -> None:
         """Let go of the `held` blocks of a context, of which the first `written` are full of known tokens."""
         self.blank += held - written
-        self._let_go(path, written, request.own_copy)
-        request.own_copy = None
+        self._let_go(path, written, context.own_copy)
+        context.own_copy = None
 
     def _let_go(self, path: Path, blocks: int, copy: Run | None) -> None:
         """One holder less of the first `blocks` blocks of a context; of one of them it may have held a copy."""
@@ -203,14 +177,14 @@ class BlockPool:
                 if copy is not None and copy.owner is owner and copy.low == run.low:
                     copy.holders -= 1
                     if not copy.holders:
-                        self._append(copy)
+                        self._let_go_last(copy)
                     if copy is not run:  # the other copy has other holders
                         index -= 1
                         continue
                 else:
                     run.holders -= 1
                     if not run.holders:
-                        self._append(run)
+                        self._let_go_last(run)
                 newest = run.before
                 if (
                     not run.holders
@@ -221,7 +195,7 @@ class BlockPool:
                     and runs[index + 1] is newest
                 ):
                     run.high = newest.high
-                    self._unlink(newest)
+                    self._free.unlink(newest)
                     del runs[index + 1]
                 index -= 1
             end = start
@@ -234,26 +208,26 @@ class BlockPool:
         self.blank += held - full
         if not full:
             return
-        newest = self.newest
+        newest = self._free.newest
         if newest is not None and newest.owner is None:
             newest.high += full
             self.findable += full
         else:
-            self._append(Run(None, 0, full, 0))
+            self._let_go_last(Run(None, 0, full, 0))
 
     def clear(self) -> None:
         """Forget all tokens. Nobody may hold a block."""
         if self.free != self.blocks:
             raise ValueError(f"{self.blocks - self.free} blocks are held: release them before the cache is cleared")
         self.blank, self.findable = self.blocks, 0
-        self.oldest = self.newest = None
+        self._free = FreeQueue()
         self._runs.clear()
         self._copies.clear()
 
     def _forget(self, blocks: int) -> None:
         self.findable -= blocks
         while blocks:
-            run = self.oldest
+            run = self._free.oldest
             if run is None:
                 raise ValueError(f"{blocks} blocks are asked for that are not free")
             owner = run.owner
@@ -266,7 +240,7 @@ class BlockPool:
                 run.high -= blocks
                 return
             blocks -= size
-            self._unlink(run)
+            self._free.unlink(run)
             if owner is None:
                 continue
             runs = self._runs[owner]
@@ -287,12 +261,12 @@ class BlockPool:
         main = next(index for index, other in enumerate(runs) if other.low <= block < other.high)
         if runs[main] is not run:  # a copy
             assert others is not None
-            self._unlink(run)
+            self._free.unlink(run)
             others.remove(run)
         else:
             run.high = block
             if run.low == block:
-                self._unlink(run)
+                self._free.unlink(run)
                 del runs[main]
                 main -= 1
             if others:
@@ -306,33 +280,7 @@ class BlockPool:
             if not copies:
                 del self._copies[owner]
 
-    def _append(self, run: Run) -> None:
-        """Let go of last: reused last."""
+    def _let_go_last(self, run: Run) -> None:
+        """Nobody holds it any more: it is reused last."""
         self.findable += run.high - run.low
-        run.before = self.newest
-        run.after = None
-        if self.newest is None:
-            self.oldest = run
-        else:
-            self.newest.after = run
-        self.newest = run
-
-    def _insert_before(self, run: Run, other: Run) -> None:
-        """Reused just before the other one."""
-        run.before, run.after = other.before, other
-        if other.before is None:
-            self.oldest = run
-        else:
-            other.before.after = run
-        other.before = run
-
-    def _unlink(self, run: Run) -> None:
-        if run.before is None:
-            self.oldest = run.after
-        else:
-            run.before.after = run.after
-        if run.after is None:
-            self.newest = run.before
-        else:
-            run.after.before = run.before
-        run.before = run.after = None
+        self._free.append(run)

@@ -7,16 +7,14 @@ and only what is still there and would be missing moves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from libra.cost.collectives import Fabric
 from libra.cost.transfer import kv_move_seconds
 from libra.sim.clock import ticks
-from libra.sim.engine.batching import Engine
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine
+from libra.sim.engine.iteration_cost import Batch
 from libra.sim.engine.request import Request
-
-if TYPE_CHECKING:
-    from libra.sim.cluster import EngineSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,6 @@ def _prefill_ticks(spec: EngineSpec, start: int, end: int) -> int:
     most, total = spec.config.max_num_batched_tokens, 0
     while start < end:
         chunk = min(most, end - start)
-        total += spec.cost.mixed(0, 0, [(chunk, start)])
+        total += spec.cost.mixed(Batch(0), 0, [(chunk, start)])
         start += chunk
     return total
