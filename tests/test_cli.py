@@ -23,9 +23,9 @@ from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_lock import locked
-from libra.plan.document import dump_plan, parse_plan
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import SlotRequest
+from libra.plan.plan import dump_plan, parse_plan
 from libra.records.disk import DiskError
 from libra.records.schema import Evaluation
 from libra.route.catalogue import policy_named

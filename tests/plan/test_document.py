@@ -14,9 +14,8 @@ from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
 from oracles.small_request import REQUEST, slot_requests, two_buckets
 
 from libra.config.recipe import Recipe
-from libra.plan.document import DocumentError, dump_plan, parse_plan
 from libra.plan.options.slots import SlotRequest
-from libra.plan.plan import Plan, make_plan
+from libra.plan.plan import DocumentError, Plan, dump_plan, make_plan, parse_plan
 from libra.plan.planner import Planner
 
 PLAN = make_plan(replace(REQUEST, current=two_buckets(1, 1, 2)))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from libra.plan.explain.changes import Change, relaxations, restrictions, without_strays
+from libra.plan.explain.alternatives import relaxations, restrictions, splits, without_strays
 from libra.plan.explain.explanation import Explanation, by_kind, explain
-from libra.plan.explain.splits import splits
 from libra.plan.model.relaxation import require_feasible
 from libra.plan.model.solve import STEP_TOLERANCE, solve
 from libra.plan.options.price import infeasibility, price, training_option

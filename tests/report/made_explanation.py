@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import (
     Bound,
     BucketView,
@@ -13,7 +14,6 @@ from libra.plan.explain.explanation import (
     Relief,
     Routing,
 )
-from libra.plan.explain.splits import Split
 from libra.plan.problem import Prediction, Proof
 
 CLASSES = [(4_000, 0.5), (8_000, 0.3), (40_960, 0.2)]

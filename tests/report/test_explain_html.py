@@ -10,8 +10,8 @@ import pytest
 from made_explanation import CLASSES, EXPLANATION, plan
 from test_report_html import Page, figure
 
+from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import Otherwise, RejectedKind
-from libra.plan.explain.splits import Split
 from libra.report.explain_charts import below, bucket_figure, split_figures
 from libra.report.explain_html import MOST_REJECTED, explain_page
 from libra.report.explain_table import headline, routing_sentence

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from libra.lengths import TrajectoryClass
-from libra.plan.offline import Evidence
+from libra.plan.explain.idle import IdleDevices, idle_devices
+from libra.plan.offline import LogEvidence
+from libra.plan.options.price import step_parts
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
-from libra.plan.problem import Bottleneck
+from libra.plan.problem import Problem
 from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import duration, percent, plain, plural
+from libra.report.words import cell, duration, percent, plain, plural
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
-    """Who does what, how long a step takes and why, what is proven, and for which work; ready for a rich console."""
-    return (_allocation(plan), _step(plan), _proof(plan), _workload(plan))
+    """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
+    problem, rejected = plan.menu()
+    idle = idle_devices(problem, plan.allocation, rejected)
+    tables = (_allocation(plan), *([_idle(idle)] if idle else []), _step(plan, problem), _proof(plan), _workload(plan))
+    return tables
 
 
-def log_notes(plan: Plan, evidence: Evidence) -> tuple[str, ...]:
+def log_notes(plan: Plan, evidence: LogEvidence) -> tuple[str, ...]:
     """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
     notes = []
     slots = isinstance(plan.request, SlotRequest)
@@ -69,10 +73,10 @@ def _allocation(plan: Plan) -> Table:
 
 
 def _add(table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, seats: str, span: str) -> None:
-    row = [role, f"{count:,}", escape(each), seats, span]
+    row = [role, f"{count:,}", cell(each), seats, span]
     if plan.placement:
         groups = [group for group in plan.placement if group.bucket == bucket]
-        row += [f"{sum(group.devices for group in groups):,}", escape(_where(groups))]
+        row += [f"{sum(group.devices for group in groups):,}", cell(_where(groups))]
     table.add_row(*row)
 
 
@@ -88,26 +92,34 @@ def _where(groups: Sequence[Group]) -> str:
     return "; ".join(words)
 
 
-def _step(plan: Plan) -> Table:
-    predicted = plan.predicted
-    table = Table(title=f"One optimiser step, predicted: {duration(predicted.step)}")
-    table.add_column("bound by")
-    table.add_column("seconds", justify="right")
-    table.add_column("slack", justify="right")
-    request = plan.request
-    words = dict(BOTTLENECK_WORDS)
-    adds_up = not isinstance(request, SlotRequest) or request.workload.max_staleness == 0
-    if adds_up and predicted.bottleneck != "latency":
-        words["latency"] = "both, with publication"  # of the seconds after generation, those of one step
-    parts: tuple[tuple[Bottleneck, float], ...] = (
-        ("rollout", predicted.rollout),
-        ("training", predicted.training),
-        ("latency", predicted.latency),
-    )
+def _step(plan: Plan, problem: Problem) -> Table:
+    """The parts that the step adds up to, the largest first."""
+    step = plan.predicted.step
+    parts = sorted(step_parts(problem, plan.allocation).items(), key=lambda part: -part[1])
+    table = Table(title=f"One optimiser step, predicted: {duration(step)}", show_footer=len(parts) > 1)
+    table.add_column("what it goes to", footer="the step")
+    table.add_column("seconds", justify="right", footer=f"{step:,.4f}")
+    table.add_column("share", justify="right")
+    table.add_column("")
     for name, seconds in parts:
-        # The step is the longest part. A step of no length has no share to spare.
-        slack = percent(1 - seconds / predicted.step) if predicted.step > 0 else "-"
-        table.add_row(words[name], f"{seconds:,.4f}", "bottleneck" if name == predicted.bottleneck else slack)
+        share = percent(seconds / step) if step > 0 else "-"
+        bottleneck = "bottleneck" if name == plan.predicted.bottleneck else ""
+        table.add_row(BOTTLENECK_WORDS[name], f"{seconds:,.4f}", share, bottleneck)
+    batches = 1 + problem.staleness
+    if len(parts) > 1 and batches > 1:
+        table.caption = (
+            f"each divided by {batches}: with staleness {problem.staleness}, {batches} batches are under way"
+        )
+    return table
+
+
+def _idle(idle: Sequence[IdleDevices]) -> Table:
+    table = Table(title="Idle devices")
+    table.add_column("pool")
+    table.add_column("devices", justify="right")
+    table.add_column("why")
+    for each in idle:
+        table.add_row(cell(each.pool), f"{each.devices:,}", cell(each.reason))
     return table
 
 
@@ -120,7 +132,7 @@ def _proof(plan: Plan) -> Table:
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
-            table.add_row(f"engine times of {escape(nodes.name)}", escape(profile.source))
+            table.add_row(f"engine times of {cell(nodes.name)}", cell(profile.source))
     return table
 
 
@@ -143,7 +155,7 @@ def _workload(plan: Plan) -> Table:
             plain(cls.prefill),
             plain(cls.turns),
             plain(cls.tool_seconds),
-            escape(_serving_shape(plan, cls)),
+            cell(_serving_shape(plan, cls)),
         )
     return table
 
