@@ -91,6 +91,7 @@ def plan(
     """
     # Imported here: `--help` must not wait for the solver.
     from libra.config.yaml_file import ConfigError
+    from libra.plan.explain.explained import bound_and_idle
     from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.plan_table import log_notes, plan_tables
@@ -119,6 +120,7 @@ def plan(
         if confirm:
             notes.append(_confirmed(found, solver.value))
         text = dump_plan(found)
+        bound, idle = bound_and_idle(found)
         if output is not None:
             write_text(output, text)
     except InfeasiblePlanError as error:
@@ -132,9 +134,9 @@ def plan(
         typer.echo(text, nl=False)
     else:
         console = Console()
-        for table in plan_tables(found):
+        for table in plan_tables(found, bound, idle):
             console.print(table)
-    for note in (*notes, *log_notes(found, evidence)):
+    for note in (*notes, *log_notes(found, bound, evidence)):
         typer.echo(
             f"note: {printable(note)}", err=as_json
         )  # standard output is the plan, and nothing else, with --json

@@ -11,26 +11,25 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from libra.lengths import TrajectoryClass
-from libra.plan.explain.idle import IdleDevices, idle_devices
+from libra.plan.explain.explanation import Bound
+from libra.plan.explain.idle import IdleDevices
 from libra.plan.offline import LogEvidence
-from libra.plan.options.price import step_parts
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
-from libra.plan.problem import Problem
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import cell, duration, percent, plain, plural
 
+_PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
 
-def plan_tables(plan: Plan) -> tuple[Table, ...]:
+
+def plan_tables(plan: Plan, bound: Bound, idle: Sequence[IdleDevices]) -> tuple[Table, ...]:
     """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
-    problem, rejected = plan.menu()
-    idle = idle_devices(problem, plan.allocation, rejected)
-    tables = (_allocation(plan), *([_idle(idle)] if idle else []), _step(plan, problem), _proof(plan), _workload(plan))
-    return tables
+    tables = (_allocation(plan), *([_idle(idle)] if idle else []))
+    return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
 
 
-def log_notes(plan: Plan, evidence: LogEvidence) -> tuple[str, ...]:
+def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
     """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
     notes = []
     slots = isinstance(plan.request, SlotRequest)
@@ -50,6 +49,14 @@ def log_notes(plan: Plan, evidence: LogEvidence) -> tuple[str, ...]:
         notes.append(
             f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
             f" {plain(seconds)} s, so {BOTTLENECK_WORDS['latency']} may take longer"
+        )
+    if evidence.cut_tool_calls:
+        calls, longest = plural(evidence.cut_tool_calls, "tool call"), duration(evidence.longest_tool_call)
+        notes.append(f"{calls} of more than {longest} counted as so long")
+    elif evidence.longest_tool_call > _PAUSE and bound.by == "latency":
+        notes.append(
+            f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
+            " episodes is most of a step: where calls waited for people, cut them with --longest-tool-call SECONDS"
         )
     return tuple(notes)
 
@@ -92,24 +99,20 @@ def _where(groups: Sequence[Group]) -> str:
     return "; ".join(words)
 
 
-def _step(plan: Plan, problem: Problem) -> Table:
+def _step(plan: Plan, bound: Bound) -> Table:
     """The parts that the step adds up to, the largest first."""
-    step = plan.predicted.step
-    parts = sorted(step_parts(problem, plan.allocation).items(), key=lambda part: -part[1])
-    table = Table(title=f"One optimiser step, predicted: {duration(step)}", show_footer=len(parts) > 1)
+    step, several = plan.predicted.step, len(bound.parts) > 1
+    table = Table(title=f"One optimiser step, predicted: {duration(step)}", show_footer=several)
     table.add_column("what it goes to", footer="the step")
     table.add_column("seconds", justify="right", footer=f"{step:,.4f}")
     table.add_column("share", justify="right")
     table.add_column("")
-    for name, seconds in parts:
+    for name, seconds in bound.parts:
         share = percent(seconds / step) if step > 0 else "-"
-        bottleneck = "bottleneck" if name == plan.predicted.bottleneck else ""
-        table.add_row(BOTTLENECK_WORDS[name], f"{seconds:,.4f}", share, bottleneck)
-    batches = 1 + problem.staleness
-    if len(parts) > 1 and batches > 1:
-        table.caption = (
-            f"each divided by {batches}: with staleness {problem.staleness}, {batches} batches are under way"
-        )
+        table.add_row(BOTTLENECK_WORDS[name], f"{seconds:,.4f}", share, "bottleneck" if name == bound.by else "")
+    if several and bound.batches > 1:
+        staleness = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
+        table.caption = f"each divided by {bound.batches}: {staleness}"
     return table
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from libra.config.recipe import Recipe
 from libra.hardware.cluster import Cluster, override
-from libra.plan.explain.explanation import SAME_STEP, Explanation, SmallerCluster, explain
+from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, SmallerCluster, bound_of, explain
+from libra.plan.explain.idle import IdleDevices, idle_devices
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price
@@ -37,6 +38,12 @@ def explain_plan(plan: Plan) -> Explanation:
         fewer_nodes=_one_node_fewer(request, plan.predicted.step),
         smallest=_smallest(request, plan.predicted.step),
     )
+
+
+def bound_and_idle(plan: Plan) -> tuple[Bound, tuple[IdleDevices, ...]]:
+    """What the plan's step consists of, and which devices idle, without solving anything."""
+    problem, rejected = plan.menu()
+    return bound_of(problem, plan.allocation), idle_devices(problem, plan.allocation, rejected)
 
 
 def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:

@@ -220,7 +220,7 @@ def explain(
     return Explanation(
         plan=view(solution),
         proof=solution.proof,
-        bound=_bound(problem, allocation),
+        bound=bound_of(problem, allocation),
         buckets=_bucket_views(problem, allocation),
         pools=_pool_views(problem, allocation, unsuitable),
         runners_up=tuple(map(view, runners_up())),
@@ -262,7 +262,8 @@ def _plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanVie
     )
 
 
-def _bound(problem: Problem, allocation: Allocation) -> Bound:
+def bound_of(problem: Problem, allocation: Allocation) -> Bound:
+    """What the step of an allocation that fits consists of."""
     predicted = price(problem, allocation)
     parts = sorted(step_parts(problem, allocation).items(), key=lambda part: -part[1])
     slack = None
