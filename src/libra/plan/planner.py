@@ -15,9 +15,8 @@ from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.lengths import LengthTracker, TrajectoryClass
-from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.cluster_request import ClusterRequest, Held
 from libra.plan.options.engines import node_roofline
-from libra.plan.options.held import Held
 from libra.plan.plan import Plan, Solver, make_plan
 from libra.plan.problem import Allocation, Problem
 

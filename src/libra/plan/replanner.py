@@ -16,8 +16,7 @@ from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import Forecast, scaled
 from libra.plan.model.solve import solve
-from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.held import sharing_layouts
+from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.price import infeasibility, price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer

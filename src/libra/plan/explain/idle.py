@@ -48,23 +48,24 @@ def _why(
         return "every_class_once", f"no engine there: {reason}"
     if _serves(problem, allocation, engines):
         return None, "others suffice: the step would not be shorter with them"
-    training = training_option(problem, allocation)
-    assert training is not None  # it fits
-    step = price(problem, allocation).step
-    unhurried = tuple(
-        replace(option, generates=0.0, waits=0.0, residence=(0.0,) * len(option.residence)) for option in engines
-    )
-    if _serves(problem, allocation, unhurried):
-        left = (1 + problem.staleness) * step - fixed_seconds(problem, training)
-        least = min(max(option.residence[0], option.alone) for option in engines)
-        return "latency", (
-            f"too slow there: the longest trajectory of a bucket takes {least:,.1f} s even by itself, and"
-            f" a step of {step:,.1f} s leaves it {left:,.1f} s"
-        )
     if _serves(problem, allocation, tuple(replace(option, holds=problem.longest_context) for option in engines)):
         holds = max(option.holds for option in engines)
         return "longest_context", f"engines there hold {holds:,} tokens at most, fewer than what they would serve"
-    return "rollout", f"too slow there: all its engines together cannot serve the shortest class in {step:,.1f} s"
+    training = training_option(problem, allocation)
+    assert training is not None  # it fits
+    step = price(problem, allocation).step
+    left = (1 + problem.staleness) * step - fixed_seconds(problem, training)
+    least = min(max(option.residence[0], option.alone) for option in engines)
+    if least > left:
+        return "latency", (
+            f"too slow there: the longest trajectory of a bucket takes {least:,.2f} s even by itself, and a step of"
+            f" {step:,.2f} s leaves it {left:,.2f} s"
+        )
+    stall, alone = min((option.stall, option.alone) for option in engines)
+    return "rollout", (
+        f"too slow there: of a step of {step:,.2f} s, loading new weights takes {stall:,.2f} s and the longest"
+        f" trajectory {alone:,.2f} s by itself; the rest is too little for the shortest class"
+    )
 
 
 def _serves(problem: Problem, allocation: Allocation, engines: tuple[EngineOption, ...]) -> bool:
