@@ -455,7 +455,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "a model that generates nowhere",
         Asked(request={**REQUEST, "gpu_memory_utilization": 0.01}),
         3,
-        ("no plan exists: no engine holds Qwen/Qwen3-0.6B", "give GPUs with more memory"),
+        ("no plan exists: no engine holds Qwen/Qwen3-0.6B", "it would fit with gpu_memory_utilization: 0.9"),
     ),
     (
         "one GPU for both",

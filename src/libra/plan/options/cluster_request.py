@@ -6,7 +6,7 @@ problem, on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,7 +26,7 @@ from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanE
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
 
 
-_FP8 = "rollout_dtype: fp8"
+_USUAL_UTILIZATION = 0.9  # of vLLM's server
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +156,31 @@ def _nothing_generates(request: ClusterRequest, rejected: list[RejectedEngine]) 
     model = request.model
     largest = {each.shape.rpartition("/")[0]: each for each in rejected}
     reasons = "; ".join(f"{each.shape}: {each.reason}" for each in largest.values())
-    node = request.cluster.nodes[0]
-    found = []
-    for recipe, changed in ((request.recipe, ""), (request.recipe.model_copy(update={"rollout_dtype": "fp8"}), _FP8)):
-        if changed and recipe.rollout_weight_bytes == request.recipe.rollout_weight_bytes:
-            continue
-        if any(_holds(model, nodes, recipe, request.classes) for nodes in request.cluster.nodes):
-            found.append(changed)
+    remedies = list(_that_hold(request))
+    remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more memory in all"
+    return f"no engine holds {model.name}, and engines stay within a node: {reasons}: {remedy}"
+
+
+def _that_hold(request: ClusterRequest) -> Iterator[str]:
+    """Changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
+    model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
+    if recipe.gpu_memory_utilization < _USUAL_UTILIZATION:
+        more = recipe.model_copy(update={"gpu_memory_utilization": _USUAL_UTILIZATION})
+        if any(_holds(model, nodes, more, request.classes) for nodes in request.cluster.nodes):
+            yield f"gpu_memory_utilization: {_USUAL_UTILIZATION}"
+            return
+    fp8 = recipe.model_copy(update={"rollout_dtype": "fp8"})
+    narrower = fp8.rollout_weight_bytes < recipe.rollout_weight_bytes
+    if narrower and any(_holds(model, nodes, fp8, request.classes) for nodes in request.cluster.nodes):
+        yield "rollout_dtype: fp8"
+        narrower = False
+    for changed, words in ((fp8, " and rollout_dtype: fp8"), (recipe, "")):
+        if changed is fp8 and not narrower:
             continue
         for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
-            if _holds(model, replace(node, gpu=gpu, intra_bandwidth=gpu.link), recipe, request.classes):
-                found.append(f"{node.gpus} {gpu.name} a node" + (f" and {changed}" if changed else ""))
+            if _holds(model, replace(node, gpu=gpu, intra_bandwidth=gpu.link), changed, request.classes):
+                yield f"{node.gpus} {gpu.name} a node{words}"
                 break
-    remedy = f"it would fit with {', or '.join(reversed(found))}" if found else "give nodes with more memory in all"
-    return f"no engine holds {model.name}, and engines stay within a node: {reasons}: {remedy}"
 
 
 def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
