@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.replanning", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="one seed, half of the steps: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     for name, mean in SCENARIOS.items():

@@ -13,7 +13,7 @@ from libra.report.words import printable
 
 
 def bad_input(error: Exception) -> NoReturn:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     typer.echo(f"libra: {printable(' '.join(text.split()))}", err=True)
     raise typer.Exit(2) from None
 

@@ -58,7 +58,8 @@ def solve(
     allocation, bound = search.shortest_step()
     if tie_break:
         longest = max(_SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
-        allocation = search.simplest(longest, otherwise=allocation)
+        stays = search.what_runs(longest)
+        allocation = search.simplest(longest, otherwise=allocation) if stays is None else stays
     predicted = price(problem, allocation)
     bound = min(bound, predicted.step)
     gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
@@ -99,6 +100,16 @@ class _Search:
             elif self.complete:
                 disproven = trial
         return found, disproven
+
+    def what_runs(self, step: float) -> Allocation | None:
+        """The running allocation, if it keeps the step and may be the answer. Then nothing changes: engines that are
+        not needed stay, too, as stopping them gains nothing."""
+        current = self._problem.current
+        if current is None or infeasibility(self._problem, current) is not None:
+            return None
+        if any(contains(self._problem, current, excluded) for excluded in self._excluding):
+            return None
+        return current if price(self._problem, current).step <= step else None
 
     def simplest(self, step: float, otherwise: Allocation) -> Allocation:
         """The allocation with the fewest moves, devices and buckets that keeps the step."""
