@@ -19,7 +19,7 @@ from libra.plan.explain.idle import IdleDevices
 from libra.plan.offline import LogEvidence
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import EngineShape
-from libra.plan.placement import Group
+from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.plan.planner import rooflines
 from libra.plan.problem import Allocation, Bucket, Prediction, Proof
@@ -43,8 +43,8 @@ NODES = (replace(A800, name="a", count=6), replace(A800, name="b"))
 LAYOUT = ParallelLayout(2, 1, 2, 1, 1, 8192, "full", "zero1", chunked_logits=True)
 
 
-def engine(bucket: int, pool: str, node: int, *gpus: int) -> Group:
-    return Group("generate", f"{pool}/tp{len(gpus)}", bucket, pool, (node,), gpus)
+def engine(bucket: int, pool: str, node: int, *gpus: int) -> DeviceGroup:
+    return DeviceGroup("generate", f"{pool}/tp{len(gpus)}", bucket, pool, (node,), gpus)
 
 
 CLUSTER_PLAN = replace(
@@ -53,8 +53,8 @@ CLUSTER_PLAN = replace(
     seats=(64, 512),
     layout=LAYOUT,
     placement=(
-        Group("train", LAYOUT.family, None, "b", (1,), (0, 1)),
-        Group("train", LAYOUT.family, None, "b", (1,), (2, 3)),
+        DeviceGroup("train", LAYOUT.family, None, "b", (1,), (0, 1)),
+        DeviceGroup("train", LAYOUT.family, None, "b", (1,), (2, 3)),
         *(engine(0, "a", node, 0) for node in (5, 1, 0, 2)),
         engine(1, "b", 0, 0, 1, 2, 3),
     ),

@@ -21,7 +21,7 @@ from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import bucket_prices
 from libra.plan.options.slots import SlotRequest
-from libra.plan.placement import Group, place
+from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, Allocation, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
 FORMAT = 2
@@ -48,7 +48,7 @@ class Plan:
     proof: Proof
     seats: tuple[int, ...]  # of each bucket's engines: sequences that decode together
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
-    placement: tuple[Group, ...]  # empty where devices are interchangeable
+    placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
     request: Annotated[SlotRequest | ClusterRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
@@ -77,7 +77,7 @@ class Confirmation:
 def make_plan(
     request: SlotRequest | ClusterRequest,
     *,
-    placed: Sequence[Group] = (),
+    placed: Sequence[DeviceGroup] = (),
     deterministic_limit: float = 30.0,
     seed: int = 0,
     solver: Solver = "cp-sat",
@@ -158,7 +158,7 @@ def answer(
     solution: Solution,
     *,
     layout: ParallelLayout | None = None,
-    placement: tuple[Group, ...] = (),
+    placement: tuple[DeviceGroup, ...] = (),
 ) -> Plan:
     """The plan that a solution of the request's problem stands for."""
     seats = tuple(bucket.option.seats for bucket in bucket_prices(problem, solution.allocation))

@@ -15,7 +15,7 @@ from libra.plan.explain.explanation import Bound
 from libra.plan.explain.idle import IdleDevices
 from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
-from libra.plan.placement import Group
+from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import cell, duration, percent, plain, plural
@@ -87,7 +87,7 @@ def _add(table: Table, plan: Plan, bucket: int | None, role: str, count: int, ea
     table.add_row(*row)
 
 
-def _where(groups: Sequence[Group]) -> str:
+def _where(groups: Sequence[DeviceGroup]) -> str:
     """Nodes of each pool, runs of neighbours as one: `a800 0-2, 5`."""
     words = []
     for pool in dict.fromkeys(group.pool for group in groups):

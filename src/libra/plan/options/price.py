@@ -199,16 +199,15 @@ def _asked(
     problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
 ) -> tuple[float, float]:
     """Seconds of a step that each engine is busy, and the seconds squared of refresh, to be divided by the step's."""
-    own = set(members)
     first = bucket.above == 0
     routers = problem.reach_tried if tried else problem.reach_untried
 
     def total(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
-        strays = sum(cost * (1 - reach[j]) for j, cost in enumerate(costs)) if first else 0.0
-        return strays + sum(cost * reach[j] for j, cost in enumerate(costs) if j in own)
+        own = sum([costs[j] * reach[j] for j in members])
+        return sum([cost * (1 - part) for cost, part in zip(costs, reach, strict=True)]) + own if first else own
 
     work = max(total(row, reach) for row in option.work for reach in routers)
-    squared = max(total(option.refresh, reach) for reach in routers)
+    squared = max(total(option.refresh, reach) for reach in routers) if any(option.refresh) else 0.0
     return work / bucket.engines + option.stall, squared / bucket.engines
 
 
