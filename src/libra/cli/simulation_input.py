@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra.plan.document import parse_plan
 from libra.plan.options.slots import SlotRequest
+from libra.plan.plan import parse_plan
 from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines

@@ -17,7 +17,7 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import price, training_option
-from libra.plan.placement import Group, place
+from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
 from libra.plan.problem import Allocation, Bucket, Proof, Solution
@@ -54,7 +54,7 @@ def plan_of(
     buckets: Sequence[tuple[int, int, int]],  # tensor-parallel degree, engines, longest final context
     *,
     cluster: Cluster = ONE_NODE,
-    placed: Sequence[Group] = (),
+    placed: Sequence[DeviceGroup] = (),
     trains: str = "a800",
 ) -> Plan:
     """The plan with these trainers and engines, whatever would be faster."""
