@@ -91,7 +91,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(kind: str, monkeypatch: pyt
         async with asyncio.timeout(10):
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.split()[1] == b"408"
-            assert b"did not come within 0.2 s" in await reader.readuntil(b"}}")
+            assert b"did not arrive within 0.2 s" in await reader.readuntil(b"}}")
         writer.close()
 
     at(kind, test)

@@ -88,4 +88,4 @@ def test_a_port_that_is_taken_is_named(command: str, file: str) -> None:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(app, [command, str(EXAMPLES / file), "--port", str(port)])
     assert result.exit_code == 2
-    assert result.stderr == f"libra: cannot listen on 127.0.0.1, port {port}: address already in use\n"
+    assert result.stderr == f"libra: 127.0.0.1:{port}: address already in use\n"
