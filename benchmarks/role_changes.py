@@ -28,7 +28,7 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.backends.grpo.warmup import WarmUpProgress, warm_model
+from libra.backends.arithmetic import choose, served_dtype
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token
@@ -40,7 +40,8 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal
 from libra.exec.transitions import Moved
 from libra.exec.workers import Worker, make_pool
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
+from libra.loop.warmup import WarmUpProgress, warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.route.catalogue import policy_named
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.role_changes", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="two changes each way: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     taken = psutil.cpu_percent(interval=1.0) / 100
     with tempfile.TemporaryDirectory() as directory:
@@ -118,13 +119,15 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[E
     generating = Allocation(1, (short, replace(long, engines=2)))
     async with LocalLauncher.open(directory / "logs") as launcher:
         await launcher.ready()
-        model = await warm_model(config, load_environment(config.environment, _EXAMPLE.parent), launcher, _say_nothing)
+        precision = choose("auto", launcher.bf16).precision
+        environment = load_environment(config.environment, _EXAMPLE.parent)
+        model = await warm_model(config, environment, launcher, precision, _say_nothing)
         executor = Executor(
             launcher,
             make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
-            Fleet(policy_named("least-loaded", seed=0), training),
+            EngineFleet(policy_named("least-loaded", seed=0), training),
             config,
-            Beginning(model, kv_bytes_per_token(model), version=0, checkpoint=None),
+            Beginning(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
             Journal(directory / "journal.jsonl"),
             _Silent(),
         )

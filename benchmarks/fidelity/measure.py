@@ -5,7 +5,7 @@ and the repeats of a workload as far apart as can be: a machine's pace drifts, a
 
     python -m benchmarks.fidelity.measure MODEL FILE [--repeats N] [--quick]
 
-with the environment that `libra.backends.launch.nursery_process.WORKER_ENVIRONMENT` says.
+with the environment that `libra.backends.launch.fork_server.WORKER_ENVIRONMENT` says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import outcomes
 from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import Engine, Group, Workload, random_time_workload, read_workloads
-from libra.backends.launch.hardware import hardware_name
+from libra.backends.environment import hardware_name
 from libra.sim.engine.config import EngineConfig
 
 RANDOM_SEEDS = range(1, 11)  # of the workloads that nobody chose

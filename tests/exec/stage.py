@@ -10,14 +10,14 @@ from pathlib import Path
 
 import psutil
 from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, write_model
-from nurseries import TRAINING, nursery
+from fork_servers import TRAINING, fork_server
 from safetensors.torch import load_file
 
+from libra.backends.grpo.membership import STANDARD, Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.answers import STANDARD, Patience
 from libra.backends.launch.handles import Handle
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.transport.messages import Done, Precision, SaveCheckpoint, Sharding, StartTrainer
+from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, Sharding, StartTrainer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ ONE_PROCESS = Division(1, "none")
 
 @dataclass
 class Stage:
-    """One nursery for all tests here, on one event loop."""
+    """One fork server for all tests here, on one event loop."""
 
     runner: asyncio.Runner
     launcher: LocalLauncher
@@ -82,7 +82,7 @@ class Stage:
 
     async def parameters(self, replica: Handle) -> Tensors:
         directory = self.directory / f"saved-{replica.link.pid}"
-        await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Done)
+        await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
         return load_file(directory / "model.safetensors")
 
     async def reference(self, precision: Precision, steps: int = STEPS) -> tuple[Tensors, Tensors]:
@@ -117,7 +117,7 @@ class Stage:
 def open_stage(directory: Path) -> Iterator[Stage]:
     write_model(directory / "model")
     with asyncio.Runner() as runner:
-        context = nursery(directory, TRAINING)
+        context = fork_server(directory, TRAINING)
         launcher, _ = runner.run(context.__aenter__())
         runner.run(launcher.ready())
         yield Stage(runner, launcher, directory)

@@ -12,7 +12,7 @@ from far_end import PATIENCE
 from made_workers import MadeLauncher
 from scripted import FirstInstance
 
-from libra.backends.launch.answers import STANDARD
+from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.handles import WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLink
 from libra.backends.transport.messages import (
@@ -25,8 +25,8 @@ from libra.backends.transport.messages import (
     Publish,
     Published,
     SaveCheckpoint,
-    Standing,
     StartEngine,
+    StateDigest,
     StatePlace,
     Stop,
 )
@@ -37,7 +37,7 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
 from libra.exec.transitions import Moved
 from libra.exec.workers import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
 from libra.plan.problem import Allocation, Bucket
 from libra.records.disk import DiskError
 
@@ -95,14 +95,14 @@ class Made:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
-        self.fleet = Fleet(self.policy, FIRST)
+        self.fleet = EngineFleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = Executor(
             self.launcher,
             self.pool,
             self.fleet,
             CONFIG,
-            Beginning(directory, kv_bytes=16, version=4, checkpoint=checkpoint),
+            Beginning(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
             self.journal,
             self.told,
         )
@@ -211,7 +211,7 @@ def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(t
         async def late() -> Message:
             asked.set()
             await hold.wait()
-            return Standing(0, 0, 64, [StatePlace(0, 0, 0)])
+            return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
 
         core = made.launcher.workers["core-0"]
         core.instead[Identify] = late

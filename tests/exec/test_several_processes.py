@@ -15,11 +15,11 @@ from equivalence import LIMITS, STEPS, batch, counts, distance
 from msgspec.structs import replace
 from stage import ONE_PROCESS, Division, Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 
+from libra.backends.grpo.membership import Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.answers import Patience
 from libra.backends.launch.handles import Handle, WorkerFailedError
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     Identify,
     LoadCheckpoint,
     MeasureTraining,
@@ -29,7 +29,7 @@ from libra.backends.transport.messages import (
     SaveCheckpoint,
     Score,
     Scored,
-    Standing,
+    StateDigest,
     TrainingMeasured,
     WarmedUp,
     WarmUp,
@@ -147,10 +147,10 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
         start, wanted = await stage.reference("fp64", steps=6)
         first = await stage.hire("first", "fp64", division=before)
         await alone(first, stage, range(1, 4))
-        await first.ask(SaveCheckpoint(str(tmp_path), optimiser=True), Done)
+        await first.ask(SaveCheckpoint(str(tmp_path), optimiser=True), Acknowledged)
         await first.stop()
         second = await stage.hire("second", "fp64", seed=3, division=after)
-        await second.ask(LoadCheckpoint(str(tmp_path)), Done)
+        await second.ask(LoadCheckpoint(str(tmp_path)), Acknowledged)
         await alone(second, stage, range(4, 7))
         assert distance(await stage.parameters(second), wanted, start) <= LIMITS["fp64"]
         await second.stop()
@@ -177,7 +177,7 @@ def test_what_a_sharded_replica_publishes_scores_and_measures(stage: Stage) -> N
         # The same model in the same layout.
         published = [(await replica.ask(Publish(0, 0), Published)).checksum for replica in (two, one)]
         assert published[0] == published[1]
-        sizes = [(await replica.ask(Identify(), Standing)).size for replica in (two, one)]
+        sizes = [(await replica.ask(Identify(), StateDigest)).size for replica in (two, one)]
         assert sizes[0] <= 1.02 * sizes[1]  # of both processes together
         for replica in (one, two):
             await replica.stop()

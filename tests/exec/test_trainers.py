@@ -17,12 +17,10 @@ from voters import PORT, RELAYS, Fate, Floor, Voter
 import libra.backends.grpo.membership
 import libra.backends.grpo.trainers
 from libra.backends.grpo import joining
-from libra.backends.grpo.boundary import Boundary
 from libra.backends.grpo.joining import BOUNDARIES, JoinError
 from libra.backends.grpo.joint_step import split_evenly
-from libra.backends.grpo.membership import FAILURES, CoreLostError, ExchangeError, Membership
+from libra.backends.grpo.membership import FAILURES, Boundary, CoreLostError, ExchangeError, Membership, Patience
 from libra.backends.grpo.trainers import DivergedError, Trainers
-from libra.backends.launch.answers import Patience
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import (
     TOKEN_BYTES,
@@ -32,9 +30,9 @@ from libra.backends.transport.messages import (
     Enter,
     Entered,
     Follow,
+    HostRendezvous,
     Identify,
     MeasureTraining,
-    Meet,
     Message,
     Prepare,
     Publish,
@@ -569,11 +567,11 @@ def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
 def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None:
     async def scenario(scene: Scene) -> None:
         core, joiner = scene.floor.replicas["core-0"], await scene.floor.hire("hybrid-0")
-        core.will(Meet, ["fail"])
+        core.will(HostRendezvous, ["fail"])
         joiner.unformed = {1}
         await scene.trainers.join(joiner.handle)
         assert [order.port for order in joiner.told(Prepare)] == [0, PORT]
-        assert core.told(Meet) == [Meet(HOST, 0)] * 2
+        assert core.told(HostRendezvous) == [HostRendezvous(HOST, 0)] * 2
         assert await scene.step(1) == 2
 
     play(scenario)
@@ -582,7 +580,7 @@ def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None
 def test_who_dies_when_the_others_are_to_meet_at_it_is_left_behind() -> None:
     async def scenario(scene: Scene) -> None:
         scene.floor.replicas["core-0"].fall()
-        scene.floor.replicas["core-1"].will(Meet, ["die"])
+        scene.floor.replicas["core-1"].will(HostRendezvous, ["die"])
         assert await scene.step(1) == 2
         assert scene.trainers.names() == ("core-2", "hybrid-0")
         assert scene.floor.replicas["hybrid-0"].told(Prepare)[-1].port == PORT

@@ -17,8 +17,7 @@ from libra.serve.emulate.server import Emulator
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.trajectory import Trajectory
 

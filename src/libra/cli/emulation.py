@@ -12,7 +12,7 @@ import typer
 from libra.cli.errors import bad_input
 
 if TYPE_CHECKING:
-    from libra.sim.cluster import EngineSpec
+    from libra.sim.engine.config import EngineSpec
 
 _MOST_SPEED = 1000.0
 _SHOWN = 16  # addresses printed

@@ -12,9 +12,8 @@ from typing import Protocol
 
 from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.background import raise_in_loop
 from libra.backends.launch.handles import WorkerLostError
-from libra.backends.launch.launcher import Launcher
+from libra.backends.launch.launcher import Launcher, raise_in_loop
 from libra.config.run import RunConfig
 from libra.exec import processes, transitions
 from libra.exec.beginning import Beginning
@@ -23,7 +22,7 @@ from libra.exec.moves import Move
 from libra.exec.processes import Processes
 from libra.exec.transitions import Applied, Mover
 from libra.exec.workers import Pool, Role, Worker
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
 from libra.plan.problem import Allocation
 from libra.plan.request import longest_context
 from libra.records.disk import writing
@@ -44,7 +43,7 @@ class Executor:
         self,
         launcher: Launcher,
         pool: Pool,
-        fleet: Fleet,
+        fleet: EngineFleet,
         config: RunConfig,
         beginning: Beginning,
         journal: Journal,
@@ -60,7 +59,7 @@ class Executor:
         self._watch: asyncio.Task[None] | None = None
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> EngineFleet:
         return self._processes.fleet
 
     @property

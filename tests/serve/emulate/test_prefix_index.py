@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.serve.emulate.prefix_index import PrefixIndex
+from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.memory import BlockPool
 
 BLOCK = 4
 _contexts = st.lists(

@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
-from libra.backends.grpo.grpo import denominator, loss_sum
-from libra.backends.grpo.inside import ALONE, Inside
-from libra.backends.grpo.micro_batches import IDLE, collate, made_up_sample, micro_batches
-from libra.backends.grpo.model_part import Gathered, part_of
+from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
+from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.messages import (
@@ -78,7 +77,7 @@ class Trainer:
         self.exchange = GradientExchange(inside.rank)
         self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
         self.layout: tuple[Tensor, ...]
-        self.layout, self.buffer_bytes = make_layout(self.part.shapes.items())
+        self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
         self._buffer = WeightBuffer(descriptor, self.buffer_bytes)
 
     def reduce(self, order: Train) -> Reduced:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from libra.backends.launch.launcher import CopyError, SourceLostError
-from libra.backends.launch.nodes import NodeLostError, RemoteNode
+from libra.backends.launch.node import NodeLostError, RemoteNode
 from libra.backends.transport.messages import LoadWeights
 from libra.backends.transport.weights import WeightUpdateError
 
@@ -24,7 +24,7 @@ class HangingNodeError(CopyError):
     """The node that was to have the weights does not take them, and says nothing."""
 
 
-class Copies:
+class WeightCopies:
     """What is being copied of one version, or was; by the name of the node."""
 
     def __init__(self) -> None:

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import EngineSpec, engine_of
 from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.request import Request
 
 _STREAM_SECONDS = 0.02  # between two pieces of a stream
@@ -56,7 +57,7 @@ class LiveEngine:
         self.spec = spec
         self.prompt_tokens = self.generated_tokens = 0  # of requests that have ended
         self._clock = clock
-        self._engine = engine_of(spec)
+        self._engine = Engine(spec.config, spec.cost)
         self._numbers = count()
         self._ends: dict[Request, asyncio.Future[None]] = {}
         self._firsts: dict[Request, asyncio.Future[None]] = {}  # of those whose first token somebody waits for
@@ -66,12 +67,12 @@ class LiveEngine:
     @property
     def running(self) -> int:
         self._catch_up()
-        return self._engine.running
+        return len(self._engine.running)
 
     @property
     def waiting(self) -> int:
         self._catch_up()
-        return self._engine.waiting
+        return len(self._engine.waiting)
 
     @property
     def kv_usage(self) -> float:

@@ -20,7 +20,7 @@ from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
 from libra.serve.emulate.prefix_index import PrefixIndex
 from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
-from libra.sim.cluster import EngineSpec
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 
 _LARGEST_BODY, _BODY_BASE, _BODY_PER_TOKEN = 64 * 2**20, 2**20, 64  # bytes; a longer body holds no prompt that fits
