@@ -16,7 +16,7 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import Engine
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration, Pause
-from libra.sim.events import ARRIVAL, END, Action, EventQueue
+from libra.sim.events import ARRIVAL, CANCELLATION, END, UPDATE, Action, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.placement import EngineFleet, Placer
 from libra.sim.weight_update import WeightUpdate
@@ -189,8 +189,15 @@ class Cluster:
         if request is not None:
             self.submit(request)
         events, engines, deciding, watch = self._events.heap, self.engines, self._deciding, self._watch
-        while self._events.prune():
-            now = events[0][0]
+        while events:
+            now, kind, number, what = events[0]
+            if kind is END:
+                engine = engines[number]
+                if not engine.busy or engine.end != now:  # that plan was cut
+                    heappop(events)
+                    continue
+            elif (kind is CANCELLATION or kind is UPDATE) and not self._events.goes_on():
+                break
             if self._limit is not None and now > self._limit:
                 self._stop(self._limit)
                 return
@@ -334,7 +341,8 @@ class Cluster:
 
     def _ended(self, request: Request) -> None:
         """Finished, given up or refused: see what follows."""
-        self.placer.ended(request)
+        if self._routed:
+            self.placer.ended(request)
         following = self.workload.finished(request, self.now)
         if following is not None:
             owner, after = request.owner, following.owner

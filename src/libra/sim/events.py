@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from heapq import heappop, heappush
+from heapq import heappush
 
 from libra.sim.engine.engine import Engine
 from libra.sim.engine.request import Request
@@ -60,22 +60,9 @@ class EventQueue:
         """Those to come, in their order."""
         return [what for _, kind, _, what in sorted(self.heap) if kind is ARRIVAL and isinstance(what, Request)]
 
-    def prune(self) -> bool:
-        """Drop ends of plans that were cut since. False: nothing is left that happens by itself; what could still be
-        cancelled or updated has ended."""
-        heap, engines = self.heap, self._engines
-        while heap:
-            tick, kind, number, _ = heap[0]
-            if kind is END:
-                engine = engines[number]
-                if engine.busy and engine.end == tick:
-                    return True
-                heappop(heap)
-            elif kind is CANCELLATION or kind is UPDATE:
-                return any(self._happens(event) for event in heap)
-            else:
-                return True
-        return False
+    def goes_on(self) -> bool:
+        """Whether anything is left that happens by itself: a cancellation or an update is none."""
+        return any(self._happens(event) for event in self.heap)
 
     def _happens(self, event: Event) -> bool:
         tick, kind, number, _ = event
