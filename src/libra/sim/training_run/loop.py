@@ -139,9 +139,9 @@ class _Run:
                 seconds(engine.busy_ticks) * spec.devices
                 for engine, spec in zip(cluster.engines, cluster.specs, strict=True)
             ),
-            placements=cluster.placements,
-            migrations=cluster.migrations,
-            migrated_tokens=cluster.migrated_tokens,
+            placements=cluster.placer.placements,
+            migrations=cluster.placer.migrations,
+            migrated_tokens=cluster.placer.migrated_tokens,
             moved_tokens=cluster.moved_tokens,
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
