@@ -35,10 +35,10 @@ def make_problem(work: float = 8.0, layout: str = ONE_DEVICE) -> Problem:
         engines=engines,
         training=training,
         peaks=(1000, 4000),
-        met=(True, True),
+        expected=(True, True),
         longest_context=5000,
-        reach_tried=((1.0, 1.0),),
-        reach_untried=((1.0, 1.0),),
+        recall_known=((1.0, 1.0),),
+        recall_possible=((1.0, 1.0),),
         staleness=3,
     )
 

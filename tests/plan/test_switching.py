@@ -26,10 +26,10 @@ PROBLEM = Problem(
     engines=(engine("tp1", 1), engine("tp4", 4)),
     training=(TrainingOption("a", "pool", 4, 2, 1.0, 0.0), TrainingOption("b", "pool", 8, 2, 1.0, 0.0)),
     peaks=(1000, 5000),
-    met=(True, True),
+    expected=(True, True),
     longest_context=5000,
-    reach_tried=((1.0, 1.0),),
-    reach_untried=((1.0, 1.0),),
+    recall_known=((1.0, 1.0),),
+    recall_possible=((1.0, 1.0),),
 )
 
 
