@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from libra.backends.launch.handles import EngineHandle
-from libra.loop.counters import EngineCounters
 from libra.loop.fleet import Instance
-from libra.loop.replanning import EngineWork
+from libra.loop.observations import EngineCounters, EngineWork
 
 
 def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> Instance:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.backends.grpo.joint_step import Share, StepResult
-from libra.exec.workers import Role
+from libra.plan.transition import Role
 from libra.records.device_time import DeviceTime, Part, Phase, step_parts
 from libra.report.causes import Cause
 

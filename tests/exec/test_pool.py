@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from libra.exec.losses import LOSS_WINDOW
-from libra.exec.workers import (
-    DEADLINES,
-    IDLE,
-    MOST_LOSSES,
-    TRAIN,
-    Duty,
-    IllegalTransitionError,
-    Pool,
-    Role,
-    Worker,
-    make_pool,
-)
+from libra.exec.pool import DEADLINES, LOSS_WINDOW, MOST_LOSSES, IllegalTransitionError, Pool, Worker, make_pool
+from libra.plan.transition import IDLE, TRAIN, Duty, Role
 
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
 
@@ -114,12 +103,6 @@ def test_a_process_that_ends_in_a_move_that_is_undone_does_not_count() -> None:
 def test_what_a_worker_does(worker: Worker, duty: Duty, text: str) -> None:
     assert worker.duty == duty
     assert str(duty) == text
-
-
-@pytest.mark.parametrize(("role", "shape"), [(Role.ROLLOUT, None), (Role.TRAIN, "long")])
-def test_only_an_engine_has_a_shape(role: Role, shape: str | None) -> None:
-    with pytest.raises(ValueError, match="an engine has a shape, nobody else has"):
-        Duty(role, shape)
 
 
 def test_the_shape_belongs_to_the_role() -> None:

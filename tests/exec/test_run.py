@@ -18,7 +18,7 @@ import pytest
 from far_end import PATIENCE
 from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
-from test_steering import PROFILE
+from test_controller import PROFILE
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
@@ -600,4 +600,4 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: pytest
     assert all(row["seconds"] > 0 for row in resumed_events)
     assert ("redoing" in summary.device_seconds) == bool(again)
     assert summary.wall_seconds > rows(directory, "metrics")[-1]["time"] > 3600
-    assert sum(summary.device_seconds.values()) < 3600  # they are of the sitting
+    assert sum(summary.device_seconds.values()) < 3600  # they are of the session

@@ -18,7 +18,6 @@ from libra.plan.options.price import fits, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
-from libra.plan.transition import Move
 from libra.trajectory import Trajectory, Turn
 
 RECIPE = SMALL_BATCHES.model_copy(update={"batch": 1024})
@@ -51,7 +50,7 @@ def test_the_first_step_starts_a_plan() -> None:
     replanner = Replanner(PLANNER)
     assert replanner.plan is None
     decision = replanner.step(trajectories(0, 2), [])
-    assert (decision.taken, decision.current, decision.moves, decision.cost) == (True, None, (), 0.0)
+    assert (decision.taken, decision.current, decision.transition.moves, decision.cost) == (True, None, (), 0.0)
     assert replanner.plan is not None
     assert replanner.plan.placement
     assert sum(group.devices for group in replanner.plan.placement) <= CLUSTER.devices
@@ -64,7 +63,7 @@ def test_longer_trajectories_change_the_plan_and_the_change_has_a_way() -> None:
     assert decision.taken
     assert decision.current is not None
     assert decision.gain_per_step == decision.current.step - decision.proposed.step > 0
-    assert decision.moves
+    assert decision.transition.moves
     assert replanner.plan is not None
     assert replanner.plan.allocation != before
     assert replanner.plan.layout is not None
@@ -148,7 +147,8 @@ def test_other_ranges_of_the_same_engines_cost_nothing_where_no_start_is_ever_wo
     uneven = replace(best, buckets=(replace(first, up_to=4000), replace(last, above=4000)))
     resumed = Replanner(PLANNER, replace(replanner.plan, allocation=uneven), switch=NEVER_WORTH_IT)
     decision = resumed.step(trajectories(0, 8), [])
-    assert (decision.taken, decision.cost, decision.moves) == (True, 0.0, (Move("rebucket"),))
+    assert (decision.taken, decision.cost) == (True, 0.0)
+    assert (decision.transition.moves, decision.transition.rebuckets) == ((), True)
     assert resumed.plan is not None
     assert resumed.plan.allocation == best
 

@@ -1,6 +1,6 @@
-"""What a sitting has counted so far, for whoever asks while it goes on.
+"""What a session has counted so far, for whoever asks while it goes on.
 
-Invariant: numbers only grow, except those of the last step; each is the sum of what the records of this sitting say.
+Invariant: numbers only grow, except those of the last step; each is the sum of what the records of this session say.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from libra.exec.transitions import Moved
+from libra.exec.protocols import MoveOutcome
 from libra.records.schema import StepRecord
 from libra.report.causes import Cause, total
 
@@ -55,7 +55,7 @@ class Tally:
     def started(self, trajectories: int) -> None:
         self.trajectories_started += trajectories
 
-    def moved(self, moved: Moved) -> None:
+    def moved(self, moved: MoveOutcome) -> None:
         self.moves[moved.outcome].add(moved.seconds)
 
     def joined(self, seconds: float, held_seconds: float) -> None:

@@ -19,7 +19,7 @@ from libra.plan.options.engines import node_roofline
 from libra.plan.options.held import Held
 from libra.plan.plan import Plan, make_plan
 from libra.plan.problem import Allocation, Problem
-from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
+from libra.plan.request import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 
 CLASSES = 24  # classes of trajectories that a plan tells apart
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from libra.backends.grpo.joint_step import StepResult
-from libra.exec.workers import Role
+from libra.plan.transition import Role
 from libra.report.causes import Cause
 
 Seconds = Mapping[str, Mapping[Cause, float]]

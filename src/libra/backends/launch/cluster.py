@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from libra.backends.launch.background import raise_in_loop
 from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
 from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.backends.launch.node import NodeFacts
@@ -21,7 +20,8 @@ from libra.backends.launch.places import Seat
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights
-from libra.exec.losses import LOSS_WINDOW, with_loss
+from libra.exec.background import raise_in_loop
+from libra.exec.pool import LOSS_WINDOW, with_loss
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
 # A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.

@@ -6,12 +6,11 @@ launcher started is gone when it is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.messages import LoadWeights
+from libra.exec import protocols
 
 
 class LaunchError(RuntimeError):
@@ -43,48 +42,5 @@ class SourceLostError(CopyError):
     """The node where the weights should be does not have them, or not any more."""
 
 
-class Launcher(Protocol):
-    """Starts and ends worker processes. Slots are numbered from 0; each is a place for one process at a time."""
-
-    slots_changed: Callable[[], None]  # told when `offers` may say something else
-
-    @property
-    def hardware(self) -> str:
-        """What workers run on; equal where costs that were measured are equal."""
-        ...
-
-    def processes(self) -> Sequence[int]:
-        """Process ids under which workers of this machine run."""
-        ...
-
-    def offers(self, slot: int) -> bool:
-        """Whether the slot is there: its node is not lost."""
-        ...
-
-    async def ready(self) -> float:
-        """Wait until workers can be started; returns the seconds that their libraries took to import. Raises
-        `LaunchError`."""
-        ...
-
-    async def spawn(self, name: str, slot: int) -> WorkerLink:
-        """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` where no
-        worker can be started any more."""
-        ...
-
-    def kill(self, link: WorkerLink) -> None:
-        """End a worker that was spawned here, at once; no error where it has ended."""
-        ...
-
-    async def gone(self, link: WorkerLink) -> None:
-        """Returns when the worker's process has ended, which it is made to if it does not go by itself. Raises
-        `TimeoutError` when even that does not end it."""
-        ...
-
-    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
-        """The node of `target` holds these weights, of `size` bytes, when this returns; the node of `source` has them.
-        Raises `SourceLostError`, and `CopyError` where they did not arrive whole."""
-        ...
-
-    def exists(self, link: WorkerLink) -> bool:
-        """Whether the worker's process is there, as far as is known."""
-        ...
+class Launcher(protocols.Launcher[WorkerLink], protocols.WeightStore[WorkerLink], Protocol):
+    """Worker processes, and the shared memory of their nodes in which published weights lie."""
