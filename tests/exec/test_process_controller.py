@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from libra.backends.transport.messages import (
 from libra.config.run import RunConfig
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
 from libra.exec.pool import DEADLINES, Pool, Worker, make_pool
-from libra.exec.protocols import Applied, MoveOutcome
+from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError
 from libra.loop.fleet import Fleet
 from libra.loop.process_controller import Origin, begin_session
 from libra.plan.problem import Allocation, Bucket
-from libra.plan.transition import IDLE, TRAIN, Duty, Role
+from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
 from libra.records.disk import DiskError
 
 CONFIG = RunConfig.model_validate(
@@ -441,6 +442,25 @@ def test_a_restart_is_a_move_to_the_same_duty(tmp_path: Path) -> None:
         assert await made.executor.restart("hybrid-0") >= 0
         assert [str(moved.move) for moved in made.told.moves[-2:]] == ["rollout:long -> rollout:long", "train -> train"]
         assert await made.executor.processes.reload() == [0.25, 0.25]
+        assert made.duties() == BEGUN
+
+    started(tmp_path, scenario)
+
+
+UNSUPPORTED = [
+    (replace(FIRST, layout="tp2.dp1"), [], "layout tp2.dp1: each slot trains one whole replica"),
+    (FIRST, [Move("a800 nodes 0 GPUs 0,1", IDLE, TRAIN)], "placement on a800 nodes 0 GPUs 0,1: the slots of this run"),
+    (Allocation(2, (Bucket("huge", 2, 0, 100),)), [], "engine huge: the configuration has long, short"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "moves", "reason"), UNSUPPORTED, ids=["layout", "placement", "shape"])
+def test_what_slots_cannot_do_is_said_in_one_line(
+    wanted: Allocation, moves: list[Move], reason: str, tmp_path: Path
+) -> None:
+    async def scenario(made: Made) -> None:
+        with pytest.raises(UnsupportedTransitionError, match=reason):
+            await made.executor.apply(Transition(FIRST, wanted, tuple(moves)))
         assert made.duties() == BEGUN
 
     started(tmp_path, scenario)

@@ -18,7 +18,7 @@ import pytest
 from far_end import PATIENCE
 from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
-from test_controller import PROFILE
+from test_replan_controller import PROFILE
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError

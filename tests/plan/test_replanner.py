@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import random
 from dataclasses import replace
 from threading import Thread
 
 import pytest
-from oracles.small_cluster import CLUSTER, QWEN_14B
+from oracles.small_cluster import CLUSTER, QWEN_14B, trajectories
 from oracles.small_cluster import RECIPE as SMALL_BATCHES
 
 from libra.cost.device import SwitchCost
@@ -24,18 +23,6 @@ RECIPE = SMALL_BATCHES.model_copy(update={"batch": 1024})
 PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE)
 FREE = SwitchCost(0.0, 0.0, 0.0)
 NEVER_WORTH_IT = SwitchCost(1e9, 1e9, 0.0)
-
-
-def trajectories(version: int, calls: int, count: int = 256, *, finished: bool = True) -> list[Trajectory]:
-    """About `calls` tool calls of 100 + 100 tokens each, as many as the recipe has room for."""
-    rng = random.Random(version)
-    made = []
-    for number in range(count):
-        turns = (Turn(100, "tool", "ok", 100, 1.0),) * min(38, max(1, round(calls * rng.lognormvariate(0, 0.4))))
-        last = (Turn(100, None, None, 0),) if finished else ()
-        name = f"{version}.{number}"
-        made.append(Trajectory(name, name, "made", 200, turns + last, None, version, finished))
-    return made
 
 
 def started(switch: SwitchCost, calls: int = 1) -> tuple[Replanner, Allocation]:
