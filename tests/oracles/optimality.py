@@ -47,7 +47,7 @@ def require_agreement(problem: Problem) -> None:
     above = max(shortest * (1 + PROVEN), INDISTINCT)
     kept = keeps_step(problem, above)
     assert kept is not None
-    assert price(problem, kept).step <= above * (1 + 1e-5)
+    assert price(problem, kept).step <= above * (1 + 1e-8)
     assert kept in [plan.allocation for plan in plans]
     if shortest > INDISTINCT:
         assert keeps_step(problem, shortest * (1 - PROVEN)) is None

@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
 from libra.backends.transport.messages import (
     Done,
-    KVPlace,
+    KVBufferPlace,
     LoadCheckpoint,
     LoadWeights,
+    Precision,
     Publish,
     Published,
     Ready,
@@ -58,6 +60,7 @@ class Origin:
     """What the workers of a session begin with."""
 
     model: Path  # its directory
+    precision: Precision
     kv_bytes: int  # that one token takes in an engine
     version: int  # of the weights: optimiser steps made before
     checkpoint: Path | None  # that holds them; None: they are the model's own
@@ -220,7 +223,7 @@ class SlotProcesses:
                 token_constant=training.token_constant,
                 temperature=training.temperature,
                 micro_batch_tokens=training.micro_batch_tokens,
-                precision=training.precision,
+                precision=self._origin.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
@@ -256,6 +259,7 @@ class SlotProcesses:
                 model_directory=str(self._origin.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
+                dtype=served_dtype(self._origin.precision),
                 kv_cache_bytes=size.kv_tokens * self._origin.kv_bytes,
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
@@ -271,7 +275,7 @@ class SlotProcesses:
                 await self._load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
-    def _kv_place(self, handle: EngineHandle) -> KVPlace | None:
+    def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
         if handover is None or not handover.may_pay(longest_context(self._config)):

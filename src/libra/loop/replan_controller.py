@@ -17,7 +17,7 @@ from libra.exec.protocols import ProcessController
 from libra.loop.observations import Observations
 from libra.loop.periods import Periods
 from libra.loop.recorder import Recorder
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Allocation, Prediction
 from libra.plan.replanner import Proposal
 from libra.plan.site import SlotSite
@@ -146,7 +146,7 @@ class ReplanController:
         """The price of an allocation for the work as it is tracked now; None where it does not fit."""
         site = self._site(allocation if tried else None)
         [question] = site.questions([self._observations.replanner.scenario(site)])
-        return price(question.problem, allocation) if fits(question.problem, allocation) is None else None
+        return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
 
     def _site(self, current: Allocation | None) -> SlotSite:
         return self._observations.site(self._executor.pool.devices(), current)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Allocation, Prediction, Problem
 from libra.plan.transition import Transition
 
@@ -58,10 +58,9 @@ def decide(
     numbers = (horizon_steps, cost, uncertainty)
     after = expected(cases, proposed)
     if current is None:
-        return Decision(
-            None, after, transition, None, *numbers, True, "nothing runs that can go on: the best plan starts"
-        )
-    unfit = next((reason for case in cases if (reason := fits(case.problem, current)) is not None), None)
+        first = "nothing runs that can go on: the best plan starts"
+        return Decision(None, after, transition, None, *numbers, True, first)
+    unfit = next((reason for case in cases if (reason := infeasibility(case.problem, current)) is not None), None)
     if unfit is not None:
         return Decision(
             None, after, transition, None, *numbers, True, f"the current allocation no longer fits: {unfit}"

@@ -17,7 +17,7 @@ from libra.lengths import LengthTracker
 from libra.lengths.forecast import scaled
 from libra.plan.decision import Case, Decision, decide, expected
 from libra.plan.model.solve import solve
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
@@ -77,7 +77,11 @@ class Outlook:
         questions = site.questions(self.scenarios)
         cases = [Case(question.problem, weight) for question, (_, weight) in zip(questions, _NODES, strict=True)]
         solutions = [solve(case.problem, seed=seed) for case in cases]
-        usable = [each.allocation for each in solutions if all(fits(c.problem, each.allocation) is None for c in cases)]
+        usable = [
+            each.allocation
+            for each in solutions
+            if all(infeasibility(c.problem, each.allocation) is None for c in cases)
+        ]
         if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
             cases, usable = [replace(cases[0], weight=1.0)], [solutions[0].allocation]
         transitions = [site.transition(questions[0], wanted) for wanted in dict.fromkeys(usable)]

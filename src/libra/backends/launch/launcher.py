@@ -6,9 +6,11 @@ launcher started is gone when it is closed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.exec import protocols
 
@@ -44,3 +46,8 @@ class SourceLostError(CopyError):
 
 class Launcher(protocols.Launcher[WorkerLink], protocols.WeightStore[WorkerLink], Protocol):
     """Worker processes, and the shared memory of their nodes in which published weights lie."""
+
+    @property
+    def bf16(self) -> Sequence[Bf16Speed]:
+        """How each node does bf16 products, one at least; known when workers can be started."""
+        ...
