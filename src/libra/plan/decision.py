@@ -58,7 +58,7 @@ def decide(
     numbers = (horizon_steps, cost, uncertainty)
     after = expected(cases, proposed)
     if current is None:
-        first = "nothing runs that can go on: the best plan starts"
+        first = "nothing runs yet, or nothing that can go on: the best plan starts"
         return Decision(None, after, transition, None, *numbers, True, first)
     unfit = next((reason for case in cases if (reason := infeasibility(case.problem, current)) is not None), None)
     if unfit is not None:
