@@ -13,7 +13,7 @@ from test_replan_controller import FIRST, PROFILE
 
 from libra.cost.device import SwitchCost
 from libra.exec.executor import Executor
-from libra.exec.pool import Pool, Worker
+from libra.exec.pool import Worker, WorkerPool
 from libra.exec.protocols import Applied, ProcessController
 from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
@@ -51,7 +51,7 @@ class ClusterExecutor:
     """Makes every transition at once."""
 
     def __init__(self) -> None:
-        self.pool, self.made, self._allocation = Pool([]), list[Transition](), cast(Allocation | None, None)
+        self.pool, self.made, self._allocation = WorkerPool([]), list[Transition](), cast(Allocation | None, None)
 
     def healthy(self) -> tuple[Worker, ...]:
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra.exec.pool import DEADLINES, LOSS_WINDOW, MOST_LOSSES, IllegalTransitionError, Pool, Worker, make_pool
+from libra.exec.pool import DEADLINES, LOSS_WINDOW, MOST_LOSSES, IllegalTransitionError, Worker, WorkerPool, make_pool
 from libra.plan.transition import IDLE, TRAIN, Duty, Role
 
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
@@ -122,7 +122,7 @@ def test_the_shape_belongs_to_the_role() -> None:
 )
 def test_overdue(role: Role, waited: float, overdue: bool) -> None:
     worker = Worker("w", 0, ANY, role=role, since=10.0)
-    assert Pool([worker]).overdue(10.0 + waited, step_seconds=90.0) == ((worker,) if overdue else ())
+    assert WorkerPool([worker]).overdue(10.0 + waited, step_seconds=90.0) == ((worker,) if overdue else ())
 
 
 def test_both_passing_roles_have_a_deadline() -> None:

@@ -33,7 +33,7 @@ from libra.backends.transport.messages import (
 )
 from libra.config.run import RunConfig
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
-from libra.exec.pool import DEADLINES, Pool, Worker, make_pool
+from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
 from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError
 from libra.loop.fleet import Fleet
 from libra.loop.process_controller import Origin, begin_session
@@ -91,7 +91,7 @@ class Told:
 class Made:
     """An executor and what it works with."""
 
-    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: Pool | None = None) -> None:
+    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: WorkerPool | None = None) -> None:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
@@ -420,8 +420,10 @@ def test_a_replica_that_dies_before_it_could_leave_is_started_again(tmp_path: Pa
 
 def test_what_overstays_is_failed_by_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("libra.exec.executor._WATCH_SECONDS", 0.01)
-    overdue, late = Pool.overdue, list[float]()
-    monkeypatch.setattr(Pool, "overdue", lambda pool, now, step: overdue(pool, now + late.pop(), step) if late else ())
+    overdue, late = WorkerPool.overdue, list[float]()
+    monkeypatch.setattr(
+        WorkerPool, "overdue", lambda pool, now, step: overdue(pool, now + late.pop(), step) if late else ()
+    )
 
     async def never() -> Message:
         late.append(DEADLINES[Role.JOINING].after(STANDARD.unknown) + 1)

@@ -587,9 +587,7 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: pytest
         await asyncio.gather(task, return_exceptions=True)
         step = latest_checkpoint(directory)[1].step
         version = read_history(directory, step).version
-        again.extend(
-            [f"replayed steps {step + 1} to {version}, from their own trajectories"] if version > step else []
-        )
+        again.extend([f"replayed steps {step + 1} to {version}, from their own trajectories"] if version > step else [])
         return await runs.start(resumed, resume=True)
 
     directory, again = resumed.run_directory, list[str]()

@@ -85,6 +85,8 @@ class Point:
 class Slots:
     """The `ProcessController` of an executor. A process is in `processes` from its fork to its end."""
 
+    trainer = None
+
     def __init__(self, fleet: Fleet, version: Callable[[], int]) -> None:
         self.fleet, self._version = fleet, version
         self.processes: dict[str, Duty] = {}
@@ -92,7 +94,6 @@ class Slots:
         self.engines: dict[str, MadeEngine] = {}
         self.points: dict[str, Point] = {}
         self.immediate = False  # nothing waits: a run starts
-        self.step_seconds = 0.0
 
     def unsupported(self, transition: Transition) -> str | None:
         return None
@@ -100,7 +101,6 @@ class Slots:
     def offers(self, slot: int) -> bool:
         return True
 
-    def require_core(self) -> None: ...
     def declare_dead(self) -> None: ...
     async def stop(self) -> None: ...
 

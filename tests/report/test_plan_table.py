@@ -14,7 +14,7 @@ from rich.table import Table
 from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
-from libra.plan.offline import Evidence
+from libra.plan.offline import LogEvidence
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import EngineShape
 from libra.plan.placement import Group
@@ -146,15 +146,15 @@ def test_a_name_that_looks_like_markup_is_shown_as_it_is() -> None:
     assert console.export_text().count("[red]") == 2
 
 
-def evidence(unfinished: int, *tool_seconds: float | None) -> Evidence:
+def evidence(unfinished: int, *tool_seconds: float | None) -> LogEvidence:
     tracker = LengthTracker()
     for seconds in tool_seconds:
         turns = (Turn(5, "tool", "ok", 3, seconds), Turn(2, None, None, 0))
         tracker.observe(Trajectory("t", "p", "task", 10, turns, None, 0, finished=True))
-    return Evidence(tracker, len(tool_seconds), unfinished, 5)
+    return LogEvidence(tracker, len(tool_seconds), unfinished, 5)
 
 
-NOTES: list[tuple[str, Plan, Evidence, tuple[str, ...]]] = [
+NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
     ("complete", PLAN, evidence(0, 0.1, 0.0), ()),
     ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), ()),
     (
@@ -187,5 +187,5 @@ NOTES: list[tuple[str, Plan, Evidence, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("plan", "found", "wanted"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
-def test_notes_say_what_the_log_cannot_tell(plan: Plan, found: Evidence, wanted: tuple[str, ...]) -> None:
+def test_notes_say_what_the_log_cannot_tell(plan: Plan, found: LogEvidence, wanted: tuple[str, ...]) -> None:
     assert log_notes(plan, found) == wanted

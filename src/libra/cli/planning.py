@@ -18,7 +18,7 @@ from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
     from libra.config.recipe import Recipe
-    from libra.plan.offline import Evidence
+    from libra.plan.offline import LogEvidence
     from libra.plan.plan import Plan
 
 
@@ -95,7 +95,7 @@ def plan(
         typer.echo(f"note: {note}", err=as_json)  # standard output is the plan, and nothing else, with --json
 
 
-def _plan_run(where: Path, log: Path, profile: str | None, what_if: list[str] | None) -> tuple[Plan, Evidence]:
+def _plan_run(where: Path, log: Path, profile: str | None, what_if: list[str] | None) -> tuple[Plan, LogEvidence]:
     from libra.config.run import ConfigError, load_config
     from libra.cost.sources.profile_file import load_profile
     from libra.plan.offline import gather, request_from
@@ -123,7 +123,7 @@ def _plan_cluster(
     truncate: bool,
     what_if: list[str],
     notes: list[str],
-) -> tuple[Plan, Evidence]:
+) -> tuple[Plan, LogEvidence]:
     from libra.cost.sources.profiles import engine_profiles
     from libra.hardware.cluster import load_cluster
     from libra.hardware.model_file import load_model

@@ -17,7 +17,7 @@ from libra.exec import journal
 from libra.exec.allocation import bucket_limits, current_allocation
 from libra.exec.background import raise_in_loop
 from libra.exec.journal import Journal
-from libra.exec.pool import DEADLINES, Pool, Worker
+from libra.exec.pool import DEADLINES, Worker, WorkerPool
 from libra.exec.protocols import (
     Applied,
     MoveOutcome,
@@ -42,7 +42,7 @@ class Executor(Generic[Processes]):
 
     def __init__(
         self,
-        pool: Pool,
+        pool: WorkerPool,
         processes: Processes,
         journal: Journal,
         observer: PoolObserver,
@@ -189,7 +189,8 @@ class Executor(Generic[Processes]):
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self.processes.declare_dead()
-            self.fail_overdue(self.processes.step_seconds)
+            trainer = self.processes.trainer
+            self.fail_overdue(0.0 if trainer is None else trainer.step_allowance)
 
     async def _start_first(self, core: Move) -> None:
         while True:

@@ -105,7 +105,7 @@ class Worker:
         return replace(self.become(Role.FAILED, now), losses=with_loss(self.losses, now))
 
 
-class Pool:
+class WorkerPool:
     """All workers of a run, by id."""
 
     def __init__(self, workers: list[Worker]) -> None:
@@ -148,7 +148,7 @@ class Pool:
         )
 
 
-def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> Pool:
+def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> WorkerPool:
     """Core trainers first, then hybrids, then engines; slot numbers in that order."""
     kinds = (
         [("core", frozenset({Role.TRAIN}))] * core
@@ -160,4 +160,4 @@ def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSS
     for slot, (kind, allowed) in enumerate(kinds):
         counts[kind] = counts.get(kind, -1) + 1
         workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed, most_losses=most_losses))
-    return Pool(workers)
+    return WorkerPool(workers)

@@ -26,7 +26,7 @@ class UnsupportedTransitionError(ValueError):
     """A backend cannot carry out a part of a plan."""
 
 
-class Link(Protocol):
+class ProcessLink(Protocol):
     """A started worker process."""
 
     @property
@@ -43,8 +43,8 @@ class Link(Protocol):
         ...
 
 
-LinkT = TypeVar("LinkT", bound=Link)
-LinkIn = TypeVar("LinkIn", bound=Link, contravariant=True)
+LinkT = TypeVar("LinkT", bound=ProcessLink)
+LinkIn = TypeVar("LinkIn", bound=ProcessLink, contravariant=True)
 
 
 class Launcher(Protocol[LinkT]):
@@ -130,18 +130,14 @@ class Trainer(Protocol):
         """Raises `CoreLostError` when no core replica is there."""
         ...
 
-    async def publish(self, version: int, buffer: int) -> int:
-        """A core replica publishes what it holds, as that version; returns the checksum. Raises `CoreLostError`."""
-        ...
-
 
 class ProcessController(Protocol):
     """Starts, frees and ends what workers do. The verbs that take time raise `WorkerLostError`, `WorkerFailedError` or
     `TimeoutError` when they fail; what they left of the worker is then ended with `end`."""
 
     @property
-    def step_seconds(self) -> float:
-        """That a training step may take."""
+    def trainer(self) -> Trainer | None:
+        """None before the first replica has started."""
         ...
 
     def unsupported(self, transition: Transition) -> str | None:
@@ -166,10 +162,6 @@ class ProcessController(Protocol):
 
     def route(self, allocation: Allocation) -> None:
         """Send turns to engines by these buckets from now on."""
-        ...
-
-    def require_core(self) -> None:
-        """Raises `CoreLostError` when nobody is left to train with."""
         ...
 
     def declare_dead(self) -> None:

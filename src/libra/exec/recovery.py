@@ -74,7 +74,9 @@ class Recovery:
         undone = 0
         while not over():
             self._lost.clear()
-            self._executor.processes.require_core()
+            trainer = self._executor.processes.trainer
+            if trainer is not None:
+                trainer.require_core()
             whole = fitted(wanted, self._executor.healthy())
             if self._executor.allocation() == whole:
                 return

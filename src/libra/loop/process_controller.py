@@ -19,7 +19,7 @@ from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
-from libra.backends.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
+from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
 from libra.backends.transport.messages import (
     Done,
     KVBufferPlace,
@@ -37,9 +37,10 @@ from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import RunConfig
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
-from libra.exec.pool import Pool
-from libra.exec.protocols import PoolObserver, WeightStore
+from libra.exec.pool import WorkerPool
+from libra.exec.protocols import Engine, PoolObserver
 from libra.loop.fleet import Fleet, Instance
+from libra.loop.published_weights import PublishedWeights, WeightsObserver
 from libra.plan.problem import ONE_DEVICE, Allocation
 from libra.plan.request import longest_context
 from libra.plan.transition import Duty, Role, Transition
@@ -66,16 +67,8 @@ class Origin:
     checkpoint: Path | None  # that holds them; None: they are the model's own
 
 
-class ProcessObserver(Protocol):
+class ProcessObserver(WeightsObserver, Protocol):
     """Who is told what processes do beside their orders."""
-
-    def load(self, worker: str) -> None:
-        """An engine is told to take new weights."""
-        ...
-
-    def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them, and stood still for so long."""
-        ...
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
         """A replica takes part in training, so long after its start; for its entry a step waited so long."""
@@ -91,8 +84,8 @@ class SlotProcesses:
 
     def __init__(
         self,
-        launcher: Launcher,
-        pool: Pool,
+        launcher: WorkerLauncher,
+        pool: WorkerPool,
         fleet: Fleet,
         config: RunConfig,
         origin: Origin,
@@ -100,11 +93,10 @@ class SlotProcesses:
         observer: ProcessObserver,
     ) -> None:
         self._launcher, self._pool, self._config, self._origin = launcher, pool, config, origin
-        self._weights: WeightStore[WorkerLink] = launcher
         self._journal, self._observer = journal, observer
         self.lost: Callable[[str, str], None] = lambda worker, why: None  # told which worker went away, and why
         self._layout: Ready
-        self._current: LoadWeights
+        self._published: PublishedWeights
         self.fleet = fleet
         self._trainers: Trainers | None = None
         self._handles: dict[str, Handle] = {}  # the latest of every worker
@@ -116,9 +108,9 @@ class SlotProcesses:
         return self._trainers
 
     @property
-    def step_seconds(self) -> float:
-        """That a training step may take."""
-        return 0.0 if self._trainers is None else self._trainers.step_allowance
+    def trainer(self) -> Trainers | None:
+        """See `ProcessController`."""
+        return self._trainers
 
     def unsupported(self, transition: Transition) -> str | None:
         """See `ProcessController`."""
@@ -137,10 +129,6 @@ class SlotProcesses:
         """See `ProcessController`."""
         return self._launcher.offers(slot)
 
-    def require_core(self) -> None:
-        """See `ProcessController`."""
-        self.trainers.require_core()
-
     async def free(self, worker: str, duty: Duty) -> None:
         """See `ProcessController`."""
         if duty.role is Role.TRAIN:
@@ -149,9 +137,10 @@ class SlotProcesses:
         instance = self.fleet.remove(worker)
         if instance is None:
             raise WorkerLostError(f"engine {worker} is not in service")
-        await instance.handle.drained(_GRACE_SECONDS)
-        await instance.handle.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
-        await instance.handle.stop()
+        engine: Engine = instance.handle
+        await engine.drained(_GRACE_SECONDS)
+        await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
+        await engine.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
         """See `ProcessController`."""
@@ -175,7 +164,7 @@ class SlotProcesses:
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
         """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
         self._journal.note(WeightsPublished(version))
-        self._current = LoadWeights(version, buffer, checksum)
+        self._published.current = LoadWeights(version, buffer, checksum)
         return await self.reload()
 
     async def save_final(self, directory: Path) -> None:
@@ -245,10 +234,10 @@ class SlotProcesses:
             await core.ask(LoadCheckpoint(str(checkpoint)), Done)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
-        self._current = LoadWeights(version, buffer, first.checksum)
-        self._trainers = Trainers(
-            core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port
-        )
+        trainers = Trainers(core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port)
+        current = LoadWeights(version, buffer, first.checksum)
+        self._published = PublishedWeights(self._launcher, trainers, self._layout.buffer_bytes, current, self._observer)
+        self._trainers = trainers
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
@@ -271,8 +260,8 @@ class SlotProcesses:
             )
         )
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
-            while handle.version != self._current.version:  # another may be published meanwhile
-                await self._load(handle)
+            while handle.version != self._published.current.version:  # another may be published meanwhile
+                await self._published.load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
@@ -282,36 +271,14 @@ class SlotProcesses:
             return None
         return handover.place(handle)
 
-    async def _load(self, handle: EngineHandle) -> float:
-        order = self._current
-        await self._bring(order, handle.link)
-        self._observer.load(handle.name)
-        seconds = await handle.load(order)
-        self._observer.weights(handle.name, order.version, seconds)
-        return seconds
-
-    async def _bring(self, order: LoadWeights, target: WorkerLink) -> None:
-        """The worker's node holds the weights when this returns."""
-        size, trainers = self._layout.buffer_bytes, self.trainers
-        try:
-            try:
-                await self._weights.bring(order, size, trainers.publisher.link, target)
-            except SourceLostError as error:
-                # Every core replica holds the same, until the next step is made.
-                if await trainers.publish(order.version, order.buffer) != order.checksum:
-                    raise CopyError(f"{error}, and the core replica {trainers.publisher.name} is ahead") from None
-                await self._weights.bring(order, size, trainers.publisher.link, target)
-        except CopyError as error:
-            raise WorkerFailedError(str(error)) from None
-
     async def _load_or_lose(self, handle: EngineHandle) -> float | None:
         """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""
         try:
-            return await self._load(handle)
+            return await self._published.load(handle)
         except WorkerLostError:
             return None  # reported by its channel; nobody waits for it
         except (WorkerFailedError, TimeoutError) as error:
-            self.lost(handle.name, f"it could not take weights v{self._current.version}: {error}")
+            self.lost(handle.name, f"it could not take weights v{self._published.current.version}: {error}")
             return None
 
 
@@ -319,8 +286,8 @@ RunExecutor = Executor[SlotProcesses]
 
 
 def begin_session(
-    launcher: Launcher,
-    pool: Pool,
+    launcher: WorkerLauncher,
+    pool: WorkerPool,
     fleet: Fleet,
     config: RunConfig,
     origin: Origin,

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from libra.backends.arithmetic import Choice, choose, served_dtype
 from libra.backends.grpo.warmup import warm_model
-from libra.backends.launch.launcher import Launcher
+from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.versions import LIBRARIES, versions
@@ -27,7 +27,7 @@ from libra.cost.device import DeviceProfile
 from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Environment
 from libra.exec.journal import Journal, RunEnded
-from libra.exec.pool import Pool, make_pool
+from libra.exec.pool import WorkerPool, make_pool
 from libra.exec.recovery import Recovery
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.evaluation import evaluate, logprob_gap
@@ -116,7 +116,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
                 session.close()
 
 
-def _launcher(config: RunConfig) -> AbstractAsyncContextManager[Launcher]:
+def _launcher(config: RunConfig) -> AbstractAsyncContextManager[WorkerLauncher]:
     logs = config.run_directory / "logs"
     if config.cluster.launcher == "local":
         return LocalLauncher.open(logs)
@@ -163,7 +163,7 @@ class _Session:
         environment: Environment,
         display: Display,
         phase: Phases,
-        launcher: Launcher,
+        launcher: WorkerLauncher,
         metrics: MetricsEndpoint,
         arithmetic: Choice,
         model: Path,
@@ -287,7 +287,7 @@ class _Session:
         self._files.callback(file.close)
         return file
 
-    def _first_allocation(self, pool: Pool) -> Allocation:
+    def _first_allocation(self, pool: WorkerPool) -> Allocation:
         """That of the configuration, or the one that was in force when the run was interrupted."""
         before = self._before
         if before is None:

@@ -27,7 +27,7 @@ from libra.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class LogEvidence:
     """What a log says about the work of one step."""
 
     tracker: LengthTracker
@@ -36,7 +36,7 @@ class Evidence:
     longest_turn: int  # tokens; no turn of the log is longer
 
 
-def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
+def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> LogEvidence:
     """Read a log once, oldest first, in memory that does not grow with it.
 
     Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
@@ -67,10 +67,10 @@ def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
             f"trajectories: the log has {unfinished}, none of them finished; give a log with at least one finished"
             " trajectory, such as the trajectories.jsonl of a run"
         )
-    return Evidence(tracker, finished, unfinished, longest_turn)
+    return LogEvidence(tracker, finished, unfinished, longest_turn)
 
 
-def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evidence:
+def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> LogEvidence:
     """Read a log once, for a cluster. Older trajectories weigh less, by half every
     `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
@@ -88,10 +88,10 @@ def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evide
             running.append(trajectory)
     if running:
         tracker.observe_running(running)
-    return Evidence(tracker, finished, len(running), longest_turn)
+    return LogEvidence(tracker, finished, len(running), longest_turn)
 
 
-def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> SlotRequest:
+def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfile) -> SlotRequest:
     """The planning question for what `gather` found."""
     cluster = config.cluster
     return make_request(

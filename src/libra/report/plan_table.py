@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from libra.lengths import TrajectoryClass
-from libra.plan.offline import Evidence
+from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
@@ -26,7 +26,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
     return (_allocation(plan), _step(plan), _proof(plan), _workload(plan))
 
 
-def log_notes(plan: Plan, evidence: Evidence) -> tuple[str, ...]:
+def log_notes(plan: Plan, evidence: LogEvidence) -> tuple[str, ...]:
     """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
     notes = []
     slots = isinstance(plan.request, SlotRequest)

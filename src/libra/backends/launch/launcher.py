@@ -44,7 +44,7 @@ class SourceLostError(CopyError):
     """The node where the weights should be does not have them, or not any more."""
 
 
-class Launcher(protocols.Launcher[WorkerLink], protocols.WeightStore[WorkerLink], Protocol):
+class WorkerLauncher(protocols.Launcher[WorkerLink], protocols.WeightStore[WorkerLink], Protocol):
     """Worker processes, and the shared memory of their nodes in which published weights lie."""
 
     @property
