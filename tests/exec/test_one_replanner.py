@@ -112,3 +112,13 @@ def test_a_simulated_and_a_real_run_decide_alike(calls: list[int], tmp_path: Pat
     assert decided == decisions
     assert made == [decision.transition for decision in decisions if decision.taken]
     assert len(made) > 1 or len(set(calls)) == 1
+
+
+def test_a_first_allocation_need_not_prove_how_long_plans_hold() -> None:
+    """In a run it is the user's: until something has changed, a plan is taken to hold as long as the file says."""
+    observations = Observations(CONFIG, PROFILE, 8)
+    observations.replanner.observe(trajectories(0, 1))
+    site = ClusterSite(PLANNER)
+    assert observations.replanner.outlook(site).horizon_steps == CONFIG.planner.horizon == 100
+    assert observations.replanner.outlook(site, steps_left=7).horizon_steps == 7
+    assert Replanner(PLANNER, period=3, holds=50.0, tracker=observations.tracker).outlook(site).horizon_steps == 50

@@ -76,7 +76,7 @@ class Observations:
         self._config = config
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
-        self.replanner = Replanner(period=config.planner.period, tracker=make_tracker(config))
+        self.replanner = self._make_replanner(make_tracker(config))
         self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
         self._router_hits = Ratio()
         self._routed_tokens = self._hit_tokens = 0  # since the last step
@@ -89,7 +89,12 @@ class Observations:
 
     def restore_tracker(self, snapshot: dict[str, Any]) -> None:
         """Go on from a checkpoint's statistics."""
-        self.replanner = Replanner(period=self._config.planner.period, tracker=LengthTracker.restore(snapshot))
+        self.replanner = self._make_replanner(LengthTracker.restore(snapshot))
+
+    def _make_replanner(self, tracker: LengthTracker) -> Replanner:
+        """The first allocation is the user's, not a plan that has to prove how long plans hold."""
+        planner = self._config.planner
+        return Replanner(period=planner.period, tracker=tracker, holds=planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         """Finished episodes, and the bucket limits they were routed by."""

@@ -115,14 +115,17 @@ class Replanner:
         period: int = 1,
         switch: SwitchCost | None = None,
         tracker: LengthTracker | None = None,
+        holds: float | None = None,
     ) -> None:
         """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
         instead of the stated ones of `libra.plan.switching`. A `tracker` that has seen trajectories is gone on with;
-        there must be one where there is no planner.
+        there must be one where there is no planner. `holds` are the steps for which a plan is taken to hold before
+        there is one that has held longer; None: a period.
         """
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
         self._planner, self._period, self._switch = planner, period, switch
+        self._holds = float(period) if holds is None else holds
         self._plan = plan
         self._looks: list[Look] = []
         self._measured: float | None = None
@@ -227,7 +230,7 @@ class Replanner:
     def _horizon(self) -> float:
         """Steps for which a plan is expected to hold: as long as plans have so far, on average."""
         changes = sum(look.decision.taken and look.decision.current is not None for look in self._looks)
-        return self._period * max(1, len(self._looks)) / (1 + changes)
+        return max(self._holds, self._period * len(self._looks)) / (1 + changes)
 
 
 def _require_sound(finished: Sequence[Trajectory], running: Sequence[Trajectory], longest: int) -> None:
