@@ -16,20 +16,21 @@ from scripted import AskTool, MergingCodec, letters
 from libra.backends.grpo.joint_step import StepResult
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Done, Generate, Message, Piece, Sample, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, Generate, Message, Piece, Sample, SaveCheckpoint
 from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
+from libra.loop.checkpoint import read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.interrupted import read_interrupted
-from libra.loop.observations import EngineCounters, Observations
+from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.observations import Observations
 from libra.loop.posttrain import PostTraining
 from libra.loop.process_controller import RunExecutor
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
+from libra.loop.tally import EngineCounters
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import Role
 from libra.records.schema import Evaluation
@@ -90,7 +91,7 @@ class Core:
         directory = Path(message.directory)
         directory.mkdir(parents=True)
         (directory / "trained.json").write_text(json.dumps(self.trained))
-        return Done()
+        return Acknowledged()
 
 
 class MadeTrainers:
@@ -114,7 +115,7 @@ class MadeTrainers:
 
 
 class MadeExecutor:
-    def __init__(self, core: Core, fleet: Fleet, engine: QuickEngine) -> None:
+    def __init__(self, core: Core, fleet: EngineFleet, engine: QuickEngine) -> None:
         self.trainers, self.fleet, self._engine = MadeTrainers(core), fleet, engine
         self.processes = self
 
@@ -188,8 +189,8 @@ class Session:
             self.recorder.episode(episode)
         engine = QuickEngine(random.Random(seed))
         engine.version = history.step
-        fleet = Fleet(policy, ALLOCATION)
-        fleet.add(Instance(cast(EngineHandle, engine), "long", 100))
+        fleet = EngineFleet(policy, ALLOCATION)
+        fleet.add(ServingEngine(cast(EngineHandle, engine), "long", 100))
         self.recorder.meet(
             (
                 Worker("core-0", 0, frozenset({Role.TRAIN}), Role.TRAIN),

@@ -5,18 +5,16 @@ Invariant: everything was measured by this run, or is in its calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from libra.backends.grpo.joint_step import StepResult
-from libra.backends.launch.launcher import WorkerLink
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.cost.train import step_seconds
+from libra.exec.ratio import Ratio
 from libra.lengths import LengthTracker
-from libra.loop.fleet import Instance
-from libra.loop.ratio import Ratio
 from libra.loop.rollout import Episode
 from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
@@ -34,39 +32,6 @@ class EngineWork:
     generated_tokens: int
     prefilled_tokens: int
     turns: int
-
-
-class EngineCounters:
-    """How much the engines did between two looks. One that is new, or started again, counts from zero; one that is gone
-    takes what it did with it."""
-
-    def __init__(self) -> None:
-        self._seen: dict[WorkerLink, EngineWork] = {}  # a slot's next engine is another one
-        self.busiest_seconds = 0.0  # of any engine, in the last look
-
-    def gained(self, instances: Iterable[Instance]) -> EngineWork:
-        """Sums over all engines since the last call."""
-        zero = EngineWork(0.0, 0, 0, 0, 0)
-        now = {
-            entry.handle.link: EngineWork(
-                entry.handle.busy_seconds,
-                entry.handle.iterations,
-                entry.handle.generated_tokens,
-                entry.handle.prefilled_tokens,
-                entry.handle.finished_turns,
-            )
-            for entry in instances
-        }
-        gains = [(work, self._seen.get(link, zero)) for link, work in now.items()]
-        self._seen = now
-        self.busiest_seconds = max((new.busy_seconds - old.busy_seconds for new, old in gains), default=0.0)
-        return EngineWork(
-            sum(new.busy_seconds - old.busy_seconds for new, old in gains),
-            sum(new.iterations - old.iterations for new, old in gains),
-            sum(new.generated_tokens - old.generated_tokens for new, old in gains),
-            sum(new.prefilled_tokens - old.prefilled_tokens for new, old in gains),
-            sum(new.turns - old.turns for new, old in gains),
-        )
 
 
 class Observations:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from libra.backends.grpo.warmup import WarmUpProgress
 from libra.config.run import RunConfig
+from libra.loop.warmup import WarmUpProgress
 from libra.report.live import Display, RunView
 
 

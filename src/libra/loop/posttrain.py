@@ -17,14 +17,15 @@ from libra.backends.grpo.joint_step import StepResult
 from libra.config.run import ConfigError, RunConfig
 from libra.environments.protocol import Environment, Prompt
 from libra.exec.journal import CheckpointWritten, Journal
-from libra.loop.batch import Batch, make_batch, quantile
+from libra.loop.batch import StepBatch, make_batch, quantile
 from libra.loop.checkpoint import RunState, save_checkpoint
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.observations import EngineCounters, EngineWork, Observations
+from libra.loop.observations import EngineWork, Observations
 from libra.loop.process_controller import RunExecutor
 from libra.loop.recorder import Recorded, Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
+from libra.loop.tally import EngineCounters
 from libra.plan.transition import describe
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
@@ -187,7 +188,7 @@ class PostTraining:
         self._controller.stepped(self._step, ended - last_end)
         return ended
 
-    async def _train_on(self, batch: Batch, last_end: float) -> float:
+    async def _train_on(self, batch: StepBatch, last_end: float) -> float:
         """Make one step of a batch, and publish the weights; returns when the step ended."""
         replayed = self._step < self._history.version
         if not replayed:
@@ -310,7 +311,7 @@ class PostTraining:
 
     def _record(
         self,
-        batch: Batch,
+        batch: StepBatch,
         result: StepResult,
         loads: Sequence[float],
         last_end: float,

@@ -21,7 +21,7 @@ from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     KVBufferPlace,
     LoadCheckpoint,
     LoadWeights,
@@ -39,7 +39,7 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
 from libra.exec.protocols import Engine, PoolObserver
-from libra.loop.fleet import Fleet, Instance
+from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
 from libra.plan.problem import ONE_DEVICE, Allocation
 from libra.plan.request import longest_context
@@ -86,7 +86,7 @@ class SlotProcesses:
         self,
         launcher: WorkerLauncher,
         pool: WorkerPool,
-        fleet: Fleet,
+        fleet: EngineFleet,
         config: RunConfig,
         origin: Origin,
         journal: Journal,
@@ -231,7 +231,7 @@ class SlotProcesses:
         """The first core replica: it has the state to begin with, and knows the layout of the weights."""
         version, checkpoint = self._origin.version, self._origin.checkpoint
         if checkpoint is not None:
-            await core.ask(LoadCheckpoint(str(checkpoint)), Done)
+            await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
         trainers = Trainers(core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port)
@@ -262,7 +262,7 @@ class SlotProcesses:
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
             while handle.version != self._published.current.version:  # another may be published meanwhile
                 await self._published.load(handle)
-            self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
+            self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
@@ -288,7 +288,7 @@ RunExecutor = Executor[SlotProcesses]
 def begin_session(
     launcher: WorkerLauncher,
     pool: WorkerPool,
-    fleet: Fleet,
+    fleet: EngineFleet,
     config: RunConfig,
     origin: Origin,
     journal: Journal,

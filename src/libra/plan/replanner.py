@@ -19,9 +19,8 @@ from libra.plan.decision import Case, Decision, decide, expected
 from libra.plan.model.solve import solve
 from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
-from libra.plan.planner import Planner
+from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
-from libra.plan.request import recipe_tracker
 from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 

@@ -1,4 +1,4 @@
-"""From a recipe or configuration to the statistics that are tracked, and from those to a `SlotRequest`.
+"""From a configuration to the statistics that are tracked, and from those to a `SlotRequest`.
 
 Invariant: what the configuration decides is read here and nowhere else, so planning offline and planning during a run
 ask the same question; everything else is the caller's to know, and none of it has a default.
@@ -6,27 +6,14 @@ ask the same question; everything else is the caller's to know, and none of it h
 
 from __future__ import annotations
 
-from libra.config.recipe import Recipe
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.engine_memory import BLOCK
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.options.slots import EngineShape, Fleet, SlotRequest, Workload
 from libra.plan.problem import Allocation
 
 SLOT_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
-PLANNER_HALF_LIFE_STEPS = 4.0  # optimiser steps, of a tracker to plan from, unless the caller knows better
-
-
-def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:
-    """An empty tracker that halves a trajectory's weight every so many optimiser steps, knows a GPU engine's KV blocks,
-    and takes tool returns of unknown duration to last as long as the recipe says."""
-    return LengthTracker(
-        half_life_steps * recipe.batch,
-        block_tokens=BLOCK,
-        unknown_tool_seconds=recipe.tool_seconds_if_unknown,
-    )
 
 
 def make_tracker(config: RunConfig) -> LengthTracker:

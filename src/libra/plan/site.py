@@ -13,10 +13,9 @@ from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, SwitchCost
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
-from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.held import sharing_layouts
+from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.slots import Fleet, SlotRequest
-from libra.plan.placement import Group, place
+from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
 from libra.plan.problem import Allocation, Problem, Solution
@@ -130,7 +129,7 @@ class ClusterSite:
             placement=self._place(question, chosen),
         )
 
-    def _place(self, question: Question, wanted: Allocation) -> tuple[Group, ...]:
+    def _place(self, question: Question, wanted: Allocation) -> tuple[DeviceGroup, ...]:
         return place(question.problem, wanted, () if self.running is None else self.running.placement)
 
 

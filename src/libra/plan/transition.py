@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from libra.plan.options.price import ranges
-from libra.plan.placement import Group
+from libra.plan.placement import DeviceGroup
 from libra.plan.problem import Allocation, EngineOption, TrainingOption
 
 
@@ -211,7 +211,7 @@ def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
 
 
 def group_transition(
-    before: Allocation, wanted: Allocation, placed: Sequence[Group] = (), placement: Sequence[Group] = ()
+    before: Allocation, wanted: Allocation, placed: Sequence[DeviceGroup] = (), placement: Sequence[DeviceGroup] = ()
 ) -> Transition:
     """What ends and what begins on a cluster, where an engine or a replica is a group of devices.
 
@@ -234,7 +234,7 @@ def _replicas_last(move: Move) -> bool:
     return Role.TRAIN in (move.before.role, move.after.role)
 
 
-def _located(group: Group) -> tuple[str, Duty]:
+def _located(group: DeviceGroup) -> tuple[str, Duty]:
     role = Role.TRAIN if group.role == "train" else Role.ROLLOUT
     nodes, gpus = (",".join(map(str, numbers)) for numbers in (group.nodes, group.gpus))
     return f"{group.pool} nodes {nodes} GPUs {gpus}", Duty(role, group.name)

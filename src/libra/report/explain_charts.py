@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import BucketView, Explanation
-from libra.plan.explain.splits import Split
 from libra.plan.transition import Role
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
 from libra.report.charts import Series, legend, line_chart
 from libra.report.colours import ROLES, ink
-from libra.report.explain_table import crossing
+from libra.report.explain_table import LEAST_LOSS, crossing
 from libra.report.figures import Figure
 from libra.report.markup import NOTHING, Markup, join, tag, text
 from libra.report.paper import Marker, Paper, draw_label, draw_rect, draw_sheet, text_width
@@ -23,6 +23,7 @@ from libra.report.words import duration, percent, plain
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
 _BUSY, _BOUNDING = "#56b4e9", ROLES[Role.FAILED]
 _TALLEST = 2.0  # steps; what takes longer would flatten the crossing
+_FOLLOWED = "generation on the other devices, and what follows it"
 _LANE = 30.0  # px
 _DENSITY = 96.0  # px
 
@@ -41,7 +42,11 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
     scale, unit = time_unit(limit)
     curves = [
         ("training", ROLES[Role.TRAIN], [(split.devices, split.training) for split in splits]),
-        ("generation on the other devices", _GENERATION, [(split.devices, split.generation) for split in splits]),
+        (
+            "generation on the other devices" if explanation.synchronous else _FOLLOWED,
+            _GENERATION,
+            [(split.devices, split.generation) for split in splits],
+        ),
     ]
     if explanation.synchronous:
         curves.append(("step: their sum, with publication", _STEP, [(split.devices, split.step) for split in splits]))
@@ -55,9 +60,13 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
         label = f"this plan: {plan.training_devices:,} train"
         markers.append(Marker(plan.training_devices, label, f"a step of {duration(plan.predicted.step)}", _PLAN))
     drawn = line_chart([one for one in series if one.points], x_axis, y_axis, markers, Paper(1120, 330))
-    note = _sides(splits)
+    note = "" if explanation.synchronous else _sides(splits)
     hidden = any(y > limit for _, _, points in curves for _, y in points)
-    note += " Generation is the engines' work or the longest trajectory, whichever bounds it."
+    note += " Generation is the engines' work or the longest trajectory, whichever bounds it" + (
+        ", without what follows it."
+        if explanation.synchronous
+        else ", and training and publication as far as they follow it."
+    )
     note += f" Above {duration(limit)} nothing is drawn." if hidden else ""
     shown = legend((name, colour) for name, colour, _ in curves)
     return Figure(f"Time against the split, training on {pool}", note, join(shown, drawn), wide=True)
@@ -66,10 +75,14 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
 def _sides(splits: Sequence[Split]) -> str:
     between = crossing(splits)
     if between is None:
-        always = splits[0].training < splits[0].generation
-        return f"Training is {'always' if always else 'never'} the faster side."
+        by_itself = splits[0].training > splits[0].generation
+        setting = "training by itself" if by_itself else "generation, with what follows it,"
+        return f"Whatever the split, {setting} sets the step."
     fewer, more = between
-    return f"From {fewer:,} to {more:,} training devices the slower side changes from training to generation."
+    return (
+        f"Up to {fewer:,} training devices, training by itself sets the step;"
+        f" from {more:,}, generation with what follows it does."
+    )
 
 
 def below(points: Sequence[tuple[float, float]], limit: float) -> tuple[tuple[float, float], ...]:
@@ -150,8 +163,9 @@ def _density(classes: Sequence[tuple[int, float]], axis: Axis, paper: Paper) -> 
 def _lane(bucket: BucketView, lane: int, axis: Axis, paper: Paper) -> Markup:
     y = paper.top + lane * _LANE
     left, right = _place(bucket.above, axis, paper), _place(bucket.up_to, axis, paper)
-    bounding = bucket.share > 1 - 1e-9
-    words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {percent(bucket.share, 0)} of the step"
+    bounding = bucket.share > 1 - LEAST_LOSS
+    share = "the whole step" if bounding else f"{percent(bucket.share)} of the step"
+    words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {share}"
     # Beside the bar, where there is more room: names are longer than most bars.
     fits_right = right + 8 + text_width(words) <= paper.x_end
     label = (right + 8, "start") if fits_right else (left - 8, "end")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from libra.plan.explain.explanation import Explanation, PlanView
 from libra.report.explain_charts import bucket_figure, split_figures
-from libra.report.explain_table import LEAST_LOSS, headline, loss, roles, routing_sentence
+from libra.report.explain_table import LEAST_LOSS, fewer_nodes_words, headline, loss, roles, routing_sentence
 from libra.report.markup import NOTHING, Markup, join, tag, text
 from libra.report.page import bar, cards, page, section, tile_row
 from libra.report.tables import table
@@ -43,6 +43,8 @@ def _sections(explanation: Explanation, title: str, classes: Sequence[tuple[int,
     yield section("Had one thing been decided otherwise", _otherwise(explanation), "The best plan in each case.")
     yield tag("h2", text("What would shorten the step"))
     yield section("One constraint relaxed at a time", _reliefs(explanation), routing_sentence(explanation))
+    if explanation.fewer_nodes:
+        yield section("What could be given back", _fewer_nodes(explanation), "The best plan for fewer nodes.")
     if explanation.rejected:
         yield _rejected(explanation)
 
@@ -57,7 +59,10 @@ def _tiles(explanation: Explanation) -> Iterator[Tile]:
     yield Tile(
         "Generation", plural(generating, "device"), f"{plural(engines, 'engine')}, {plural(plan.buckets, 'bucket')}"
     )
-    idle = ", ".join(f"{pool.idle:,} of {pool.devices:,} {pool.name}" for pool in explanation.pools)
+    idle = ", ".join(
+        f"{pool.idle:,} of {pool.devices:,} {pool.name}" + (f" ({pool.why_idle})" if pool.why_idle else "")
+        for pool in explanation.pools
+    )
     yield Tile("Idle", plural(sum(pool.idle for pool in explanation.pools), "device"), idle)
 
 
@@ -100,6 +105,15 @@ def _reliefs(explanation: Explanation) -> Markup:
         )
         rows.append((text(relief.change), saves, text(duration(relief.step) if relief.binds else "-")))
     return table(("Change", "Saves", "Step then"), rows, "compare")
+
+
+def _fewer_nodes(explanation: Explanation) -> Markup:
+    step = explanation.plan.predicted.step
+    rows = [tuple(map(text, fewer_nodes_words(smaller, step))) for smaller in explanation.fewer_nodes]
+    if explanation.smallest is not None:
+        left, back, change = fewer_nodes_words(explanation.smallest, step)
+        rows.append((text(f"the fewest: {left}"), text(back), text(change)))
+    return table(("Nodes left", "Devices back", "Step"), rows, "compare")
 
 
 def _part(part: float, widest: float, colour: str) -> Markup:

@@ -19,6 +19,7 @@ BOTTLENECK_WORDS: dict[Bottleneck, str] = {
     "rollout": "generation",
     "training": "training",
     "latency": "the longest episodes",
+    "publication": "publication of weights",
 }
 
 LOSSES = "Lost workers"  # the table of them
