@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import BucketView, Explanation
-from libra.records.roles import Role
+from libra.plan.transition import Role
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
 from libra.report.charts import Series, legend, line_chart
 from libra.report.colours import ROLES, ink

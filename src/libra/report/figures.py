@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from libra.plan.transition import Role
 from libra.records.causes import WAITED_FOR, Cause, total
-from libra.records.roles import Role, styles
+from libra.records.roles import styles
 from libra.records.run_log import RunLog
 from libra.records.schema import StepRecord
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit

@@ -15,7 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from libra.records.roles import Role, role_of
+from libra.plan.transition import Role
+from libra.records.roles import role_of
 from libra.report.words import count, duration, plain
 
 REFRESH_SECONDS = 0.25  # one refresh costs a few milliseconds: about 1 % of a core
