@@ -176,7 +176,7 @@ def explain(
     from libra.plan.document import parse_plan
     from libra.plan.explain.explained import explain_plan
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.explain_html import explain_page
+    from libra.report.explain_page import explain_page
     from libra.report.explain_table import explain_tables, headline, routing_sentence
 
     change = ""

@@ -105,8 +105,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.loop.run import run as run_session
     from libra.plan.problem import InfeasiblePlanError
     from libra.records.disk import DiskError, writing
-    from libra.report.html import render_report
     from libra.report.live import make_display
+    from libra.report.run_page import render_report
 
     run_directory = prepare_run_directory(settings, resume, overwrite)
     display = make_display(sys.stderr)

@@ -201,9 +201,9 @@ def _write(
     report: Path | None,
     title: str,
 ) -> None:
-    from libra.report.simulation_html import simulation_page
+    from libra.report.simulation_page import simulation_page
     from libra.report.simulation_trace import write_simulation_trace
-    from libra.report.simulation_verdict import simulation_view
+    from libra.report.simulation_view import simulation_view
     from libra.sim.outcome.outcome_file import write_outcomes
 
     if output is not None:
@@ -222,7 +222,7 @@ def _show(result: SimulationResult, forecast: Forecast | None) -> None:
     from rich.console import Console
 
     from libra.report.simulation_table import simulation_tables
-    from libra.report.simulation_verdict import headline, notices, simulation_view
+    from libra.report.simulation_view import headline, notices, simulation_view
 
     view = simulation_view(result)
     console = Console()

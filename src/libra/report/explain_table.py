@@ -14,8 +14,7 @@ from rich.table import Table
 
 from libra.plan.explain.explanation import Bound, Explanation, PlanView
 from libra.plan.explain.splits import Split
-from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import duration, percent, signed_percent
+from libra.report.words import BOTTLENECK_WORDS, duration, percent, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
 MOST_SPLITS = 12  # rows of the table of splits

@@ -17,8 +17,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import Group
 from libra.plan.plan import Plan
 from libra.plan.problem import Bottleneck
-from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import duration, percent, plain, plural
+from libra.report.words import BOTTLENECK_WORDS, duration, percent, plain, plural
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
