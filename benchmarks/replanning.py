@@ -34,7 +34,7 @@ from libra.plan.model.horizon import PoolSizes, pool_sizes, shortest_path
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.held import sharing_layouts
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines
 from libra.plan.problem import Allocation, Problem
@@ -195,7 +195,9 @@ def _charged(
     candidates = list(dict.fromkeys([*anyones, *best]))
     index = {allocation: position for position, allocation in enumerate(candidates)}
     prices = {
-        id(problem): [price(problem, each).step if fits(problem, each) is None else math.inf for each in candidates]
+        id(problem): [
+            price(problem, each).step if infeasibility(problem, each) is None else math.inf for each in candidates
+        ]
         for problem in problems
     }
     cost = [[PERIOD * step for step in prices[id(problem)]] for problem in problems]

@@ -28,7 +28,7 @@ from benchmarks.fidelity.comparison import rows as rows_of_times
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
 from benchmarks.rows import report
-from libra.backends.launch.nursery_process import WORKER_ENVIRONMENT
+from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 
 SEED = 0  # of the first random schedule
 _SAID_EVERY = 100  # schedules

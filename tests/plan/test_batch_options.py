@@ -20,7 +20,7 @@ from libra.cost.transfer import weight_sync
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
 from libra.plan.options.engines import engine_options, most_buckets, tensor_degrees
-from libra.plan.options.price import bucket_prices, fits, price
+from libra.plan.options.price import bucket_prices, infeasibility, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, EngineOption, Problem
 
@@ -215,7 +215,7 @@ def test_a_longer_lag_never_makes_a_step_longer_where_nobody_waits_for_tools() -
         for training in problem.training:
             buckets = (Bucket("a800/tp1", 1, 0, 1000), Bucket("a800/tp4", 1, 1000, 8192))
             allocation = Allocation(training.replicas, buckets, training.layout)
-            if fits(problem, allocation) is None:
+            if infeasibility(problem, allocation) is None:
                 steps.setdefault(allocation, []).append(price(problem, allocation).step)
     assert steps
     for found in steps.values():

@@ -13,12 +13,12 @@ from pages import marks, titles
 from libra.report.charts import (
     MAX_POINTS,
     Axis,
+    Bar,
     Lane,
     Layer,
     Marker,
     Pair,
     Series,
-    Span,
     ends,
     lane_chart,
     line_chart,
@@ -119,14 +119,14 @@ def test_a_crowd_of_pairs_leaves_out_labels_but_no_bars() -> None:
 
 def test_lanes_show_spans_and_losses_and_shorten_long_names() -> None:
     name = "datacentre-7/rack-12/node-0031/gpu-3"
-    lane = Lane(name, [Span(0, 5, "train", "w: train", "#e69f00", "#000000")], [(5.0, "w lost")])
+    lane = Lane(name, [Bar(0, 5, "train", "w: train", "#e69f00", "#000000")], [(5.0, "w lost")])
     chart = lane_chart([lane] * 20, TIME)
     assert titles(chart).count("w: train") == titles(chart).count("w lost") == titles(chart).count(name) == 20
     assert ">…" in chart and "node-0031/gpu-3</text>" in chart
 
 
 def test_names_never_become_tags() -> None:
-    chart = lane_chart([Lane("<b>", [Span(0, 5, "</svg>", "<i> & co", "#e69f00", "#000000")])], TIME)
+    chart = lane_chart([Lane("<b>", [Bar(0, 5, "</svg>", "<i> & co", "#e69f00", "#000000")])], TIME)
     assert "<b>" not in chart and "<i>" not in chart and chart.count("</svg>") == 1
     assert "<i> & co" in titles(chart) and "&lt;b&gt;" in chart
 

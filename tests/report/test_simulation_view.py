@@ -11,7 +11,7 @@ from made_simulation import busy, cut_short, open_loop, run, trajectories
 from libra.report import words
 from libra.report.simulation_page import headline_tiles
 from libra.report.simulation_view import (
-    Phase,
+    LatencyPart,
     SimulationView,
     Waiting,
     headline,
@@ -27,7 +27,7 @@ def viewed(queueing: float, prefill: float, decode: float, busy_share: float) ->
     """One engine, with these seconds of a mean request."""
     view = simulation_view(run(open_loop(20), watched=False))
     phases = tuple(
-        Phase(name, seconds, seconds / (queueing + prefill + decode))
+        LatencyPart(name, seconds, seconds / (queueing + prefill + decode))
         for name, seconds in (("queueing", queueing), ("prefill", prefill), ("decode", decode))
     )
     return replace(view, phases=phases, tail=0.1, metrics=replace(view.metrics, busy_share=busy_share))

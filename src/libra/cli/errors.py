@@ -19,3 +19,14 @@ def bad_input(error: Exception) -> NoReturn:
 def no_plan(error: Exception) -> NoReturn:
     typer.echo(f"libra: no plan exists: {' '.join(str(error).split())}", err=True)
     raise typer.Exit(3) from None
+
+
+def require_pages() -> None:
+    """What pages are made with is installed, or the command ends before it has done any work."""
+    try:
+        import libra.report.charts
+        import libra.report.page  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name not in ("altair", "jinja2", "markupsafe", "vl_convert"):
+            raise
+        bad_input(ValueError(f"{error.name} is not installed, and pages need it: pip install 'libra-rl[report]'"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from libra.cli.errors import bad_input
+from libra.cli.errors import bad_input, require_pages
 from libra.cli.output import check_writable, write_text, writing
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def simulate(
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.cli.simulation_input import asked
-    from libra.report.simulation_progress import SimulationProgress
+    from libra.report.live import SimulationProgress
     from libra.sim.of_plan import teach
     from libra.sim.simulate import simulate as run
     from libra.trajectory import read_trajectories
@@ -97,6 +97,8 @@ def simulate(
         "--start": start,
     }
     given = {name: value for name, value in options.items() if value is not None}
+    if report is not None:
+        require_pages()
     try:
         check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
         _check_numbers(seed, time_limit, given)
@@ -201,7 +203,6 @@ def _write(
     report: Path | None,
     title: str,
 ) -> None:
-    from libra.report.simulation_page import simulation_page
     from libra.report.simulation_trace import write_simulation_trace
     from libra.report.simulation_view import simulation_view
     from libra.sim.outcome.outcome_file import write_outcomes
@@ -215,6 +216,8 @@ def _write(
         with writing(timeline):
             write_simulation_trace(result, timeline)
     if report is not None:
+        from libra.report.simulation_page import simulation_page
+
         write_text(report, simulation_page(simulation_view(result), f"Simulation of {title}"))
 
 

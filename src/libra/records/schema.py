@@ -205,6 +205,7 @@ class RunSummary(Record):
     device_seconds: Mapping[Cause, float]  # what the workers' time in this sitting went to, from start-up to the end
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
+    arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
 
 
 R = TypeVar("R", bound=Record)

@@ -76,7 +76,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Bar:
     """A piece of a lane: `label` is written in it if there is room, or beside it."""
 
     start: float
@@ -90,7 +90,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Lane:
     name: str
-    spans: Sequence[Span]
+    spans: Sequence[Bar]
     crosses: Sequence[tuple[float, str]] = ()  # (moment, what was lost then)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from libra.plan.explain.explanation import BucketView, Explanation
 from libra.plan.explain.splits import Split
 from libra.records.roles import Role
-from libra.report.charts import FULL, Axis, Density, Lane, Marker, Series, Span, ends, lane_chart, line_chart, time_unit
+from libra.report.charts import FULL, Axis, Bar, Density, Lane, Marker, Series, ends, lane_chart, line_chart, time_unit
 from libra.report.colours import ROLES, ink
 from libra.report.explain_table import crossing
 from libra.report.page import Figure
@@ -101,11 +101,11 @@ def bucket_figure(explanation: Explanation, classes: Sequence[tuple[int, float]]
     return Figure("Buckets", note, lane_chart(lanes, axis, density=density), legend, wide=True)
 
 
-def _span(bucket: BucketView, low: float) -> Span:
+def _span(bucket: BucketView, low: float) -> Bar:
     colour = _BOUNDING if bucket.share > 1 - 1e-9 else _BUSY
     words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {percent(bucket.share, 0)} of the step"
     title = (
         f"{bucket.above + 1:,} to {bucket.up_to:,} tokens: each engine works {duration(bucket.load)}, "
         f"the longest trajectory takes {duration(bucket.residence)}, max_num_seqs {plain(bucket.seats)}"
     )
-    return Span(max(low, float(bucket.above)), float(bucket.up_to), words, title, colour, ink(colour))
+    return Bar(max(low, float(bucket.above)), float(bucket.up_to), words, title, colour, ink(colour))

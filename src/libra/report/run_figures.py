@@ -18,12 +18,12 @@ from libra.report.charts import (
     MAX_COLUMNS,
     MAX_POINTS,
     Axis,
+    Bar,
     Lane,
     Layer,
     Marker,
     Pair,
     Series,
-    Span,
     ends,
     group_size,
     lane_chart,
@@ -231,7 +231,7 @@ def _roles(log: RunLog) -> Figure:
         Lane(
             worker,
             [
-                Span(
+                Bar(
                     start / scale,
                     end / scale,
                     role.removeprefix("rollout:"),
@@ -250,13 +250,13 @@ def _roles(log: RunLog) -> Figure:
     return Figure(title, note, lane_chart(lanes, axis, _decision_markers(log, scale)), legend, wide=True)
 
 
-def _shares(name: str, causes: Mapping[Cause, float]) -> list[Span]:
+def _shares(name: str, causes: Mapping[Cause, float]) -> list[Bar]:
     """A bar of 100 %, a part for each cause."""
     whole, at, spans = sum(causes.values()), 0.0, []
     for cause, seconds in causes.items():
         share, colour = seconds / whole, CAUSES[cause]
         title = f"{name}: {percent(share)} {cause.words} ({cause.meaning}), {duration(seconds)}"
-        spans.append(Span(at, at + 100 * share, percent(share, 0), title, colour, ink(colour)))
+        spans.append(Bar(at, at + 100 * share, percent(share, 0), title, colour, ink(colour)))
         at += 100 * share
     return spans
 

@@ -59,7 +59,10 @@ def _evaluations(log: RunLog) -> list[tuple[str, ...]]:
 def _run_with(log: RunLog) -> list[tuple[str, str]]:
     if log.summary is None:
         return []
-    known = {"seed": str(log.summary.seed), "allocation mode": log.summary.allocation_mode, **log.summary.versions}
+    summary = log.summary
+    known = {"seed": str(summary.seed), "allocation mode": summary.allocation_mode, **summary.versions}
+    if summary.arithmetic is not None:
+        known = {"arithmetic": summary.arithmetic, **known}
     return list(known.items())
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from libra.plan.problem import Bottleneck
 from libra.records.causes import WAITED_FOR, WORK, total
-from libra.records.run_log import Outcome, RunLog, outcomes, prediction_error
+from libra.records.run_log import DecisionOutcome, RunLog, outcomes, prediction_error
 from libra.records.schema import Evaluation, PeriodRecord, StepRecord
 from libra.report.page import Tile
 from libra.report.words import BOTTLENECK_WORDS, count, duration, percent, plain, plural, signed_duration, size
@@ -176,7 +176,7 @@ def _decided(log: RunLog) -> str:
     return f"{changed}{which} {verb} an estimated {duration(abs(net))}{_error(known)}, switching paid."
 
 
-def _error(known: Sequence[Outcome]) -> str:
+def _error(known: Sequence[DecisionOutcome]) -> str:
     errors = [outcome.error_seconds for outcome in known if outcome.error_seconds is not None]
     return f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"
 

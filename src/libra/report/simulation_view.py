@@ -23,7 +23,7 @@ FULL = 0.95  # of seats or blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LatencyPart:
     """A part of the mean latency of finished requests."""
 
     name: str
@@ -47,7 +47,7 @@ class SimulationView:
     metrics: Metrics
     engines: tuple[EngineMetrics, ...]
     endings: tuple[Ending, ...]
-    phases: tuple[Phase, ...]  # none where no request finished
+    phases: tuple[LatencyPart, ...]  # none where no request finished
     waiting: Waiting | None  # None: nobody watched, or nothing waited
     tail: float | None  # share of the makespan after nine in ten of the finished requests had finished
 
@@ -100,7 +100,7 @@ def notices(view: SimulationView) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _phases(metrics: Metrics) -> tuple[Phase, ...]:
+def _phases(metrics: Metrics) -> tuple[LatencyPart, ...]:
     if metrics.queueing is None or metrics.ttft_prefill is None or metrics.ttft is None or metrics.latency is None:
         return ()
     ends = [
@@ -113,7 +113,7 @@ def _phases(metrics: Metrics) -> tuple[Phase, ...]:
     for name, end in ends:
         if end > before or name != "KV transfer":
             share = (end - before) / metrics.latency.mean if metrics.latency.mean else 0.0
-            made.append(Phase(name, end - before, share))
+            made.append(LatencyPart(name, end - before, share))
         before = end
     return tuple(made)
 
@@ -154,7 +154,7 @@ def _bound(view: SimulationView) -> str:
     return f"{longest.name[0].upper()}{longest.name[1:]} bounds it: {_of_time(longest)}, and {works}."
 
 
-def _of_time(phase: Phase) -> str:
+def _of_time(phase: LatencyPart) -> str:
     return f"{percent(phase.share, 0)} of a request's time"
 
 

@@ -1,8 +1,6 @@
-"""The nodes of a Ray cluster: one placement group with a bundle for each, and one actor in each bundle.
+"""Workers on a Ray cluster.
 
-Invariant: Ray decides on which machine a bundle is, and finds another one when that is lost; its devices are ours for
-as long as the group is. What was started here is gone when `connected` is left, and a cluster that was started here
-also when this process is killed.
+Invariant: every node sees the directories of the run as the controller does, or the run is refused.
 """
 
 from __future__ import annotations
@@ -11,16 +9,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from libra.backends.launch.cluster import ClusterLauncher
 from libra.backends.launch.launcher import LaunchError, SourceLostError
-from libra.backends.launch.node import Node, NodeFacts
-from libra.backends.launch.nodes import NodeLostError
+from libra.backends.launch.node import Node, NodeFacts, NodeLostError
 from libra.backends.launch.places import NoRoomError, Offer, Seat, room, seats
+from libra.config.cache import cache_directory
+from libra.config.run import ClusterConfig
+from libra.records.disk import writing
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -124,7 +126,7 @@ class RayNodes:
             max_concurrency=_ANSWERS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
         )
-        return RayNode(actor.remote(str(self._logs.absolute()), f"nursery-{number}", accelerated))
+        return RayNode(actor.remote(str(self._logs.absolute()), f"fork-server-{number}", accelerated))
 
 
 @contextlib.asynccontextmanager
@@ -204,3 +206,35 @@ def _offers() -> tuple[list[Offer], str]:
 
 def _words(offers: Sequence[Offer], rooms: Sequence[int]) -> str:
     return ", ".join(f"{offer.node} {slots}" for offer, slots in zip(offers, rooms, strict=True))
+
+
+@contextlib.asynccontextmanager
+async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
+    """A launcher that is starting; closed on the way out. Raises `LaunchError`, `DiskError`."""
+    with _marks((logs, cache_directory())) as marks:
+        async with (
+            connected(cluster.ray_address, cluster.slots, cluster.share, cluster.slots_per_node, logs) as (
+                nodes,
+                seats,
+            ),
+            ClusterLauncher.open(nodes, seats, marks, cluster.losses_per_hour) as launcher,
+        ):
+            yield launcher
+
+
+@contextlib.contextmanager
+def _marks(directories: Sequence[Path]) -> Iterator[dict[str, str]]:
+    """A file in each directory, and what is in it."""
+    mark = secrets.token_hex(8)
+    made: dict[str, str] = {}
+    try:
+        for directory in directories:
+            path = directory.absolute() / f"seen-by-all-nodes-{mark}"
+            with writing(path):
+                directory.mkdir(parents=True, exist_ok=True)
+                path.write_text(mark)
+            made[str(path)] = mark
+        yield made
+    finally:
+        for made_path in made:
+            Path(made_path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A real nursery that imports only what a test needs."""
+"""A real fork server that imports only what a test needs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.launch.nursery_process import NurseryProcess
 
 BARE = """
 import sys
-import libra.backends.launch.nursery as nursery
-nursery._import_everything = lambda: None
-nursery.main(int(sys.argv[1]), int(sys.argv[2]))
+import libra.backends.launch.fork_server_main as fork_server
+from libra.backends.arithmetic import Bf16Speed
+fork_server._import_everything = lambda: None
+fork_server._probe = lambda: Bf16Speed("", 16.0)  # which would import torch
+fork_server.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 TRAINING = BARE.replace(
     "import sys\n",
@@ -23,9 +25,9 @@ TRAINING = BARE.replace(
 
 
 @asynccontextmanager
-async def nursery(logs: Path, source: str = BARE) -> AsyncIterator[tuple[LocalLauncher, subprocess.Popen[bytes]]]:
+async def fork_server(logs: Path, source: str = BARE) -> AsyncIterator[tuple[LocalLauncher, subprocess.Popen[bytes]]]:
     """A launcher, and the process that runs `source`."""
-    process = NurseryProcess(logs, command=("-c", source))
+    process = ForkServer(logs, command=("-c", source))
     launcher = LocalLauncher(process)
     try:
         yield launcher, process._process

@@ -61,6 +61,13 @@ def test_what_is_no_http_is_refused_without_noise(
     assert capfd.readouterr().err == ""
 
 
+def test_what_was_sent_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    [line] = asyncio.run(answers(b"GET / HTTP/1.1\r\nHost: me\r\nAuthorization Bearer s3cr3t\r\n\r\n"))
+    assert line.split()[1] == b"400"
+    assert "BadHttp" in caplog.text and "s3cr3t" not in caplog.text
+
+
 def test_a_body_that_nobody_reads_may_be_damaged(caplog: pytest.LogCaptureFixture) -> None:
     sent = b"GET / HTTP/1.1\r\nHost: me\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
     assert [line.split()[1] for line in asyncio.run(answers(sent))] == [b"200"]

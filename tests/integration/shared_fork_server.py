@@ -1,4 +1,4 @@
-"""One nursery for the tests of a file: importing vLLM takes longer than most of them.
+"""One fork server for the tests of a file: importing vLLM takes longer than most of them.
 
 Invariant: every test finds it as if it had just been started: without workers, and with nothing in their memory.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.launch.nursery_process import NurseryProcess
 
 
 class SharedNursery:
-    def __init__(self, process: NurseryProcess) -> None:
+    def __init__(self, process: ForkServer) -> None:
         self._process = process
 
     @asynccontextmanager
@@ -36,8 +36,8 @@ class SharedNursery:
 
 
 @contextmanager
-def shared_nursery(logs: Path) -> Iterator[SharedNursery]:
-    process = NurseryProcess(logs)
+def shared_fork_server(logs: Path) -> Iterator[SharedNursery]:
+    process = ForkServer(logs)
     try:
         asyncio.run(process.ready())
         yield SharedNursery(process)

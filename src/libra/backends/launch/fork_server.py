@@ -1,4 +1,4 @@
-"""The nursery process of one node, and the workers that it forked.
+"""The fork server process of one node, and the workers that it forked.
 
 Invariant: every process started here is gone when `close` returns, and also when this process is killed.
 """
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import ForkError, LaunchError
 from libra.backends.transport.weights import create_buffer
 
@@ -37,18 +38,18 @@ WORKER_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-_COMMAND = ("-m", "libra.backends.launch.nursery")
+_COMMAND = ("-m", "libra.backends.launch.fork_server_main")
 
-_SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a nursery that takes longer hangs
+_SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a fork server that takes longer hangs
 _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
-_CLOSE_SECONDS = 5.0  # all workers have this long to go when their nursery is killed: a core dump, a stuck disk
+_CLOSE_SECONDS = 5.0  # all workers have this long to go when their fork server is killed: a core dump, a stuck disk
 _KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
 
 
-class NurseryProcess:
+class ForkServer:
     """`weights` is the descriptor of the memory in which its workers find weights."""
 
-    def __init__(self, logs: Path, name: str = "nursery", command: tuple[str, ...] = _COMMAND) -> None:
+    def __init__(self, logs: Path, name: str = "fork server", command: tuple[str, ...] = _COMMAND) -> None:
         """Starts it. It writes to `<logs>/<name>.log`, its workers to theirs."""
         self._logs, self.log = logs, logs / f"{name}.log"
         self._control, theirs = socket.socketpair()
@@ -65,6 +66,7 @@ class NurseryProcess:
                 start_new_session=True,  # Ctrl-C is for the controller, which then ends its workers in order
             )
         theirs.close()
+        self.bf16: Bf16Speed  # of the device here; known when it is ready
         self._lock = asyncio.Lock()
         self._closed = False
         self._running: dict[int, int] = {}  # process id -> descriptor: an id may be given to another process later
@@ -82,6 +84,7 @@ class NurseryProcess:
                 "worker processes cannot start: " + (" | ".join(tail) or "no output")
                 + ". Is the engine extra installed? (pip install 'libra-rl[cpu]')"
             )  # fmt: skip
+        self.bf16 = Bf16Speed(**reply["bf16"])
         return float(reply["ready"])
 
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
@@ -100,9 +103,9 @@ class NurseryProcess:
                 reply = await asyncio.wait_for(self._reply(), _SPAWN_SECONDS)
             except TimeoutError:
                 self._process.kill()  # should it answer yet, nobody would know to whom
-                raise LaunchError(f"worker {name} cannot start: the nursery process does not answer") from None
+                raise LaunchError(f"worker {name} cannot start: the fork server process does not answer") from None
             if reply is None:
-                raise LaunchError(f"worker {name} cannot start: the nursery process ended")
+                raise LaunchError(f"worker {name} cannot start: the fork server process ended")
             if "error" in reply:
                 raise ForkError(f"worker {name} cannot start: {reply['error']}")
             pid = int(reply["pid"])
@@ -134,7 +137,7 @@ class NurseryProcess:
             os.close(self._running.pop(pid))
 
     async def ended(self) -> None:
-        """Returns when the nursery process itself has ended."""
+        """Returns when the fork server process itself has ended."""
         process = os.pidfd_open(self.pid)
         try:
             await _ended(process, None)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.backends.transport.kv_frames import BLOCK_NAME, Filled, OwnFrames, attach
-from libra.backends.transport.messages import KVPlace
+from libra.backends.transport.kv_buffer import BLOCK_NAME, Filled, OwnFrames, attach
+from libra.backends.transport.messages import KVBufferPlace
 
 FRAMES, BYTES = 3, 192
-FILLED = Filled(parcel=7, version=4, block=bytes(range(BLOCK_NAME)))
+FILLED = Filled(transfer=7, version=4, block=bytes(range(BLOCK_NAME)))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_any_flipped_bit_is_found(ends: tuple[OwnFrames, OwnFrames], byte: int, 
 
 
 def test_a_block_that_was_half_written_is_none(ends: tuple[OwnFrames, OwnFrames]) -> None:
-    """The engine was killed between the payload and its seal, in a frame that an older parcel was in."""
+    """The engine was killed between the payload and its seal, in a frame that an older transfer was in."""
     ours, theirs = ends
     fill(ours, 0, 2)
     ours.payload[0, : BYTES // 2] = 0
@@ -73,9 +73,9 @@ def test_a_block_that_was_half_written_is_none(ends: tuple[OwnFrames, OwnFrames]
 def test_other_memory_is_refused() -> None:
     own = OwnFrames(FRAMES, BYTES)
     with pytest.raises(ValueError, match="KV frames are"):
-        attach(KVPlace(own.place.pid, own.place.descriptor, FRAMES + 100, BYTES))
+        attach(KVBufferPlace(own.place.pid, own.place.descriptor, FRAMES + 100, BYTES))
     with pytest.raises(OSError, match=r"."):
-        attach(KVPlace(2**22 + 1, own.place.descriptor, FRAMES, BYTES))
+        attach(KVBufferPlace(2**22 + 1, own.place.descriptor, FRAMES, BYTES))
 
 
 def test_the_memory_goes_with_its_owner() -> None:

@@ -1,6 +1,6 @@
-"""Terminal tables of a trajectory log.
+"""Terminal tables of what was observed: a log of trajectories, and what a device was measured to do.
 
-Invariant: a table shows the numbers of its `TraceStats` and computes none of its own; what is unknown is a dash.
+They compute no numbers of their own; what is unknown is a dash.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from typing import get_args
 from rich.markup import escape
 from rich.table import Table
 
+from libra.cost.sources.rates import Calibration, Measured
+from libra.hardware.cluster import GPU
+from libra.report.words import MISSING, percent
 from libra.trajectory import ToolStatus
 from libra.trajectory.statistics import Spread, ToolStats, TraceStats
 
@@ -72,8 +75,35 @@ def _spread_cells(spread: Spread) -> tuple[str, ...]:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3f}"
+    return MISSING if value is None else f"{value:,.3f}"
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def calibration_table(found: Calibration, gpu: GPU | None) -> Table:
+    """Medians with the spread they were measured with, and utilisation only against a data sheet that was named."""
+    table = Table(title=f"{found.device}, PyTorch {found.torch}, {found.dtype}")
+    for name in ("what", "median", "unit", "spread"):
+        table.add_column(name, justify="left" if name in ("what", "unit") else "right")
+    _measured(table, "linear layers", found.linear_flops, 1e12, "TFLOP/s")
+    _measured(table, "reading weights", found.bandwidth, 1e9, "GB/s")
+    _measured(table, "fixed time of a linear layer", found.linear_launch, 1e-6, "us")
+    _measured(table, "attention, prefill", found.attention_flops, 1e12, "TFLOP/s")
+    _measured(table, "reading KV", found.cache_bandwidth, 1e9, "GB/s")
+    _measured(table, "fixed time of decode attention", found.decode_launch, 1e-6, "us")
+    _measured(
+        table,
+        f"training step, {found.training_parameters / 1e6:,.0f} M parameters",
+        found.training_flops,
+        1e12,
+        "TFLOP/s",
+    )
+    if gpu is not None:
+        table.add_row("training step, of the data sheet", percent(found.mfu(gpu)), f"MFU on {gpu.name}", "")
+    return table
+
+
+def _measured(table: Table, what: str, measured: Measured, unit: float, name: str) -> None:
+    table.add_row(what, f"{measured.median / unit:,.4g}", name, percent(measured.spread))

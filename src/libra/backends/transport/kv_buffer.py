@@ -1,6 +1,6 @@
 """KV blocks on their way from one engine to another, in shared memory.
 
-Invariant: a frame is taken for the block that was put into it, whole, or for nothing: it says which parcel and which
+Invariant: a frame is taken for the block that was put into it, whole, or for nothing: it says which transfer and which
 block it holds, under which weights that was computed, and the checksum of its bytes. The memory is one anonymous file
 of fixed size, made by the controller: it has no name on disk and vanishes with the last process that holds it.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from libra.backends.transport.messages import KVPlace
+from libra.backends.transport.messages import KVBufferPlace
 
 BLOCK_NAME = 32  # bytes: vLLM names a block by the SHA-256 of all tokens up to its end, and of its salt
 
 _HEADER = np.dtype(
     [
-        ("parcel", "<i8"),
+        ("transfer", "<i8"),
         ("version", "<i8"),
         ("length", "<u4"),
         ("checksum", "<u4"),
@@ -36,15 +36,15 @@ _HEADER = np.dtype(
 class Filled:
     """What a frame is to hold."""
 
-    parcel: int
+    transfer: int
     version: int  # of the weights that the engine held when it gave the block away
     block: bytes
 
 
-class KVFrames:
+class KVBuffer:
     """One map of the memory. `payload` has a row of bytes for each frame."""
 
-    def __init__(self, memory: mmap.mmap, place: KVPlace) -> None:
+    def __init__(self, memory: mmap.mmap, place: KVBufferPlace) -> None:
         self._headers = np.frombuffer(memory, _HEADER, place.frames)
         self.payload: npt.NDArray[np.uint8] = np.frombuffer(
             memory, np.uint8, place.frames * place.frame_bytes, _headers_size(place.frames)
@@ -53,7 +53,7 @@ class KVFrames:
     def seal(self, frame: int, filled: Filled) -> None:
         """Say what the payload of a frame is, now that it lies there."""
         header = self._headers[frame : frame + 1]
-        header["parcel"], header["version"] = filled.parcel, filled.version
+        header["transfer"], header["version"] = filled.transfer, filled.version
         header["length"] = self.payload.shape[1]
         header["block"] = np.frombuffer(filled.block, np.uint8)
         header["checksum"] = self._checksum(frame)
@@ -62,7 +62,7 @@ class KVFrames:
         """Whether a frame holds this block undamaged, computed under weights of this version or older ones."""
         header = self._headers[frame]
         return bool(
-            header["parcel"] == wanted.parcel
+            header["transfer"] == wanted.transfer
             and header["version"] <= wanted.version
             and header["length"] == self.payload.shape[1]
             and header["block"].tobytes() == wanted.block
@@ -73,18 +73,18 @@ class KVFrames:
         return zlib.crc32(self.payload[frame].data)
 
 
-class OwnFrames(KVFrames):
+class OwnFrames(KVBuffer):
     """The controller's map. Workers attach to `place` for as long as this object lives."""
 
     def __init__(self, frames: int, frame_bytes: int) -> None:
         descriptor = os.memfd_create("libra-kv", 0)
         weakref.finalize(self, os.close, descriptor)
-        self.place = KVPlace(os.getpid(), descriptor, frames, frame_bytes)
+        self.place = KVBufferPlace(os.getpid(), descriptor, frames, frame_bytes)
         os.ftruncate(descriptor, _size(self.place))
         super().__init__(mmap.mmap(descriptor, _size(self.place)), self.place)
 
 
-def attach(place: KVPlace) -> KVFrames:
+def attach(place: KVBufferPlace) -> KVBuffer:
     """The controller's frames, in a worker. Raises `OSError` when the controller is gone, `ValueError` when what it
     holds there is something else."""
     opened = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR)
@@ -92,7 +92,7 @@ def attach(place: KVPlace) -> KVFrames:
         found = os.fstat(opened).st_size
         if found != _size(place):
             raise ValueError(f"the controller's KV frames are {found} bytes where {_size(place)} are expected")
-        return KVFrames(mmap.mmap(opened, found), place)
+        return KVBuffer(mmap.mmap(opened, found), place)
     finally:
         os.close(opened)
 
@@ -102,5 +102,5 @@ def _headers_size(frames: int) -> int:
     return -(-frames * _HEADER.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _size(place: KVPlace) -> int:
+def _size(place: KVBufferPlace) -> int:
     return _headers_size(place.frames) + place.frames * place.frame_bytes
