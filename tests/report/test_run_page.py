@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 from made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
 from pages import Page, figure, marks, needs_nothing, titles
+from typer import Exit
 
+from libra.cli.errors import require_pages
 from libra.plan.problem import Bottleneck
 from libra.records.causes import Cause
+from libra.records.run_log import read_run
 from libra.records.schema import EventRecord
 from libra.report.charts import MAX_COLUMNS
 from libra.report.run_figures import role_spans, running_mean
 from libra.report.run_page import render_report
+from libra.report.run_verdict import headline
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +189,7 @@ def test_a_run_without_a_loss_has_no_table_of_them(made_run: MadeRun) -> None:
 def test_the_bottleneck_is_said_in_a_sentence(made_run: MadeRun, bottleneck: Bottleneck, words: str) -> None:
     periods = [replace(period, predicted_bottleneck=bottleneck) for period in made_run.periods]
     write_lines(made_run.directory / "periods.jsonl", periods)
-    assert words in Page(render_report(made_run.directory)).text
+    assert words in headline(read_run(made_run.directory))
 
 
 def test_what_is_missing_is_said_in_words(made_run: MadeRun) -> None:
@@ -237,3 +243,27 @@ def test_role_spans_join_equal_roles_and_leave_gaps() -> None:
 
 def test_a_running_mean_does_not_reach_across_parts() -> None:
     assert running_mean([1.0, 3.0, 5.0, 10.0, 20.0], 2, ["a", "a", "a", "b", "b"]) == [1.0, 2.0, 4.0, 10.0, 15.0]
+
+
+def test_pages_without_their_libraries_are_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "altair", None)
+    monkeypatch.delitem(sys.modules, "libra.report.charts")
+    with pytest.raises(Exit) as ended:
+        require_pages()
+    assert ended.value.exit_code == 2
+    assert "altair is not installed" in (said := capsys.readouterr().err)
+    assert "pip install 'libra-rl[report]'" in said
+
+
+PLANNING = """
+import sys
+from libra.cli import app, planning, trace
+from libra.report import explain_table, plan_table, tables
+print(sorted({"altair", "jinja2", "vl_convert"} & set(sys.modules)))
+"""
+
+
+def test_planning_loads_nothing_that_only_pages_need() -> None:
+    assert subprocess.run([sys.executable, "-c", PLANNING], capture_output=True, text=True, check=True).stdout == "[]\n"
