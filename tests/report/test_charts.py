@@ -10,23 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import marks, titles
 
-from libra.report.charts import (
-    MAX_POINTS,
-    Axis,
-    Bar,
-    Lane,
-    Layer,
-    Marker,
-    Pair,
-    Series,
-    ends,
-    lane_chart,
-    line_chart,
-    paired_bars,
-    stacked_chart,
-    thin,
-    time_unit,
-)
+from libra.report.charts import MAX_POINTS, Layer, Pair, Series, line_chart, paired_bars, stacked_chart, thin, time_unit
+from libra.report.lanes import Bar, Lane, lane_chart
+from libra.report.vega import Axis, Marker, ends
 from libra.report.words import duration, plain
 
 TIME = Axis("time (s)", (0.0, 10.0))

@@ -249,7 +249,7 @@ def test_pages_without_their_libraries_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "altair", None)
-    monkeypatch.delitem(sys.modules, "libra.report.charts")
+    monkeypatch.delitem(sys.modules, "libra.report.vega")
     with pytest.raises(Exit) as ended:
         require_pages()
     assert ended.value.exit_code == 2

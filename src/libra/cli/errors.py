@@ -5,6 +5,7 @@ Invariant: one line on standard error, and an exit status that says whose turn i
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NoReturn
 
 import typer
@@ -24,8 +25,8 @@ def no_plan(error: Exception) -> NoReturn:
 def require_pages() -> None:
     """What pages are made with is installed, or the command ends before it has done any work."""
     try:
-        import libra.report.charts
-        import libra.report.page  # noqa: F401
+        for library in ("libra.report.page", "libra.report.vega"):
+            import_module(library)
     except ModuleNotFoundError as error:
         if error.name not in ("altair", "jinja2", "markupsafe", "vl_convert"):
             raise

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from libra.plan.explain.explanation import BucketView, Explanation
 from libra.plan.explain.splits import Split
 from libra.records.roles import Role
-from libra.report.charts import FULL, Axis, Bar, Density, Lane, Marker, Series, ends, lane_chart, line_chart, time_unit
+from libra.report.charts import Series, line_chart, time_unit
 from libra.report.colours import ROLES, ink
 from libra.report.explain_table import crossing
+from libra.report.lanes import Bar, Density, Lane, lane_chart
 from libra.report.page import Figure
+from libra.report.vega import FULL, Axis, Marker, ends
 from libra.report.words import duration, percent, plain
 
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"

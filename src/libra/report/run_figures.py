@@ -12,21 +12,12 @@ from libra.records.roles import Role, styles
 from libra.records.run_log import RunLog
 from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, StepRecord
 from libra.report.charts import (
-    ALARM,
-    FULL,
-    HALF,
     MAX_COLUMNS,
     MAX_POINTS,
-    Axis,
-    Bar,
-    Lane,
     Layer,
-    Marker,
     Pair,
     Series,
-    ends,
     group_size,
-    lane_chart,
     line_chart,
     notes_fit,
     paired_bars,
@@ -34,7 +25,9 @@ from libra.report.charts import (
     time_unit,
 )
 from libra.report.colours import BUCKETS, CAUSES, ROLES, ink
+from libra.report.lanes import Bar, Lane, lane_chart
 from libra.report.page import Figure
+from libra.report.vega import ALARM, FULL, HALF, Axis, Marker, ends
 from libra.report.words import BOTTLENECK_WORDS, duration, percent, plural, signed_percent
 
 _QUANTILES = (

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.report.charts import FULL, HALF, MAX_POINTS, Axis, Marker, Series, line_chart, time_unit
+from libra.report.charts import MAX_POINTS, Series, line_chart, time_unit
 from libra.report.page import Figure, Legend
 from libra.report.simulation_view import SimulationView
+from libra.report.vega import FULL, HALF, Axis, Marker
 from libra.report.words import count, fine_duration
 from libra.sim.clock import TICKS, seconds
 from libra.sim.outcome.metrics import (
