@@ -34,7 +34,7 @@ from libra.backends.launch.handles import EngineHandle, Handle
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     Generate,
     KVBufferPlace,
     KVTransfer,
@@ -131,7 +131,7 @@ class Engines:
         self._ready = await trainer.start(
             StartTrainer(str(self._model), 1e-3, (0.8, 1.28), "tokens", 1.0, 1.0, 256, "bf16", 0, 1.0, (0,))
         )
-        await trainer.ask(SaveCheckpoint(str(self._model), optimiser=False), Done)
+        await trainer.ask(SaveCheckpoint(str(self._model), optimiser=False), Acknowledged)
         await trainer.stop()
 
     async def start(self, name: str, core: int, place: KVBufferPlace | None) -> EngineHandle:

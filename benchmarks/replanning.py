@@ -32,8 +32,7 @@ from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
 from libra.plan.model.horizon import PoolSizes, pool_sizes, shortest_path
 from libra.plan.model.solve import solve
-from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.held import sharing_layouts
+from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines

@@ -29,7 +29,6 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.backends.arithmetic import choose, served_dtype
-from libra.backends.grpo.warmup import WarmUpProgress, warm_model
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token
@@ -41,7 +40,8 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal
 from libra.exec.transitions import Moved
 from libra.exec.workers import Worker, make_pool
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
+from libra.loop.warmup import WarmUpProgress, warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.route.catalogue import policy_named
 
@@ -125,7 +125,7 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[E
         executor = Executor(
             launcher,
             make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
-            Fleet(policy_named("least-loaded", seed=0), training),
+            EngineFleet(policy_named("least-loaded", seed=0), training),
             config,
             Beginning(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
             Journal(directory / "journal.jsonl"),

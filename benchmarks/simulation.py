@@ -33,8 +33,8 @@ from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
 from libra.route.policy import Policy
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.workload.agent import Agent, Tool, agent_trajectories
 from libra.sim.workload.arrivals import AtOnce, Poisson

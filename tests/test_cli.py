@@ -24,9 +24,9 @@ from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_lock import locked
-from libra.plan.document import dump_plan, parse_plan
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import SlotRequest
+from libra.plan.plan import dump_plan, parse_plan
 from libra.records.disk import DiskError
 from libra.records.schema import Evaluation
 from libra.route.catalogue import policy_named
@@ -456,7 +456,7 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         "a model that generates nowhere",
         Asked(request={**REQUEST, "gpu_memory_utilization": 0.01}),
         3,
-        ("no plan exists: no engine holds Qwen/Qwen3-0.6B", "give GPUs with more memory"),
+        ("no plan exists: no engine holds Qwen/Qwen3-0.6B", "it would fit with gpu_memory_utilization: 0.9"),
     ),
     (
         "one GPU for both",

@@ -218,6 +218,22 @@ def test_a_plan_for_slots_is_simulated_with_what_was_measured(plans: dict[str, P
     assert {config["block_size"] for config in found["configs"]} == {32}
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_whole_run_of_a_plan_compares_steps_with_steps(plans: dict[str, Path], mode: str, tmp_path: Path) -> None:
+    command = ("simulate", plans[mode], "-t", LOG, "--steps", 3)
+    found = document(libra(*command, "--json", "-o", tmp_path / "run.json"))
+    assert json.loads((tmp_path / "run.json").read_text()) == found
+    recipe, predicted = (json.loads(plans[mode].read_text())[key] for key in ("request", "predicted"))
+    assert [step["trajectories"] for step in found["steps"]] == [64] * 3
+    staleness = recipe["recipe"]["staleness"]
+    assert max(step["worst_staleness"] for step in found["steps"]) <= staleness
+    assert found["plan"]["predicted_step"] == predicted["step"]
+    assert found["plan"]["simulated_step"] == pytest.approx(found["seconds"] / 3)
+    assert found["run"]["route"] == "cmlfq"
+    shown = libra(*command)
+    assert "the plan says" in shown.stdout and "8 prompts of 8 samples" in shown.stdout
+
+
 def test_other_draws_have_other_seeds(plans: dict[str, Path]) -> None:
     first, again, other = (
         libra("simulate", plans["sync"], "-t", LOG, "--json", "--seed", seed).stdout for seed in (0, 0, 1)
@@ -228,8 +244,9 @@ def test_other_draws_have_other_seeds(plans: dict[str, Path]) -> None:
 def test_a_router_without_evidence_is_pointed_out(plans: dict[str, Path]) -> None:
     if len(json.loads(plans["slots"].read_text())["allocation"]["buckets"]) < 2:
         pytest.fail("the example's plan no longer has two buckets")
-    cold = libra("simulate", plans["slots"], "-t", LOG)
-    warm = libra("simulate", plans["slots"], "-t", LOG, "--learn-from", LOG)
+    published = ("simulate", plans["slots"], "-t", LOG, "--route", "cmlfq-published")
+    cold, warm = libra(*published), libra(*published, "--learn-from", LOG)
+    assert "without evidence" not in libra("simulate", plans["slots"], "-t", LOG).stdout
     assert "cmlfq-published begins without evidence" in cold.stdout
     assert warm.exit_code == 0
     assert "without evidence" not in warm.stdout
@@ -389,7 +406,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
         (ENGINES, "-t", LOG, "--rate-scale", 2),
         ("--rate-scale is for requests (--requests); leave it out",),
     ),
-    ("an option of plans", (ENGINES, "-t", LOG, "--steps", 2), ("--steps is for a plan", "leave it out")),
+    ("an option of plans", (ENGINES, "-t", LOG, "--steps", 2), ("--steps is for a cluster's plan", "leave it out")),
     ("an unknown policy", (ENGINES, "-t", LOG, "--route", "best"), ("--route: policy is 'best'; choose one of",)),
     ("a rate of nothing", (ENGINES, "--requests", REQUESTS, "--rate-scale", 0), ("rate_scale is 0.0; set it to",)),
     (
@@ -416,7 +433,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     (
         "an option of plans, for requests",
         (ENGINES, "--requests", REQUESTS, "--steps", 2),
-        ("--steps is for a plan; leave it out",),
+        ("--steps is for a cluster's plan; leave it out",),
     ),
     (
         "a log for a policy that learns nothing",
@@ -480,7 +497,15 @@ BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
     ("requests", "async", ("--requests", REQUESTS), ("give --trajectories, and no --requests",)),
     ("a rate", "async", ("-t", LOG, "--rate-scale", 2), ("--rate-scale is for requests (--requests); leave it out",)),
     ("no steps", "async", ("-t", LOG, "--steps", 0), ("steps is 0; simulate 1 step or more",)),
-    ("synchronous steps", "sync", ("-t", LOG, "--steps", 2), ("steps is 2", "do not overlap: simulate one")),
+    ("steps of slots", "slots", ("-t", LOG, "--steps", 2), ("--steps is for the plan of a cluster", "leave it out")),
+    (
+        "other samples",
+        "async",
+        ("-t", LOG, "--steps", 2, "--samples-per-prompt", 8),
+        ("--samples-per-prompt does not",),
+    ),
+    ("a report of steps", "async", ("-t", LOG, "--steps", 2, "--report", "x.html"), ("--report does not go with",)),
+    ("steps without a log", "async", ("--steps", 2), ("give --trajectories",)),
     (
         "part of a sample",
         "async",

@@ -35,7 +35,7 @@ def install() -> ModuleType:
         ({"flags": frozenset({"avx"})}, "the engines need a processor with AVX2, which this one does not have"),
         ({"libc": ("glibc", 2, 27)}, "the engines need glibc 2.28 or newer, and here is glibc 2.27: use a newer"),
         ({"libc": ("",)}, "the engines need glibc 2.28 or newer, and here is another C library: use a newer Linux"),
-        ({"free": 1.5e9}, "4.5 GB of disk are needed and 1.5 GB are free: free some, or make VENV=/path/on/another"),
+        ({"free": 1.5e9}, "5.8 GB of disk are needed and 1.5 GB are free: free some, or make VENV=/path/on/another"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(install: ModuleType, change: dict[str, Any], message: str) -> None:

@@ -217,3 +217,26 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str | No
     with pytest.raises(ConfigError, match=message) as refusal:
         engine_profiles(CLUSTER, QWEN_06B, RECIPE, str(file))
     assert str(refusal.value).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("device", ["AMD EPYC 7B13", "NVIDIA A100-SXM4-80GB", "NVIDIA A8000"])
+def test_a_calibration_of_another_device_is_refused_with_both_names(tmp_path: Path, device: str) -> None:
+    file = tmp_path / "calibration.json"
+    save_calibration(file, replace(CALIBRATION, device=device))
+    with pytest.raises(ConfigError, match=f"measured on {device}, and nodes a800 have A800: calibrate on A800"):
+        engine_profiles(CLUSTER, QWEN_06B, RECIPE, str(file))
+
+
+@pytest.mark.parametrize(("share", "same"), [(0.001, False), (0.5, True), (2.0, False)])
+def test_a_gpu_that_is_not_known_by_name_is_told_from_a_cpu_by_its_rate(
+    tmp_path: Path, share: float, same: bool
+) -> None:
+    gpu = replace(A800.gpu, name="ours")
+    cluster = Cluster((replace(A800, gpu=gpu),))
+    file = tmp_path / "calibration.json"
+    save_calibration(file, replace(CALIBRATION, device="board 7", linear_flops=Measured(share * gpu.flops, 0.01)))
+    if same:
+        assert engine_profiles(cluster, QWEN_06B, RECIPE, str(file))[0].gpu == "ours"
+    else:
+        with pytest.raises(ConfigError, match="measured on board 7, and nodes a800 have ours"):
+            engine_profiles(cluster, QWEN_06B, RECIPE, str(file))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from libra.lengths import LengthTracker
 from libra.trajectory import Trajectory, Turn, read_trajectories
-from libra.trajectory.statistics import Spread, ToolStats, trace_stats
+from libra.trajectory.statistics import LengthSpread, ToolStats, trace_stats
 
 SAMPLE = Path(__file__).parent / "data" / "trajectories.jsonl"
 REAL_LOGS = ("claude_code_sessions.jsonl", "tau_bench_airline.jsonl")
@@ -37,10 +37,10 @@ def test_sample() -> None:
     stats = trace_stats(read_trajectories(SAMPLE))
     assert (stats.count, stats.finished, stats.prompts) == (12, 11, 8)
     assert stats.tasks == (("coding", 5), ("search", 5), ("support", 2))
-    assert stats.turns == Spread(mean=33 / 12, p50=2, p90=4, p99=5, max=5)
-    assert stats.prompt == Spread(mean=16400 / 12, p50=1450, p90=2600, p99=2600, max=2600)
-    assert stats.generated == Spread(mean=11980 / 12, p50=250, p90=2350, p99=6000, max=6000)
-    assert stats.returned == Spread(mean=17267 / 12, p50=440, p90=1130, p99=12260, max=12260)
+    assert stats.turns == LengthSpread(mean=33 / 12, p50=2, p90=4, p99=5, max=5)
+    assert stats.prompt == LengthSpread(mean=16400 / 12, p50=1450, p90=2600, p99=2600, max=2600)
+    assert stats.generated == LengthSpread(mean=11980 / 12, p50=250, p90=2350, p99=6000, max=6000)
+    assert stats.returned == LengthSpread(mean=17267 / 12, p50=440, p90=1130, p99=12260, max=12260)
     # The compacted trajectory ends at 4000 + 1500 + 60 + 1300 tokens, not at the sum of everything it ever held.
     assert stats.final_context.max == 6860
     assert stats.tools == (

@@ -21,7 +21,7 @@ Machine = collections.namedtuple("Machine", "python system processor libc flags 
 OLDEST, NEWEST = (3, 11), (3, 14)
 GLIBC = (2, 28)
 PROCESSORS = {"x86_64": "avx2", "aarch64": "asimd"}  # and what their kernels need of it, as /proc/cpuinfo names it
-DOWNLOAD_GB, INSTALLED_GB = 1.9, 4.5
+DOWNLOAD_GB, INSTALLED_GB = 1.3, 4.5
 EXTRAS = ".[cpu,dev]"
 # Built for CUDA: beside the CPU build of PyTorch they break the imports of the libraries that look for them.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -62,9 +62,10 @@ def obstacle(machine: Machine) -> str:
     if machine.libc[0] != "glibc" or machine.libc[1:] < GLIBC:
         found = " ".join((machine.libc[0] or "another C library", ".".join(map(str, machine.libc[1:]))))
         return f"the engines need glibc {GLIBC[0]}.{GLIBC[1]} or newer, and here is {found.strip()}: use a newer Linux"
-    if machine.free < INSTALLED_GB * 1e9:
+    needed = DOWNLOAD_GB + INSTALLED_GB  # pip keeps what it downloaded beside what it unpacks
+    if machine.free < needed * 1e9:
         return (
-            f"{INSTALLED_GB} GB of disk are needed and {machine.free / 1e9:.1f} GB are free: free some, or"
+            f"{needed:.1f} GB of disk are needed and {machine.free / 1e9:.1f} GB are free: free some, or"
             " make VENV=/path/on/another/disk"
         )
     return ""

@@ -22,7 +22,7 @@ from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.resampled import Resampled
 from libra.sim.training_run.system import System
-from libra.sim.training_run.training import TrainingPrice
+from libra.sim.training_run.trainer import TrainingPrice
 
 # colocated: all GPUs generate, then all train (verl). Free: tp.
 # even: half of the GPUs train. Free: tp, concurrency.

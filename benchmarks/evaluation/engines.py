@@ -14,8 +14,7 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.plan.options.engines import engine_kv_tokens
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 
 GPUS_OF_NODE = 8

@@ -16,8 +16,9 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import Outcome, outcomes
 from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, IterationCost
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.iteration_cost import UNLIMITED, Batch, Chunk, IterationCost
 
 _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what they attend to, prefill chunks
 
@@ -53,11 +54,11 @@ class _Taken:
         self._asked = 0
         self._difference: str | None = None
 
-    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
-        return self._take((decoding, context, ())), 0, UNLIMITED
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+        return self._take((batch.requests, context, ())), 0, UNLIMITED
 
-    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        return self._take((decoding, context, tuple(chunks)))
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        return self._take((batch.requests, context, tuple(chunks)))
 
     def difference(self) -> str | None:
         """The first one so far, once all is over."""

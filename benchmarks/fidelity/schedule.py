@@ -14,11 +14,11 @@ from itertools import zip_longest
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
 from benchmarks.rows import Row
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Iteration
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration
 from libra.sim.workload.protocol import Requests
 
 CASE = "schedule, simulated and vLLM's"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from libra.plan.planner import Planner as Planner
     from libra.plan.problem import InfeasiblePlanError as InfeasiblePlanError
     from libra.plan.replanner import Replanner as Replanner
-    from libra.sim.cluster import EngineSpec as EngineSpec
     from libra.sim.engine.config import EngineConfig as EngineConfig
+    from libra.sim.engine.config import EngineSpec as EngineSpec
     from libra.sim.engines_file import load_engines as load_engines
     from libra.sim.of_plan import simulate_plan as simulate_plan
     from libra.sim.outcome.metrics import metrics_of as metrics_of

@@ -16,7 +16,7 @@ from libra.backends.launch.handles import EngineHandle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     FromWorker,
     Generate,
     Generated,
@@ -77,7 +77,7 @@ class MadeUpEngine:
                 self._told.put_nowait(Loaded(message.version, 0.0))
             case Stop():
                 self.tell()
-                self._told.put_nowait(Done())
+                self._told.put_nowait(Acknowledged())
                 self._turns.clear()
             case _:
                 raise AssertionError(f"{message} is not for an engine")

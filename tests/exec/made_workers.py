@@ -15,9 +15,9 @@ from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import (
+    Acknowledged,
     CatchUp,
     Commit,
-    Done,
     EngineMeasured,
     Enter,
     Entered,
@@ -140,12 +140,12 @@ class MadeWorker:
             case SaveCheckpoint():
                 Path(order.directory).mkdir(parents=True)
                 (Path(order.directory) / "model.safetensors").write_text(str(self.version))
-                return Done()
+                return Acknowledged()
             case LoadCheckpoint():
                 self.version = int((Path(order.directory) / "model.safetensors").read_text())
-                return Done()
+                return Acknowledged()
             case _:
-                return Done()
+                return Acknowledged()
 
     def _turn(self, order: Generate) -> Generated:
         tokens = self._speak(order.tokens)

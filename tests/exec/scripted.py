@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
-from libra.loop.fleet import Fleet, Instance
+from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import TurnReport
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
@@ -125,8 +125,8 @@ class ScriptedEngine:
         self.interrupted.append(turn)
 
 
-def instance(engine: ScriptedEngine, shape: str = "short", capacity: int = 1000) -> Instance:
-    return Instance(cast(EngineHandle, engine), shape, capacity)
+def instance(engine: ScriptedEngine, shape: str = "short", capacity: int = 1000) -> ServingEngine:
+    return ServingEngine(cast(EngineHandle, engine), shape, capacity)
 
 
 class FirstInstance:
@@ -178,9 +178,9 @@ class FirstInstance:
         return None
 
 
-def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> Fleet:
+def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> EngineFleet:
     """A fleet of one bucket with these engines."""
-    fleet = Fleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
+    fleet = EngineFleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
     for engine in engines:
         fleet.add(instance(engine))
     return fleet

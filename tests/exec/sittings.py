@@ -16,21 +16,21 @@ from scripted import AskTool, MergingCodec, letters
 from libra.backends.grpo.joint_step import StepResult
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Done, Generate, Message, Piece, Sample, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, Generate, Message, Piece, Sample, SaveCheckpoint
 from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, Start
 from libra.exec.workers import Role, Worker
-from libra.loop.counters import EngineCounters
+from libra.loop.checkpoint import read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.interrupted import read_interrupted
+from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.posttrain import PostTraining
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.loop.replanning import Replanner
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.steering import Steering
+from libra.loop.tally import EngineCounters
 from libra.plan.problem import Allocation, Bucket
 from libra.records.schema import Evaluation
 from libra.report.live import PlainDisplay
@@ -90,7 +90,7 @@ class Core:
         directory = Path(message.directory)
         directory.mkdir(parents=True)
         (directory / "trained.json").write_text(json.dumps(self.trained))
-        return Done()
+        return Acknowledged()
 
 
 class MadeTrainers:
@@ -114,7 +114,7 @@ class MadeTrainers:
 
 
 class MadeExecutor:
-    def __init__(self, core: Core, fleet: Fleet, engine: QuickEngine) -> None:
+    def __init__(self, core: Core, fleet: EngineFleet, engine: QuickEngine) -> None:
         self.trainers, self.fleet, self._engine = MadeTrainers(core), fleet, engine
 
     def allocation(self) -> Allocation:
@@ -187,8 +187,8 @@ class Sitting:
             self.recorder.episode(episode)
         engine = QuickEngine(random.Random(seed))
         engine.version = history.step
-        fleet = Fleet(policy, ALLOCATION)
-        fleet.add(Instance(cast(EngineHandle, engine), "long", 100))
+        fleet = EngineFleet(policy, ALLOCATION)
+        fleet.add(ServingEngine(cast(EngineHandle, engine), "long", 100))
         self.recorder.meet(
             (
                 Worker("core-0", 0, frozenset({Role.TRAIN}), Role.TRAIN),

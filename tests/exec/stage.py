@@ -13,11 +13,11 @@ from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, w
 from fork_servers import TRAINING, fork_server
 from safetensors.torch import load_file
 
+from libra.backends.grpo.membership import STANDARD, Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.answers import STANDARD, Patience
 from libra.backends.launch.handles import Handle
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.transport.messages import Done, Precision, SaveCheckpoint, Sharding, StartTrainer
+from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, Sharding, StartTrainer
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Stage:
 
     async def parameters(self, replica: Handle) -> Tensors:
         directory = self.directory / f"saved-{replica.link.pid}"
-        await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Done)
+        await replica.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
         return load_file(directory / "model.safetensors")
 
     async def reference(self, precision: Precision, steps: int = STEPS) -> tuple[Tensors, Tensors]:

@@ -7,7 +7,7 @@ import time
 
 from far_end import PATIENCE, connect
 
-from libra.backends.launch.answers import ask_all
+from libra.backends.grpo.membership import ask_all
 from libra.backends.launch.handles import Handle
 from libra.backends.transport.messages import Publish, Published
 

@@ -12,7 +12,16 @@ import pytest
 
 import libra.backends.transport.channel
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
-from libra.backends.transport.messages import Done, Failure, Generate, Interrupt, LoadWeights, Message, Published, Stop
+from libra.backends.transport.messages import (
+    Acknowledged,
+    Failure,
+    Generate,
+    Interrupt,
+    LoadWeights,
+    Message,
+    Published,
+    Stop,
+)
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 
@@ -52,7 +61,7 @@ def worker() -> tuple[WorkerChannel, socket.socket]:
 
 def test_messages_cross_both_ways_in_order() -> None:
     orders: list[Message] = [Generate("a", [1, 2], 16, 1.0, 3, 0), LoadWeights(1, 1, 7), Interrupt("a"), Stop()]
-    answers: list[Message] = [Published(1, 7), Failure("no"), Done()]
+    answers: list[Message] = [Published(1, 7), Failure("no"), Acknowledged()]
 
     async def scenario(channel: ControllerChannel, theirs: socket.socket) -> None:
         worker = WorkerChannel(theirs)
@@ -134,8 +143,8 @@ def test_a_message_that_is_too_long_is_not_sent(
     monkeypatch.setattr(libra.backends.transport.channel, "LARGEST_FRAME", 100)
     with pytest.raises(ValueError, match=r"Failure of \d+ bytes exceeds the frame limit of 100"):
         channel.send(Failure("x" * 100))
-    channel.send(Done())
-    assert peer.recv(1000) == frame(b'{"type":"Done"}')
+    channel.send(Acknowledged())
+    assert peer.recv(1000) == frame(b'{"type":"Acknowledged"}')
 
 
 def test_a_worker_refuses_a_frame_that_is_too_long(worker: tuple[WorkerChannel, socket.socket]) -> None:
@@ -154,7 +163,7 @@ def test_a_controller_refuses_a_frame_that_is_too_long() -> None:
     with_controller(scenario)
 
 
-CUT = [b"", b"\0\0", frame(b'{"type":"Done"}')[:-1]]
+CUT = [b"", b"\0\0", frame(b'{"type":"Acknowledged"}')[:-1]]
 
 
 @pytest.mark.parametrize("sent", CUT, ids=["before a frame", "in its length", "in its body"])

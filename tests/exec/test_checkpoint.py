@@ -12,7 +12,7 @@ import pytest
 
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import Done, Message, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, Message, SaveCheckpoint
 from libra.config.run import ConfigError
 from libra.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
 from libra.records.disk import DiskError
@@ -34,7 +34,7 @@ class Core:
         (directory / "model.safetensors").write_text("weights")
         if self._instead is not None:
             self._instead(directory)
-        return Done()
+        return Acknowledged()
 
 
 def save(directory: Path, state: RunState = STATE, instead: Callable[[Path], None] | None = None) -> Path:

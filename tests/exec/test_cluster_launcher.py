@@ -19,11 +19,10 @@ import pytest
 from far_end import PATIENCE
 from fork_servers import BARE
 
-from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.cluster import ClusterLauncher, Seat
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
-from libra.backends.launch.node import Node, NodeFacts, NodeLostError
-from libra.backends.launch.places import Seat
+from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.backends.transport.messages import Failure, LoadWeights, Stop
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
@@ -35,7 +34,7 @@ SIZE = 4096
 class LossyNode:
     """A `RemoteNode` in this process. `lose` ends what it started, and every verb from then on."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: ClusterNode) -> None:
         self.node = node
         self.reads = self.writes = 0
         self.tear = False  # what is written here from now on
@@ -98,7 +97,7 @@ class LossyNodes:
         self.instead: Callable[[], LossyNode] | None = None
 
     def open(self, number: int) -> LossyNode:
-        node = LossyNode(Node(self.host, self._logs, f"fork-server-{number}"))
+        node = LossyNode(ClusterNode(self.host, self._logs, f"fork-server-{number}"))
         if self.instead is not None:
             node = self.instead()
         self.present[number] = node
@@ -109,7 +108,7 @@ class LossyNodes:
 class Waiting(LossyNode):
     """There is no machine for it yet."""
 
-    def __init__(self, room: asyncio.Event, node: Node) -> None:
+    def __init__(self, room: asyncio.Event, node: ClusterNode) -> None:
         super().__init__(node)
         self._room = room
 
@@ -176,7 +175,7 @@ def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(tmp
         room, lost = asyncio.Event(), nodes.present[0]
         told: list[list[bool]] = []
         launcher.slots_changed = lambda: told.append([launcher.offers(slot) for slot in range(3)])
-        nodes.instead = lambda: Waiting(room, Node(nodes.host, tmp_path, "fork-server-0"))
+        nodes.instead = lambda: Waiting(room, ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         # Their connections would not tell: the machines are only unplugged.
         lost._lost.set_exception(NodeLostError("unplugged"))
         for link in (links[0], links[2]):
@@ -217,7 +216,7 @@ def test_a_fork_server_that_ends_takes_its_node_with_it(tmp_path: Path) -> None:
 def test_a_place_in_which_no_node_starts_is_given_up(tmp_path: Path) -> None:
     async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
         await launcher.ready()
-        nodes.instead = lambda: Failing(Node(nodes.host, tmp_path, "fork-server-0"))
+        nodes.instead = lambda: Failing(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         nodes.present[0].lose("unplugged")
         await launcher._keepers[0]
         assert len(nodes.opened) == 2 + LOSSES - 1
@@ -416,7 +415,7 @@ def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.
 
     async def scenario() -> None:
         nodes = LossyNodes(tmp_path)
-        nodes.instead = lambda: LossyNode(Node(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
+        nodes.instead = lambda: LossyNode(ClusterNode(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
         async with (
             asyncio.timeout(PATIENCE),
             ClusterLauncher.open(nodes, [Seat(0, 0), Seat(0, 1)], {}, LOSSES) as launcher,
@@ -439,7 +438,7 @@ class Unwritable(LossyNode):
 def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
-        nodes.instead = lambda: Unwritable(Node(nodes.host, tmp_path, "fork-server-0"))
+        nodes.instead = lambda: Unwritable(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         async with ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             with pytest.raises(LaunchError, match=r"Permission denied: 'fork-server-0\.log'"):
                 await asyncio.wait_for(launcher.ready(), PATIENCE)
@@ -466,7 +465,7 @@ class Hanging(LossyNode):
 def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
-        hanging = Hanging(Node(nodes.host, tmp_path, "fork-server-0"))
+        hanging = Hanging(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         nodes.instead = lambda: hanging
         async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()
@@ -495,7 +494,7 @@ class Halfway(LossyNode):
 def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
-        halfway = Halfway(Node(nodes.host, tmp_path, "fork-server-0"))
+        halfway = Halfway(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         nodes.instead = lambda: halfway
         async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import cast
 
 from libra.backends.launch.handles import EngineHandle
-from libra.loop.counters import EngineCounters
-from libra.loop.fleet import Instance
+from libra.loop.fleet import ServingEngine
 from libra.loop.replanning import EngineWork
+from libra.loop.tally import EngineCounters
 
 
-def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> Instance:
+def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> ServingEngine:
     counters = SimpleNamespace(
         link=link,
         busy_seconds=busy,
@@ -20,7 +20,7 @@ def engine(link: int, busy: float, iterations: int, generated: int, prefilled: i
         prefilled_tokens=prefilled,
         finished_turns=turns,
     )
-    return Instance(cast(EngineHandle, counters), "short", 100)
+    return ServingEngine(cast(EngineHandle, counters), "short", 100)
 
 
 # (what happened, the engines at this look, what was gained, busiest engine's seconds)

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from libra.backends.grpo.divided_orders import divide, join
 from libra.backends.transport.messages import (
+    Acknowledged,
     Commit,
-    Done,
     Entered,
     Follow,
     FromWorker,
@@ -114,7 +114,7 @@ def test_a_replica_is_level_when_all_its_parts_are(
         ([Entered(4, ""), Entered(4, "")], Entered(4, "")),
         ([Entered(4, ""), Entered(4, "nobody came")], Entered(4, "nobody came")),
         ([WarmedUp(0.25, 10), WarmedUp(0.5, 5)], WarmedUp(0.75, 15)),
-        ([Done(), Done()], Done()),
+        ([Acknowledged(), Acknowledged()], Acknowledged()),
         (
             [TrainingMeasured([(10, 1.0), (4, 3.0)], 0.5, 0.25), TrainingMeasured([(8, 2.0), (2, 1.0)], 0.75, 0.125)],
             TrainingMeasured([(18, 2.0), (6, 3.0)], 0.75, 0.125),
@@ -130,5 +130,5 @@ def test_answers_become_one(answers: Sequence[FromWorker], wanted: FromWorker) -
 
 
 def test_processes_that_answer_different_things_are_an_error() -> None:
-    with pytest.raises(TypeError, match="the processes of a replica answer Done, Trained"):
-        join([TRAINED, Done()])
+    with pytest.raises(TypeError, match="the processes of a replica answer Acknowledged, Trained"):
+        join([TRAINED, Acknowledged()])

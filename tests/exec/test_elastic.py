@@ -22,7 +22,7 @@ from replicas import BATCH, HOST, PATIENCE, at_once, make_trainer, order, prepar
 import libra.backends.grpo.elastic
 import libra.backends.grpo.trainer
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
-from libra.backends.grpo.inside import Inside
+from libra.backends.grpo.model_part import Inside
 from libra.backends.transport.messages import HostRendezvous, MeasureTraining, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.loop.episode_file import EpisodeFile, EpisodeFileError, Group, History, TakenBatch, read_history
+from libra.loop.episode_file import EpisodeFile, EpisodeFileError, EpisodeGroup, History, TakenBatch, read_history
 from libra.loop.rollout import Episode
 from libra.records.disk import DiskError
 from libra.records.line_file import LineFile
@@ -50,17 +50,18 @@ class Run:
         self.file = EpisodeFile(directory, 0, ())
         self.version = 0
         self.checkpoint = 0
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, EpisodeGroup] = {}
         self.batches: list[TakenBatch] = []
         self.finished: list[Episode] = []
 
     def start(self, group: int) -> None:
-        self.groups[group] = Group(group, self.version, {})
+        self.groups[group] = EpisodeGroup(group, self.version, {})
         self.file.started(group, self.version)
 
     def finish(self, group: int, index: int) -> None:
         done = episode(group, index, self.version)
-        self.groups[group] = Group(group, self.groups[group].started_at, {**self.groups[group].episodes, index: done})
+        started = self.groups[group]
+        self.groups[group] = EpisodeGroup(group, started.started_at, {**started.episodes, index: done})
         self.finished.append(done)
         self.file.finished(group, index, done)
 
@@ -116,7 +117,7 @@ def test_a_run_from_its_start(run: Run) -> None:
 def test_a_group_without_an_episode_is_under_way_too(run: Run) -> None:
     run.start(0)
     run.go_on()
-    assert read_history(run.directory, 0).groups == (Group(0, 0, {}),)
+    assert read_history(run.directory, 0).groups == (EpisodeGroup(0, 0, {}),)
 
 
 def test_a_checkpoint_forgets_what_it_was_trained_on(run: Run) -> None:

@@ -12,7 +12,7 @@ from far_end import PATIENCE
 from made_workers import MadeLauncher
 from scripted import FirstInstance
 
-from libra.backends.launch.answers import STANDARD
+from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.handles import WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLink
 from libra.backends.transport.messages import (
@@ -37,7 +37,7 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
 from libra.exec.transitions import Moved
 from libra.exec.workers import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
 from libra.plan.problem import Allocation, Bucket
 from libra.records.disk import DiskError
 
@@ -95,7 +95,7 @@ class Made:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
-        self.fleet = Fleet(self.policy, FIRST)
+        self.fleet = EngineFleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = Executor(
             self.launcher,

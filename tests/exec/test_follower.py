@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from small_states import gradient, make_state, step, vectors
 from ways import WAYS, Way, around_copies, before_copies, reading
 
-import libra.backends.grpo.follower
 import libra.backends.grpo.publication
 import libra.backends.grpo.state_stream
+import libra.backends.grpo.training_worker
 from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
-from libra.backends.grpo.follower import SNAPSHOTS, BehindError, Follower, SilentError
 from libra.backends.grpo.gradient_ring import SLOTS, Update
 from libra.backends.grpo.publication import OverrunError
 from libra.backends.grpo.train_state import TrainState
+from libra.backends.grpo.training_worker import SNAPSHOTS, BehindError, Follower, SilentError
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -201,7 +201,7 @@ def test_a_core_that_does_not_get_done_with_a_change(way: Way, monkeypatch: pyte
             for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
                 follower.advance()
                 assert follower.number is None
-            monkeypatch.setattr(libra.backends.grpo.follower, "SILENT_SECONDS", 0.0)
+            monkeypatch.setattr(libra.backends.grpo.training_worker, "SILENT_SECONDS", 0.0)
             with pytest.raises(SilentError, match="does not get done"):
                 follower.advance()
         follower.advance()

@@ -13,7 +13,7 @@ import libra.backends.launch.handles
 from libra.backends.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.transport.channel import _frame
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     Failure,
     Fetched,
     Generate,
@@ -98,21 +98,21 @@ def test_starting_is_an_order_that_ends_in_readiness() -> None:
 def test_orders_are_given_one_after_the_other() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         first = asyncio.create_task(handle.ask(Publish(1, 1), Published))
-        second = asyncio.create_task(handle.ask(SaveCheckpoint("/x", True), Done))
+        second = asyncio.create_task(handle.ask(SaveCheckpoint("/x", True), Acknowledged))
         assert await far.receive() == Publish(1, 1)
         await rounds()
         assert far.nothing_waits()
         far.send(Published(1, 5))
         assert await first == Published(1, 5)
         assert await far.receive() == SaveCheckpoint("/x", True)
-        far.send(Done())
-        assert await second == Done()
+        far.send(Acknowledged())
+        assert await second == Acknowledged()
 
     engine(scenario)
 
 
 ANSWERS: list[tuple[Message, type[Exception], str]] = [
-    (Done(), TypeError, "worker engine answered Publish with Done"),
+    (Acknowledged(), TypeError, "worker engine answered Publish with Acknowledged"),
     (Failure("the disk is full"), WorkerFailedError, "worker engine: the disk is full"),
 ]
 
@@ -163,11 +163,11 @@ def test_the_answer_to_an_order_that_nobody_waits_for_any_more_is_dropped() -> N
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
-        waiting = asyncio.create_task(handle.ask(SaveCheckpoint("/x", True), Done))
+        waiting = asyncio.create_task(handle.ask(SaveCheckpoint("/x", True), Acknowledged))
         assert await far.receive() == SaveCheckpoint("/x", True)
-        for answer in (Published(1, 5), Failure("the disk is full"), Done()):
+        for answer in (Published(1, 5), Failure("the disk is full"), Acknowledged()):
             far.send(answer)
-        assert await waiting == Done()
+        assert await waiting == Acknowledged()
         assert (handle.lost, lost) == (False, [])
 
     engine(scenario)
@@ -410,7 +410,7 @@ def test_stopping_is_no_loss() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
         stopped = asyncio.create_task(handle.stop())
         assert await far.receive() == Stop()
-        far.send(Done())
+        far.send(Acknowledged())
         far.close()
         await stopped
         await rounds()
@@ -439,7 +439,7 @@ def test_a_turn_that_runs_when_its_engine_is_stopped_keeps_what_it_has() -> None
         stopped = asyncio.create_task(handle.stop())
         assert await far.receive() == Stop()
         far.send(generated(piece("a", 3, 4)))
-        far.send(Done())
+        far.send(Acknowledged())
         await stopped
         with pytest.raises(WorkerLostError):
             await turn

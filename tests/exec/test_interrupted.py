@@ -8,7 +8,7 @@ import pytest
 
 from libra.exec.replay import Past
 from libra.exec.workers import TRAIN, Duty, Role, make_pool
-from libra.loop.interrupted import allocation_in_force
+from libra.loop.checkpoint import allocation_in_force
 from libra.plan.problem import Allocation, Bucket
 
 HOLDS = {"short": 40, "middle": 100, "long": 100}

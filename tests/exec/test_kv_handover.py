@@ -12,14 +12,13 @@ from far_end import PATIENCE, FarEnd, connect, generated, piece
 import libra.backends.vllm.kv_handover
 from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.messages import Fetched, Generate, Interrupt, KVTransfer, Save, Saved
-from libra.backends.vllm.kv_handover import Change, Changes, KVHandover
+from libra.backends.vllm.kv_handover import Handover, Handovers, KVHandover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.running_turn import RunningTurn
+from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
@@ -38,10 +37,10 @@ class Scene:
     target: EngineHandle
     target_far: FarEnd
 
-    def begin(self) -> asyncio.Task[tuple[KVTransfer | None, Change]]:
+    def begin(self) -> asyncio.Task[tuple[KVTransfer | None, Handover]]:
         return asyncio.create_task(self.handover.bring(CONTEXT, "salt", self.source, self.target))
 
-    async def saved(self) -> tuple[KVTransfer, Change]:
+    async def saved(self) -> tuple[KVTransfer, Handover]:
         """A context that lies in its frames."""
         brought = self.begin()
         order = await self.source_far.receive()
@@ -179,10 +178,10 @@ def test_a_turn_that_is_given_up_as_its_context_is_saved_leaves_nothing_leased()
     play(scenario)
 
 
-def on_its_way(scene: Scene) -> tuple[Fleet, Draft]:
+def on_its_way(scene: Scene) -> tuple[EngineFleet, Draft]:
     """A context that the source holds, where the target is the only one to go on."""
-    fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
-    fleet.add(Instance(scene.target, "any", 400))
+    fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
+    fleet.add(ServingEngine(scene.target, "any", 400))
     draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
     draft.given(list(CONTEXT))
     draft.at_home = len(CONTEXT)
@@ -321,7 +320,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
 
 
 def test_changes_add_up() -> None:
-    changes = Changes()
-    for change in (Change(100, 96, 0.5, ""), Change(40), Change(64, 32, 0.25, "")):
+    changes = Handovers()
+    for change in (Handover(100, 96, 0.5, ""), Handover(40), Handover(64, 32, 0.25, "")):
         changes.add(change)
-    assert changes == Changes(2, 128, 0.75, 1, 4 + 40 + 32)
+    assert changes == Handovers(2, 128, 0.75, 1, 4 + 40 + 32)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.backends.transport.messages import KVTransfer
-from libra.backends.vllm.kv_leases import KVLeases
+from libra.backends.vllm.kv_handover import KVLeases
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=40))

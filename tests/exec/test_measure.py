@@ -15,17 +15,17 @@ from libra.backends.transport.messages import HandoverMeasured, MeasureHandover
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.loop import measure
-from libra.loop.fleet import Instance
+from libra.loop.fleet import ServingEngine
 
 BLOCKS = 4
 ROWS = [(BLOCK_TOKENS, 0.25)]
 
 
-def play(scenario: Callable[[KVHandover, Instance, FarEnd], Awaitable[None]]) -> None:
+def play(scenario: Callable[[KVHandover, ServingEngine, FarEnd], Awaitable[None]]) -> None:
     async def run() -> None:
         handle, far = await connect(EngineHandle, lambda name, why: None)
         try:
-            entry = Instance(handle, "any", BLOCKS * BLOCK_TOKENS)
+            entry = ServingEngine(handle, "any", BLOCKS * BLOCK_TOKENS)
             handover = KVHandover(16, BLOCKS * BLOCK_TOKENS)
             await asyncio.wait_for(scenario(handover, entry, far), PATIENCE)
         finally:
@@ -36,7 +36,7 @@ def play(scenario: Callable[[KVHandover, Instance, FarEnd], Awaitable[None]]) ->
 
 
 def test_frames_of_a_lost_engine_are_measured_with_when_its_process_is_gone() -> None:
-    async def scenario(handover: KVHandover, entry: Instance, far: FarEnd) -> None:
+    async def scenario(handover: KVHandover, entry: ServingEngine, far: FarEnd) -> None:
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
             lost = handover.leases.lease(2)
             assert lost is not None
@@ -56,7 +56,7 @@ def test_frames_of_a_lost_engine_are_measured_with_when_its_process_is_gone() ->
 def test_frames_that_nobody_gives_back_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_GONE_SECONDS", 3 * measure._LOOK_SECONDS)
 
-    async def scenario(handover: KVHandover, entry: Instance, far: FarEnd) -> None:
+    async def scenario(handover: KVHandover, entry: ServingEngine, far: FarEnd) -> None:
         assert handover.leases.lease(1) is not None
         with pytest.raises(TimeoutError, match="4 frames for KV were not free"):
             await measure._handover_rows(entry, handover)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from libra.backends.transport.messages import (
+    Acknowledged,
     CatchUp,
     Commit,
     Discard,
-    Done,
     EngineMeasured,
     Enter,
     Entered,
@@ -136,7 +136,7 @@ FROM_WORKER = [
     Serving([], "Cannot assign requested address"),
     StateDigest(7, 0xFFFFFFFF, 1 << 40, [PLACE]),
     StateDigest(-1, 0, 64, [PLACE], ready=True, behind="too slow"),
-    Done(),
+    Acknowledged(),
     Scored([[-0.1, -2.5], []]),
     Failure("out of memory"),
 ]

@@ -17,7 +17,7 @@ from test_run import PER_STEP, SIZE, Runs, rows, until
 
 from libra.config.run import ConfigError, MetricsConfig
 from libra.loop import run as run_module
-from libra.loop.metrics_endpoint import MetricsEndpoint
+from libra.loop.metrics import MetricsEndpoint
 from libra.loop.tally import OUTCOMES
 from libra.records.causes import Cause
 from libra.records.schema import RunSummary

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.backends.launch.places import NoRoomError, Offer, Seat, room, seats
+from libra.backends.launch.cluster import NoRoomError, Seat, SlotOffer, room, seats
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 12))
@@ -46,4 +46,4 @@ def test_core_trainers_are_on_different_nodes() -> None:
     ],
 )
 def test_the_slots_that_nodes_have(offers: list[tuple[float, float]], most: int | None, rooms: list[int]) -> None:
-    assert room([Offer("n", *offer) for offer in offers], 0.45, most) == rooms
+    assert room([SlotOffer("n", *offer) for offer in offers], 0.45, most) == rooms

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.loop.ratio import Ratio
+from libra.exec.ratio import Ratio
 
 NOTHING = (0.0, 0.0)
 

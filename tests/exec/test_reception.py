@@ -10,7 +10,7 @@ from far_end import PATIENCE
 
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.messages import Done
+from libra.backends.transport.messages import Acknowledged
 
 
 async def knock(reception: Reception, *words: bytes) -> socket.socket:
@@ -38,8 +38,8 @@ def test_a_worker_with_its_token_is_let_in_once_and_nobody_else() -> None:
                 worker = await knock(reception, token[:5], token[5:])
                 channel = await asyncio.wait_for(arrival, PATIENCE)
                 with worker:
-                    WorkerChannel(worker).send(Done())
-                    assert await channel.receive() == Done()
+                    WorkerChannel(worker).send(Acknowledged())
+                    assert await channel.receive() == Acknowledged()
                     assert await is_closed(await knock(reception, token))
                 channel.close()
             with reception.expect() as (token, arrival):

@@ -23,14 +23,12 @@ from ways import HOST, PATIENCE, TOKEN
 
 import libra.backends.grpo.relay
 import libra.backends.grpo.state_stream
-from libra.backends.grpo.flat import FlatLayout
-from libra.backends.grpo.follower import BehindError, Follower
 from libra.backends.grpo.gradient_ring import SLOTS, Update
 from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError
 from libra.backends.grpo.relay import Relay, await_reader
-from libra.backends.grpo.remote_publication import RemotePublication
-from libra.backends.grpo.state_stream import Request, StateStream, Verdict
-from libra.backends.grpo.train_state import TrainState
+from libra.backends.grpo.state_stream import RemotePublication, StateRequest, StateStream, Verdict
+from libra.backends.grpo.train_state import FlatLayout, TrainState
+from libra.backends.grpo.training_worker import BehindError, Follower
 from libra.backends.transport.messages import RelayPlace, Serve
 from libra.backends.transport.shared_vectors import LayoutError
 
@@ -399,8 +397,8 @@ def test_frames_arrive_as_they_were_sent() -> None:
     shape = Shape(1 << 40, "float64", 0xFFFFFFFF)
     ours.greet(TOKEN, shape)
     assert theirs.greeting(PATIENCE) == (TOKEN.encode(), shape)
-    ours.ask(Request.COPY_UPDATE, 1 << 40)
-    assert theirs.asked(PATIENCE) == (Request.COPY_UPDATE, 1 << 40)
+    ours.ask(StateRequest.COPY_UPDATE, 1 << 40)
+    assert theirs.asked(PATIENCE) == (StateRequest.COPY_UPDATE, 1 << 40)
     state, update = State(1 << 40, 0xFFFFFFFF, 12, 1e-5), Update(7, 1e-5, 12.0, 0.5)
     ours.send_state(state)
     ours.send_update(update)

@@ -18,7 +18,7 @@ LEADER = """
 import os, signal, socket, sys
 from libra.backends.launch.fork_server_main import serve_and_leave
 from libra.backends.grpo import replica_processes
-from libra.backends.grpo.inside import meet
+from libra.backends.grpo.model_part import meet
 from libra.backends.transport.channel import WorkerChannel
 
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in every worker

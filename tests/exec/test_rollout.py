@@ -24,9 +24,9 @@ from scripted import (
 )
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Done, Generate
+from libra.backends.transport.messages import Acknowledged, Generate
 from libra.environments.protocol import Prompt, Tool, ToolError
-from libra.loop.fleet import Fleet, Instance
+from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import Episode, Rollout, TurnReport
 from libra.route.policy import Request, ToolReturn
 from libra.trajectory import ToolStatus, Turn
@@ -109,7 +109,7 @@ class Reports(list[TurnReport]):
         self.changes.append(("tools", worker, change))
 
 
-def make_rollout(fleet: Fleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
+def make_rollout(fleet: EngineFleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
     kept = reports if reports is not None else Reports()
     return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept, now=lambda: 12.5)
 
@@ -341,8 +341,8 @@ def test_an_engine_process_that_goes_away_under_its_turns(end: str) -> None:
         fleet = make_fleet(policy)
         first, first_far = await connect(EngineHandle, lambda name, why: fleet.remove(name), "e0")
         second, second_far = await connect(EngineHandle, lambda name, why: fleet.remove(name), "e1")
-        fleet.add(Instance(first, "short", 1000))
-        fleet.add(Instance(second, "short", 1000))
+        fleet.add(ServingEngine(first, "short", 1000))
+        fleet.add(ServingEngine(second, "short", 1000))
         rollout = make_rollout(fleet)
         episodes = [asyncio.create_task(rollout.episode(f"g0-{i}", PROMPT, 3, 0.7)) for i in range(3)]
         asked = [await first_far.receive() for _ in episodes]
@@ -355,7 +355,7 @@ def test_an_engine_process_that_goes_away_under_its_turns(end: str) -> None:
             stopping = asyncio.create_task(first.stop())
             await first_far.receive()
             first_far.send(generated(*(piece(name, ord("A"), version=1) for name in begun)))
-            first_far.send(Done())
+            first_far.send(Acknowledged())
             await stopping
         for _ in episodes:
             again = await second_far.receive()

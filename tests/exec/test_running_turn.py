@@ -12,9 +12,8 @@ from scripted import FirstInstance
 
 from libra.backends.launch.handles import EngineHandle
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.running_turn import RunningTurn
+from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, Request, ToolReturn, View
 
@@ -55,7 +54,7 @@ class Scene:
         self, policy: FirstInstance, most: int = MOST, returned: ToolReturn | None = None, prompt: str = "a;"
     ) -> None:
         self.policy = policy
-        self.fleet = Fleet(policy, Allocation(1, (Bucket("short", 1, 0, 4), Bucket("long", 1, 4, 40))))
+        self.fleet = EngineFleet(policy, Allocation(1, (Bucket("short", 1, 0, 4), Bucket("long", 1, 4, 40))))
         self.handles: dict[str, EngineHandle] = {}
         self.workers: dict[str, MadeUpEngine] = {}
         for shape in ("short", "long"):
@@ -68,7 +67,7 @@ class Scene:
     def add(self, name: str, shape: str) -> None:
         handle, worker = connect_made_up(name, 40, lambda lost, why: self.fleet.remove(lost))
         self.handles[name], self.workers[name] = handle, worker
-        self.fleet.add(Instance(handle, shape, 40))
+        self.fleet.add(ServingEngine(handle, shape, 40))
 
     async def begin(self) -> asyncio.Task[Placement]:
         """Have the turn made by one engine, until that ends it."""

@@ -15,11 +15,11 @@ from equivalence import LIMITS, STEPS, batch, counts, distance
 from msgspec.structs import replace
 from stage import ONE_PROCESS, Division, Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 
+from libra.backends.grpo.membership import Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.answers import Patience
 from libra.backends.launch.handles import Handle, WorkerFailedError
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     Identify,
     LoadCheckpoint,
     MeasureTraining,
@@ -147,10 +147,10 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(
         start, wanted = await stage.reference("fp64", steps=6)
         first = await stage.hire("first", "fp64", division=before)
         await alone(first, stage, range(1, 4))
-        await first.ask(SaveCheckpoint(str(tmp_path), optimiser=True), Done)
+        await first.ask(SaveCheckpoint(str(tmp_path), optimiser=True), Acknowledged)
         await first.stop()
         second = await stage.hire("second", "fp64", seed=3, division=after)
-        await second.ask(LoadCheckpoint(str(tmp_path)), Done)
+        await second.ask(LoadCheckpoint(str(tmp_path)), Acknowledged)
         await alone(second, stage, range(4, 7))
         assert distance(await stage.parameters(second), wanted, start) <= LIMITS["fp64"]
         await second.stop()

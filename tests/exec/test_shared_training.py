@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 import libra.backends.grpo.publication
 from libra.backends.grpo.elastic import GradientExchange
-from libra.backends.grpo.follower import SNAPSHOTS
 from libra.backends.grpo.joining import JoinError
 from libra.backends.grpo.trainer import Trainer
 from libra.backends.grpo.trainers import Trainers
+from libra.backends.grpo.training_worker import SNAPSHOTS
 from libra.backends.transport.messages import Precision, Reduced, Train
 from libra.backends.transport.shared_vectors import Vector
 

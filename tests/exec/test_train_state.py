@@ -11,11 +11,10 @@ import pytest
 import torch
 from small_states import RATE, SHAPES, make_state, parameters, step, vectors
 
-from libra.backends.grpo.flat import FlatLayout
-from libra.backends.grpo.follower import Follower
 from libra.backends.grpo.gradient_ring import SLOTS
 from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
-from libra.backends.grpo.train_state import TrainState
+from libra.backends.grpo.train_state import FlatLayout, TrainState
+from libra.backends.grpo.training_worker import Follower
 from libra.backends.transport.messages import StatePlace
 from libra.backends.transport.shared_vectors import Layout, LayoutError, attach
 

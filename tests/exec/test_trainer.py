@@ -26,8 +26,7 @@ from replicas import (
 )
 
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
-from libra.backends.grpo.grpo import Denominator
-from libra.backends.grpo.micro_batches import micro_batches
+from libra.backends.grpo.grpo import Denominator, micro_batches
 from libra.backends.grpo.trainer import Trainer
 from libra.backends.tiny_model import TokenizerCodec
 from libra.backends.transport.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp

@@ -17,12 +17,10 @@ from voters import PORT, RELAYS, Fate, Floor, Voter
 import libra.backends.grpo.membership
 import libra.backends.grpo.trainers
 from libra.backends.grpo import joining
-from libra.backends.grpo.boundary import Boundary
 from libra.backends.grpo.joining import BOUNDARIES, JoinError
 from libra.backends.grpo.joint_step import split_evenly
-from libra.backends.grpo.membership import FAILURES, CoreLostError, ExchangeError, Membership
+from libra.backends.grpo.membership import FAILURES, Boundary, CoreLostError, ExchangeError, Membership, Patience
 from libra.backends.grpo.trainers import DivergedError, Trainers
-from libra.backends.launch.answers import Patience
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import (
     TOKEN_BYTES,

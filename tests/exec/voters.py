@@ -17,10 +17,10 @@ from far_end import FarEnd, connect
 
 from libra.backends.launch.handles import Handle
 from libra.backends.transport.messages import (
+    Acknowledged,
     CatchUp,
     Commit,
     Discard,
-    Done,
     Enter,
     Entered,
     Failure,
@@ -172,10 +172,10 @@ class Voter:
                 return self._step(order, fate)
             case Discard():
                 self._pending = None
-                return Done()
+                return Acknowledged()
             case Prepare():
                 self._prepared[order.generation] = order.size
-                return Done()
+                return Acknowledged()
             case HostRendezvous():
                 return Rendezvous(0 if fate == "fail" else order.port or PORT)
             case Enter():
@@ -206,7 +206,7 @@ class Voter:
             case Publish():
                 return Published(order.version, 1000 + order.version)
             case Stop():
-                return Done()
+                return Acknowledged()
             case _:
                 raise AssertionError(f"{order} is not for a replica")
 

@@ -22,9 +22,9 @@ from libra.exec.journal import Journal, Start, Step, read_journal
 from libra.exec.replay import Past, past
 from libra.exec.transitions import Applied, Moved, Mover
 from libra.exec.workers import DEADLINES, IDLE, Duty, Role, Worker, make_pool
+from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.interrupted import allocation_in_force
+from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route.admission import Admission
@@ -84,7 +84,7 @@ class Point:
 class Slots:
     """The hands of a mover. A process is in `processes` from its fork to its end."""
 
-    def __init__(self, fleet: Fleet, version: Callable[[], int]) -> None:
+    def __init__(self, fleet: EngineFleet, version: Callable[[], int]) -> None:
         self.fleet, self._version = fleet, version
         self.processes: dict[str, Duty] = {}
         self.in_service: dict[str, Duty] = {}
@@ -110,7 +110,7 @@ class Slots:
         await self._point(worker, "boundary")
         if duty.shape is not None:
             engine = self.engines[worker] = MadeEngine(worker, self._version())
-            self.fleet.add(Instance(cast(EngineHandle, engine), duty.shape, HOLDS[duty.shape]))
+            self.fleet.add(ServingEngine(cast(EngineHandle, engine), duty.shape, HOLDS[duty.shape]))
         self.in_service[worker] = duty
 
     def end(self, worker: str, why: str) -> None:
@@ -199,7 +199,7 @@ class World:
         self.admission: Admission[Episode] = Admission(self.per_step, self.size, self.staleness, history.version)
         self.taken: list[Episode] = []  # in training
         self.policy = PublishedCMLFQ()
-        self.fleet = Fleet(self.policy, allocation)
+        self.fleet = EngineFleet(self.policy, allocation)
         self.slots = Slots(self.fleet, lambda: self.version)
         self.pool = make_pool(CORE, HYBRID, ROLLOUT)
         self.mover = Mover(

@@ -22,8 +22,8 @@ from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedErro
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
+    Acknowledged,
     Commit,
-    Done,
     Generate,
     LoadWeights,
     Piece,
@@ -42,9 +42,8 @@ from libra.backends.transport.messages import (
 )
 from libra.config.run import ModelConfig
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.running_turn import RunningTurn
+from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
@@ -128,7 +127,10 @@ async def pair(
     async with fork_server.open() as launcher:
         trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(start_trainer(model, 0))
-        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)  # the engine needs weights to start from
+        # The engine needs weights to start from.
+        await trainer.ask(
+            SaveCheckpoint(str(model), optimiser=False), Acknowledged
+        )  # the engine needs weights to start from
         engine = EngineHandle(await launcher.spawn("engine", 0), lost)
         await engine.start(start_engine(model, ready))
         yield Pair(launcher, model, ready, trainer, engine)
@@ -184,7 +186,7 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(fork_server: SharedN
             for version in (1, 2, 3):  # away from the uniform distribution, which is the same at any temperature
                 done = await step(both.trainer, version, version % 2)
             await both.engine.load(LoadWeights(3, 1, done.checksum))
-            await both.trainer.ask(SaveCheckpoint(str(both.model), optimiser=False), Done)
+            await both.trainer.ask(SaveCheckpoint(str(both.model), optimiser=False), Acknowledged)
             heats = (0.0, 0.7, 1.0, 1.3)
             turns = await asyncio.gather(*(made(both.engine, turn(f"at-{heat}", 48, None, heat)) for heat in heats))
             alone = await made(both.engine, turn("greedy", 48, None, 0.0))
@@ -291,7 +293,7 @@ class LongTurn:
     MOST = 240
 
     def __init__(self) -> None:
-        self.fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
+        self.fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
         self.draft = Draft("g0-0", Prompt("p", "", ""), 0.0, 1.0, fresh=False, started_at=0.0)
         self.draft.given(list(PROMPT))
         self.running = RunningTurn(self.draft, "test", self.fleet, self.MOST, -1)
@@ -304,9 +306,9 @@ class LongTurn:
         published = await both.trainer.ask(Publish(1, 1), Published)
         for engine in (both.engine, other):
             await engine.load(LoadWeights(1, 1, published.checksum))
-        self.fleet.add(Instance(both.engine, "any", 256))
+        self.fleet.add(ServingEngine(both.engine, "any", 256))
         self.part = self.serve("first")
-        self.fleet.add(Instance(other, "any", 256))
+        self.fleet.add(ServingEngine(other, "any", 256))
         await self.grow_to(20)
 
     def serve(self, name: str) -> asyncio.Task[None]:

@@ -20,7 +20,7 @@ from libra.backends.arithmetic import served_dtype
 from libra.backends.launch.handles import EngineHandle, Handle
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     LoadWeights,
     MeasureHandover,
     Publish,
@@ -30,14 +30,13 @@ from libra.backends.transport.messages import (
     StartEngine,
     StartTrainer,
 )
-from libra.backends.vllm.kv_handover import Change, KVHandover
+from libra.backends.vllm.kv_handover import Handover, KVHandover
 from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
-from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet, Instance
-from libra.loop.running_turn import RunningTurn
+from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
@@ -74,7 +73,7 @@ class Told:
     """One greedy turn, and how its context came to the engine that ended it."""
 
     draft: Draft
-    change: Change | None
+    change: Handover | None
 
     @property
     def made(self) -> list[int]:
@@ -96,7 +95,7 @@ async def scene(fork_server: SharedNursery, directory: Path, refresh_kv: bool = 
         ready = await trainer.start(
             StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, PRECISION, 0, 0.9, (0,))
         )
-        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)
+        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
         engines = [EngineHandle(await launcher.spawn(name, 0), lambda name, why: None) for name in "ab"]
         await asyncio.gather(*(engine.start(_start(model, ready, handover, refresh_kv)) for engine in engines))
         made = Scene(handover, trainer, *engines)
@@ -130,8 +129,8 @@ async def told(
 ) -> Told:
     """A greedy turn that starts at `a` and ends at `b`, which it `leave`s for with so many tokens; without `leave`, one
     that is never interrupted. `fresh` turns have no KV in common."""
-    fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), scene.handover)
-    fleet.add(Instance(scene.a, "any", LONGEST))
+    fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), scene.handover)
+    fleet.add(ServingEngine(scene.a, "any", LONGEST))
     draft = Draft(salt, Prompt("p", "", ""), 0.0, 0.0, fresh, started_at=0.0)
     draft.given(list(PROMPT))
     turn = RunningTurn(draft, "test", fleet, MOST, -1)
@@ -142,7 +141,7 @@ async def told(
             while len(draft.tokens) < len(PROMPT) + after:
                 await asyncio.sleep(0.001)
         fleet.remove("a")
-        fleet.add(Instance(scene.b, "any", LONGEST))
+        fleet.add(ServingEngine(scene.b, "any", LONGEST))
         await leave(scene.a, name)
     await first
     if leave is not None:
@@ -154,8 +153,8 @@ async def told(
 
 async def next_turn(scene: Scene, told: Told) -> None:
     """A tool has returned, and the turn after it is made by `a`."""
-    fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, LONGEST),)), scene.handover)
-    fleet.add(Instance(scene.a, "any", LONGEST))
+    fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, LONGEST),)), scene.handover)
+    fleet.add(ServingEngine(scene.a, "any", LONGEST))
     told.draft.given([5, 6, 7])
     turn = RunningTurn(told.draft, "test", fleet, 20, -1)
     await _serve(turn, f"{told.draft.id}-next")
@@ -261,11 +260,11 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: Shared
             same(old, whole)
             assert old.change is not None and old.change.why == "the engine had forgotten it"
 
-            fleet = Fleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
-            fleet.add(Instance(two.a, "any", LONGEST))
+            fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
+            fleet.add(ServingEngine(two.a, "any", LONGEST))
             drafts = []
 
-            async def episode(name: str) -> Change | None:
+            async def episode(name: str) -> Handover | None:
                 draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
                 draft.given(list(PROMPT))
                 drafts.append(draft)
@@ -282,7 +281,7 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: Shared
                 while len(drafts) < 3 or any(len(draft.tokens) < len(PROMPT) + 40 for draft in drafts):
                     await asyncio.sleep(0.001)
             fleet.remove("a")
-            fleet.add(Instance(two.b, "any", LONGEST))
+            fleet.add(ServingEngine(two.b, "any", LONGEST))
             await two.a.vacate(5.0)
             await two.a.stop()
             for draft, change in zip(drafts, await episodes, strict=True):

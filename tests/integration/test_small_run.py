@@ -20,7 +20,7 @@ from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.exec.journal import read_journal
 from libra.exec.replay import past
 from libra.exec.workers import make_pool
-from libra.loop.interrupted import allocation_in_force
+from libra.loop.checkpoint import allocation_in_force
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration

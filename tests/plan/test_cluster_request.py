@@ -13,6 +13,7 @@ from libra.config.recipe import Recipe
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
+from libra.hardware.model_file import load_model
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_options
 from libra.plan.options.layouts import training_layouts
@@ -118,7 +119,8 @@ NO_OPTION = [
         "generation",
         CLUSTER,
         0.05,
-        "no engine holds Qwen/Qwen3-14B: a800/tp1: 29.5 GB of weights .*; a800/tp8: .*: give GPUs with more memory",
+        "no engine holds Qwen/Qwen3-14B, and engines stay within a node: a800/tp8: 3.7 GB of weights .*: it would fit"
+        " with gpu_memory_utilization: 0.9$",
     ),
 ]
 
@@ -135,3 +137,23 @@ def test_a_model_without_an_option_has_no_menu(cluster: Cluster, utilization: fl
 def test_classes_that_end_together_are_no_problem() -> None:
     twins = (replace(SHORT, share=0.5, peak_context=4000), replace(LONG, share=0.5))
     assert replace(REQUEST, classes=twins).menu().problem.peaks == (4000, 4000)
+
+
+H100 = NodeClass("h100", 32, 8, GPUS["H100"], intra_bandwidth=450e9, inter_bandwidth=50e9)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rollout_dtype", "remedy"),
+    [
+        ("H100", None, "it would fit with 8 H200 a node and rollout_dtype: fp8, or 8 B200 a node"),
+        ("H200", None, "it would fit with rollout_dtype: fp8, or 8 B200 a node"),
+        ("H100", "fp8", "it would fit with 8 H200 a node"),
+    ],
+)
+def test_a_model_that_no_engine_holds_is_told_what_would(gpu: str, rollout_dtype: str | None, remedy: str) -> None:
+    model = load_model("deepseek-ai/DeepSeek-V3")
+    cluster = Cluster((replace(H100, gpu=GPUS[gpu]),))
+    recipe = RECIPE.model_copy(update={"rollout_dtype": rollout_dtype})
+    with pytest.raises(InfeasiblePlanError, match=r"engines stay within a node: h100/tp8: .* GB of weights") as refusal:
+        request(cluster, model, recipe).menu()
+    assert str(refusal.value).endswith(remedy)

@@ -59,17 +59,17 @@ def is_feasible(problem: Problem) -> bool:
 
 def dropped(problem: Problem, kept: Collection[Constraint]) -> Problem:
     """The problem without all constraints but `kept`, as a problem: what is dropped is made to hold."""
-    kinds = {constraint.kind for constraint in kept}
+    families = {constraint.family for constraint in kept}
     limited = {constraint.pool for constraint in kept}
     pools = [pool if pool.name in limited else replace(pool, nodes=1000) for pool in problem.pools]
     changed = replace(problem, pools=(*pools, Pool("elsewhere", 2, 1)))
-    if "training" not in kinds:
+    if "one_training" not in families:
         changed = replace(changed, training=(training("free", "elsewhere", 1),))
-    if "engines" not in kinds and not problem.engines:
+    if "every_class_once" not in families and not problem.engines:
         changed = replace(changed, engines=(engine("free", "elsewhere", 1, 1000),))
-    if "longest context" not in kinds:
+    if "longest_context" not in families:
         changed = replace(changed, engines=tuple(replace(option, holds=1000) for option in changed.engines))
-    return changed if "own devices" in kinds else replace(changed, colocated=True)
+    return changed if "own_devices" in families else replace(changed, colocated=True)
 
 
 @settings(max_examples=300, deadline=None)

@@ -14,10 +14,19 @@ from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
 from oracles.small_request import REQUEST, slot_requests, two_buckets
 
 from libra.config.recipe import Recipe
-from libra.plan.document import DocumentError, dump_plan, parse_plan
 from libra.plan.options.slots import SlotRequest
-from libra.plan.plan import Plan, make_plan
+from libra.plan.plan import (
+    Confirmation,
+    DisagreementError,
+    DocumentError,
+    Plan,
+    compare,
+    dump_plan,
+    make_plan,
+    parse_plan,
+)
 from libra.plan.planner import Planner
+from libra.plan.problem import Solution
 
 PLAN = make_plan(replace(REQUEST, current=two_buckets(1, 1, 2)))
 
@@ -157,3 +166,25 @@ def test_so_is_one_for_a_cluster(cluster_plan: Plan, change: Callable[[dict[str,
 def test_a_text_that_is_no_document_is_refused(text: str | bytes) -> None:
     with pytest.raises(DocumentError, match=r"not JSON|format is missing"):
         parse_plan(text)
+
+
+SHORTER = replace(PLAN.solution, predicted=replace(PLAN.predicted, step=PLAN.proof.bound * 0.99))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wrong"), [(PLAN.solution, SHORTER, "cp-sat"), (SHORTER, PLAN.solution, "ilp")]
+)
+def test_a_plan_below_the_other_solver_s_bound_proves_that_one_wrong(
+    one: Solution, other: Solution, wrong: str
+) -> None:
+    right = "ilp" if wrong == "cp-sat" else "cp-sat"
+    message = f"{wrong} has proven .*, and {right} has a plan of .*: {wrong} is wrong"
+    with pytest.raises(DisagreementError, match=message):
+        compare("cp-sat", one, "ilp", other)
+
+
+def test_plans_that_the_other_bound_allows_confirm_each_other() -> None:
+    longer = replace(PLAN.solution, predicted=replace(PLAN.predicted, step=PLAN.predicted.step * 1.0001))
+    assert compare("cp-sat", PLAN.solution, "ilp", longer) == Confirmation(
+        "ilp", longer.predicted.step, longer.proof.bound
+    )

@@ -73,3 +73,26 @@ def test_a_plan_that_does_not_answer_its_request_is_not_explained(plan: Plan) ->
     ):
         with pytest.raises(ValueError, match=r"the plan is not an answer to the request in it: .*; plan again"):
             explain_plan(edited)
+
+
+def test_what_fewer_nodes_cost_is_the_price_of_their_best_plan(plan: Plan) -> None:
+    explained = explain_plan(plan)
+    (nodes,) = CLUSTER.nodes
+    (fewer,) = explained.fewer_nodes
+    wanted = Planner(override(CLUSTER, {nodes.name: nodes.count - 1}), QWEN_06B, RECIPE).plan(CLASSES).predicted.step
+    assert fewer.nodes == ((nodes.name, nodes.count - 1, nodes.count),)
+    assert (fewer.devices, fewer.step) == (8, pytest.approx(wanted, rel=1e-3))
+    assert fewer.seconds == pytest.approx(wanted - plan.predicted.step, abs=1e-3 * wanted)
+
+
+def test_the_smallest_cluster_has_the_same_step_and_a_node_less_has_not() -> None:
+    """Ten nodes, of which few have anything to do: one step's trajectories are quickly made."""
+    (nodes,) = CLUSTER.nodes
+    plan = Planner(override(CLUSTER, {nodes.name: 10}), QWEN_06B, RECIPE).plan(CLASSES)
+    smallest = explain_plan(plan).smallest
+    assert smallest is not None and smallest.step is not None
+    ((_, kept, _),) = smallest.nodes
+    assert 0 < kept < 10 and smallest.devices == 8 * (10 - kept)
+    assert smallest.step == pytest.approx(plan.predicted.step, rel=1e-3)
+    one_less = Planner(override(CLUSTER, {nodes.name: kept - 1}), QWEN_06B, RECIPE).plan(CLASSES)
+    assert one_less.predicted.step > plan.predicted.step * (1 + 0.5e-3)

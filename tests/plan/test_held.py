@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, LONG, QWEN_14B, RECIPE, SHORT
 
-from libra.plan.options.cluster_request import ClusterRequest, Menu
-from libra.plan.options.held import sharing_layouts
+from libra.plan.options.cluster_request import ClusterRequest, Menu, sharing_layouts
 from libra.plan.planner import Planner
 
 PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE)

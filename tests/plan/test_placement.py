@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.plan.placement import Group, place
+from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
 
 NODE_SIZES = {8: (1, 2, 4, 8), 6: (1, 2, 6), 12: (1, 2, 4, 12)}
@@ -48,7 +48,7 @@ class Wanted:
         buckets = tuple(Bucket(f"tp{n}", count, i, i + 1) for i, (n, count) in enumerate(self.engines))
         return Allocation(self.replicas, buckets, f"x{self.replica}")
 
-    def placed(self, current: Sequence[Group] = ()) -> tuple[Group, ...]:
+    def placed(self, current: Sequence[DeviceGroup] = ()) -> tuple[DeviceGroup, ...]:
         return place(self.problem, self.allocation, current)
 
 
@@ -74,11 +74,11 @@ def fitting(draw: st.DrawFn, per_node: int | None = None, nodes: int | None = No
     return Wanted(per_node, nodes, replica, replicas, tuple(engines), colocated)
 
 
-def gpus(groups: Sequence[Group]) -> list[tuple[int, int]]:
+def gpus(groups: Sequence[DeviceGroup]) -> list[tuple[int, int]]:
     return [(node, gpu) for group in groups for node in group.nodes for gpu in group.gpus]
 
 
-def assert_well_placed(wanted: Wanted, groups: Sequence[Group]) -> None:
+def assert_well_placed(wanted: Wanted, groups: Sequence[DeviceGroup]) -> None:
     # Everything is placed, in the allocation's order.
     assert [(group.role, group.name, group.bucket, group.pool, group.devices) for group in groups] == [
         *[("train", f"x{wanted.replica}", None, "a", wanted.replica)] * wanted.replicas,
@@ -188,8 +188,8 @@ def test_placements_to_look_at(wanted: Wanted, places: list[tuple[str, tuple[int
     assert [(group.role, group.nodes, group.gpus) for group in wanted.placed()] == places
 
 
-def engine(node: int, *gpus: int) -> Group:
-    return Group("generate", f"tp{len(gpus)}", 0, "a", (node,), gpus)
+def engine(node: int, *gpus: int) -> DeviceGroup:
+    return DeviceGroup("generate", f"tp{len(gpus)}", 0, "a", (node,), gpus)
 
 
 def test_a_larger_group_displaces_as_few_as_it_can() -> None:

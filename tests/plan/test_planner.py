@@ -19,9 +19,8 @@ from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_1
 from libra.config.recipe import Mode, Recipe
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.lengths import LengthTracker
-from libra.plan.document import dump_plan, parse_plan
 from libra.plan.options.price import infeasibility, price
-from libra.plan.plan import Plan, make_plan
+from libra.plan.plan import Plan, dump_plan, make_plan, parse_plan
 from libra.plan.planner import CLASSES as MOST_CLASSES
 from libra.plan.planner import Planner, rooflines
 from libra.plan.problem import InfeasiblePlanError

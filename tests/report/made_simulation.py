@@ -7,8 +7,8 @@ from typing import Any
 
 from libra.route.baselines import LeastLoaded
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.result import SimulationResult, result_of

@@ -10,8 +10,8 @@ import pytest
 from made_explanation import CLASSES, EXPLANATION, plan
 from pages import Page, figure, marks, needs_nothing
 
+from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import Otherwise, RejectedKind
-from libra.plan.explain.splits import Split
 from libra.report.explain_figures import below, bucket_figure, split_figures
 from libra.report.explain_page import MOST_REJECTED, explain_page
 from libra.report.explain_table import headline, routing_sentence
@@ -32,16 +32,18 @@ def test_a_page_says_what_was_explained() -> None:
         routing_sentence(EXPLANATION),
         "32 devices of a",
         "11 devices 4 engines, 2 buckets",
-        "13 devices 5 of 48 a, 8 of 8 [b]",
-        "From 24 to 32 training devices the slower side changes from training to generation.",
+        "13 devices 5 of 48 a (others suffice), 8 of 8 [b] (too slow)",
+        "Up to 24 training devices, training by itself sets the step; from 32, generation with what follows it does.",
         "this plan: 32 train",
-        "3 × a/tp1 · 3 devices · 75 % of the step",
-        "1 × a/tp8 · 8 devices · 100 % of the step",
+        "3 × a/tp1 · 3 devices · 75.0 % of the step",
+        "1 × a/tp8 · 8 devices · the whole step",
         "up to 8,000 tokens: 30.0 %",
         "no. 3 +10.0 % 1 min 50 s 24 of a train, 3 a/tp1 + 1 a/tp8 generate",
         "no a/tp8 - - no plan",
         "one more node of a (8 devices) 12.5 % 1 min 28 s",
         "at most 3 buckets instead of 2 nothing -",
+        "5 of 6 a 8 4.00 s longer (4.0 %)",
+        "the fewest: 0 of 1 [b] 8 the same step",
         "What is no option, and why (2)",
         "2 × needs … GB",
         "tp1 needs 200 GB; [80] are there",
@@ -115,9 +117,12 @@ def test_each_pool_that_could_train_has_a_figure_and_the_plan_is_marked_on_its_o
     own, second = split_figures(replace(EXPLANATION, splits=(*other, *EXPLANATION.splits)))
     assert own.title.endswith("training on a") and "this plan" in own.chart
     assert second.title.endswith("training on [b]") and "this plan" not in second.chart
-    assert "Training is always the faster side." in second.note
+    assert "Whatever the split, generation, with what follows it, sets the step." in second.note
     slow = tuple(replace(split, training=150.0) for split in other)
-    assert "Training is never the faster side." in split_figures(replace(EXPLANATION, splits=slow))[0].note
+    assert (
+        "Whatever the split, training by itself sets the step."
+        in split_figures(replace(EXPLANATION, splits=slow))[0].note
+    )
 
 
 def test_a_synchronous_step_is_drawn_beside_its_parts() -> None:

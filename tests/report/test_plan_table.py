@@ -14,10 +14,12 @@ from rich.table import Table
 from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
-from libra.plan.offline import Evidence
+from libra.plan.explain.explanation import Bound
+from libra.plan.explain.idle import IdleDevices
+from libra.plan.offline import LogEvidence
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import EngineShape
-from libra.plan.placement import Group
+from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.plan.planner import rooflines
 from libra.plan.problem import Allocation, Bucket, Prediction, Proof
@@ -34,13 +36,15 @@ PLAN = Plan(
     request=REQUEST,
 )
 
+BOUND = Bound("latency", (("latency", 9.0), ("training", 3.0)), 2, None)
+
 # Two classes of nodes; two replicas of two GPUs, and engines on nodes 0, 1, 2 and 5 of one and on 0 of the other.
 NODES = (replace(A800, name="a", count=6), replace(A800, name="b"))
 LAYOUT = ParallelLayout(2, 1, 2, 1, 1, 8192, "full", "zero1", chunked_logits=True)
 
 
-def engine(bucket: int, pool: str, node: int, *gpus: int) -> Group:
-    return Group("generate", f"{pool}/tp{len(gpus)}", bucket, pool, (node,), gpus)
+def engine(bucket: int, pool: str, node: int, *gpus: int) -> DeviceGroup:
+    return DeviceGroup("generate", f"{pool}/tp{len(gpus)}", bucket, pool, (node,), gpus)
 
 
 CLUSTER_PLAN = replace(
@@ -49,8 +53,8 @@ CLUSTER_PLAN = replace(
     seats=(64, 512),
     layout=LAYOUT,
     placement=(
-        Group("train", LAYOUT.family, None, "b", (1,), (0, 1)),
-        Group("train", LAYOUT.family, None, "b", (1,), (2, 3)),
+        DeviceGroup("train", LAYOUT.family, None, "b", (1,), (0, 1)),
+        DeviceGroup("train", LAYOUT.family, None, "b", (1,), (2, 3)),
         *(engine(0, "a", node, 0) for node in (5, 1, 0, 2)),
         engine(1, "b", 0, 0, 1, 2, 3),
     ),
@@ -64,7 +68,7 @@ def cells(table: Table) -> list[tuple[str, ...]]:
 
 
 def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
-    assert cells(plan_tables(PLAN)[0]) == [
+    assert cells(plan_tables(PLAN, BOUND, ())[0]) == [
         ("training replicas", "1", "one device", "-", "-"),
         ("engines", "1", "short", "4", "1 to 1,000"),
         ("engines", "2", "long", "5", "1,001 to 5,000"),
@@ -72,7 +76,7 @@ def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
 
 
 def test_on_a_cluster_it_shows_the_layout_the_devices_and_the_nodes() -> None:
-    assert cells(plan_tables(CLUSTER_PLAN)[0]) == [
+    assert cells(plan_tables(CLUSTER_PLAN, BOUND, ())[0]) == [
         ("training replicas", "2", LAYOUT.family, "-", "-", "4", "b 1"),
         ("engines", "4", "a/tp1", "64", "1 to 1,000", "4", "a 0-2, 5"),
         ("engines", "1", "b/tp4", "512", "1,001 to 8,192", "4", "b 0"),
@@ -81,52 +85,47 @@ def test_on_a_cluster_it_shows_the_layout_the_devices_and_the_nodes() -> None:
 
 def test_a_bucket_on_several_pools_names_each() -> None:
     placement = (*CLUSTER_PLAN.placement, engine(0, "b", 1, 4))
-    rows = cells(plan_tables(replace(CLUSTER_PLAN, placement=placement))[0])
+    rows = cells(plan_tables(replace(CLUSTER_PLAN, placement=placement), BOUND, ())[0])
     assert rows[1][5:] == ("5", "a 0-2, 5; b 1")
 
 
 def test_on_a_cluster_the_work_is_that_of_the_batch() -> None:
-    table = plan_tables(CLUSTER_PLAN)[3]
+    table = plan_tables(CLUSTER_PLAN, BOUND, ())[3]
     assert str(table.title).startswith("Work of a step: 64 trajectories, in classes, ")
     assert str(table.title).endswith(" generated tokens/s")
     assert [row[-1] for row in cells(table)] == ["a/tp1", "b/tp4"]
 
 
-def test_the_step_names_the_bottleneck_and_the_slack_of_the_rest() -> None:
-    table = plan_tables(PLAN)[1]
+def test_the_parts_of_a_step_add_up_to_it_and_the_division_is_said() -> None:
+    table = plan_tables(PLAN, BOUND, ())[1]
     assert table.title == "One optimiser step, predicted: 12.0 s"
     assert cells(table) == [
-        ("generation", "9.0000", "25.0 %"),
-        ("training", "3.0000", "75.0 %"),
-        ("the longest episodes", "12.0000", "bottleneck"),
+        ("the longest episodes", "9.0000", "75.0 %", "bottleneck"),
+        ("training", "3.0000", "25.0 %", ""),
     ]
+    assert [column.footer for column in table.columns][:2] == ["the step", "12.0000"]
+    assert table.caption == "each divided by 2: with staleness 1, 2 batches are under way"
 
 
-def test_a_step_that_is_a_sum_shows_the_sum() -> None:
-    """Also beside a larger part; where the longest episodes are waited for they are what is named."""
-    generating, late = (
-        replace(CLUSTER_PLAN, predicted=Prediction(12.0, 9.0, 3.0, 12.0, bottleneck))
-        for bottleneck in ("rollout", "latency")
-    )
-    assert [row[0::2] for row in cells(plan_tables(generating)[1])] == [
-        ("generation", "bottleneck"),
-        ("training", "75.0 %"),
-        ("both, with publication", "0.0 %"),
-    ]
-    assert cells(plan_tables(late)[1])[2] == ("the longest episodes", "12.0000", "bottleneck")
-
-
-def test_a_step_of_no_length_has_no_slack() -> None:
+def test_a_step_as_long_as_training_is_no_sum_and_one_of_no_length_has_no_shares() -> None:
+    table = plan_tables(PLAN, Bound("training", (("training", 12.0),), 2, 0.25), ())[1]
+    assert cells(table) == [("training", "12.0000", "100.0 %", "bottleneck")]
+    assert (table.show_footer, table.caption) == (False, None)
     nothing = replace(PLAN, predicted=Prediction(0.0, 0.0, 0.0, 0.0, "rollout"))
-    assert [row[2] for row in cells(plan_tables(nothing)[1])] == ["bottleneck", "-", "-"]
+    assert [row[2] for row in cells(plan_tables(nothing, BOUND, ())[1])] == ["-", "-"]
+
+
+def test_idle_devices_are_shown_with_the_reason() -> None:
+    table = plan_tables(PLAN, BOUND, (IdleDevices("[b]", 16, "latency", "too slow there"),))[1]
+    assert (table.title, cells(table)) == ("Idle devices", [(r"\[b]", "16", "too slow there")])
 
 
 def test_the_proof_shows_status_bound_and_gap() -> None:
-    assert [value for _, value in cells(plan_tables(PLAN)[2])] == ["optimal", "11.9940 s", "0.05 %"]
+    assert [value for _, value in cells(plan_tables(PLAN, BOUND, ())[2])] == ["optimal", "11.9940 s", "0.05 %"]
 
 
 def test_the_work_shows_each_class_and_who_serves_it() -> None:
-    table = plan_tables(PLAN)[3]
+    table = plan_tables(PLAN, BOUND, ())[3]
     assert str(table.title).startswith("Work of a step: 8 trajectories, in classes, ")
     assert cells(table) == [
         ("1,000", "75.0 %", "100", "1,000", "2", "3", "short"),
@@ -141,22 +140,39 @@ def test_a_name_that_looks_like_markup_is_shown_as_it_is() -> None:
         PLAN.allocation, buckets=(replace(PLAN.allocation.buckets[0], shape="[red]"), PLAN.allocation.buckets[1])
     )
     console = Console(width=200, file=StringIO(), record=True)
-    for table in plan_tables(replace(PLAN, request=replace(REQUEST, shapes=shapes), allocation=allocation)):
+    for table in plan_tables(replace(PLAN, request=replace(REQUEST, shapes=shapes), allocation=allocation), BOUND, ()):
         console.print(table)
     assert console.export_text().count("[red]") == 2
 
 
-def evidence(unfinished: int, *tool_seconds: float | None) -> Evidence:
+def evidence(unfinished: int, *tool_seconds: float | None) -> LogEvidence:
     tracker = LengthTracker()
     for seconds in tool_seconds:
         turns = (Turn(5, "tool", "ok", 3, seconds), Turn(2, None, None, 0))
         tracker.observe(Trajectory("t", "p", "task", 10, turns, None, 0, finished=True))
-    return Evidence(tracker, len(tool_seconds), unfinished, 5)
+    return LogEvidence(tracker, len(tool_seconds), unfinished, 5, max((t or 0.0 for t in tool_seconds), default=0.0), 0)
 
 
-NOTES: list[tuple[str, Plan, Evidence, tuple[str, ...]]] = [
+PAUSES = evidence(0, 0.1, 25_000.0)
+
+NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
     ("complete", PLAN, evidence(0, 0.1, 0.0), ()),
     ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), ()),
+    (
+        "pauses",
+        CLUSTER_PLAN,
+        PAUSES,
+        (
+            "the longest tool call of the log took 6 h 57 min, and waiting for the longest episodes is most of a step:"
+            " where calls waited for people, cut them with --longest-tool-call SECONDS",
+        ),
+    ),
+    (
+        "pauses cut",
+        CLUSTER_PLAN,
+        replace(PAUSES, longest_tool_call=60.0, cut_tool_calls=1),
+        ("1 tool call of more than 1 min 00 s counted as so long",),
+    ),
     (
         "one unfinished",
         PLAN,
@@ -187,5 +203,5 @@ NOTES: list[tuple[str, Plan, Evidence, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("plan", "found", "wanted"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
-def test_notes_say_what_the_log_cannot_tell(plan: Plan, found: Evidence, wanted: tuple[str, ...]) -> None:
-    assert log_notes(plan, found) == wanted
+def test_notes_say_what_the_log_cannot_tell(plan: Plan, found: LogEvidence, wanted: tuple[str, ...]) -> None:
+    assert log_notes(plan, BOUND, found) == wanted

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 
 import pytest
 from aiohttp import web
 
+from libra.serve import http_service
 from libra.serve.http_service import serving
 
 LONG = b"x" * 20_000
@@ -78,3 +80,47 @@ def test_a_fault_of_ours_is_told(caplog: pytest.LogCaptureFixture) -> None:
     [line] = asyncio.run(answers(b"GET /broken HTTP/1.1\r\nHost: me\r\n\r\n"))
     assert line.split()[1] == b"500"
     assert "a fault of ours" in caplog.text
+
+
+async def raw(application: web.Application, sent: bytes) -> bytes:
+    """All that a visitor reads who says this and no more."""
+    async with serving(application, "127.0.0.1", 0) as base:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(base.rsplit(":", 1)[1]))
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            said = await reader.read()
+        writer.close()
+        return said
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: me\r\nAnd"])
+def test_who_never_ends_a_request_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_service, "_IDLE_SECONDS", 0.2)
+    assert asyncio.run(raw(web.Application(), sent)) == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_takes_nothing_of_an_answer_is_left(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_service, "_STALLED_SECONDS", 0.5)
+
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def much(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            try:
+                await response.prepare(request)
+                while True:
+                    await response.write(bytes(2**16 if stream else 2**26))
+            finally:
+                ended.set()
+
+        application = web.Application()
+        application.router.add_get("/", much)
+        async with serving(application, "127.0.0.1", 0) as base:
+            with socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1]))) as visitor:
+                visitor.send(b"GET / HTTP/1.1\r\nHost: me\r\n\r\n")
+                async with asyncio.timeout(20):
+                    await ended.wait()
+
+    asyncio.run(main())

@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from libra.serve import rare_collection
-from libra.serve.rare_collection import Connections, collecting_rarely
+from libra.serve import http_service
+from libra.serve.http_service import Connections, collecting_rarely
 
 
 class Circle:
@@ -18,8 +18,8 @@ class Circle:
 
 
 def test_connections_that_leave_something_lead_to_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rare_collection, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(rare_collection, "_CONNECTIONS", 10_000)
+    monkeypatch.setattr(http_service, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(http_service, "_CONNECTIONS", 10_000)
     collected: list[str] = []
 
     def noted(phase: str, info: dict[str, int]) -> None:

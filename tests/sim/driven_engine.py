@@ -17,12 +17,12 @@ from oracles.naive_engine import Adoption, NaiveResult, naive_run
 from simulated import Asked
 from test_batching_equality import affine_costs, knee_costs, small_configs
 
-from libra.sim.engine.batching import Engine, Iteration, Pause
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import Engine, Pause
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
-from libra.sim.engine.pipeline import PipelinedEngine
 from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration
 
 _OUTCOME = [
     *map(attrgetter, ("status", "scheduled", "prefill_end", "first_token", "finish", "generated")),
@@ -183,8 +183,7 @@ class Served:
 
     def __post_init__(self) -> None:
         config = self.case.config
-        kind = Engine if config.pipeline_parallel_size == 1 else PipelinedEngine
-        self.engine = kind(config, self.case.cost, exact=self.exact)
+        self.engine = Engine(config, self.case.cost, exact=self.exact)
         self.engine.trace = self.iterations.append
         self.trunk, self.requests = self.case.requests()
 
@@ -254,7 +253,7 @@ class Served:
         self.looked.append(now)
         self.looked.append([self.engine.generated_by(request, now) for request in there])
         self.looked.append([self.engine.cached_tokens(request.chain or request, now) for request in self.requests])
-        self.looked.append([self.engine.cached_tokens(request, now) for request in there if request.seat < 0])
+        self.looked.append([self.engine.cached_tokens(request, now) for request in there if request.admission < 0])
         request = self.requests[look.turn % len(self.requests)]
         if look.ask is not None and request in there:
             tokens = self.engine.generated_by(request, now) + look.ask

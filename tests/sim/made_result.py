@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.result import SimulationResult, result_of

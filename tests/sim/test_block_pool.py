@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.memory import BlockPool
 from libra.sim.engine.request import Request
 
 EVERYTHING = 10**6  # blocks

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement
 from libra.route.policy import Request as Asked
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.weight_update import WeightUpdate

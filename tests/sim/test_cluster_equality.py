@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from libra.route.catalogue import POLICIES, policy_named
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Iteration
+from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, IterationCost
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Batch, Chunk, IterationCost
 from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration
 from libra.sim.link import Link
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Requests, Workload
@@ -38,13 +38,13 @@ class TwoPieces:
 
     knee: int
 
-    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
         if context < self.knee:
-            return 2 * STEP + decoding, 1, self.knee
+            return 2 * STEP + batch.requests, 1, self.knee
         return STEP, 7, UNLIMITED
 
-    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        return 3 * STEP + decoding + context + sum(9 * new + before for new, before in chunks)
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        return 3 * STEP + batch.requests + context + sum(9 * new + before for new, before in chunks)
 
 
 class Cancelling:

@@ -12,10 +12,10 @@ from elastic import Places
 from libra.cost.collectives import Fabric
 from libra.route.attained import AttainedService
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.kv_move import KVMoves
+from libra.sim.handover import KVMoves
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn
 

@@ -9,11 +9,10 @@ from driven_engine import Case, cases, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.engine.batching import Engine, Pause
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import Engine, Pause
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.pipeline import PipelinedEngine
 from libra.sim.engine.request import Request
 
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
@@ -205,7 +204,7 @@ def test_who_finishes_with_the_iteration_under_way_is_not_interrupted() -> None:
 def test_a_pipelined_engine_lets_its_batches_come_to_their_ends() -> None:
     """Two stages of 50 ticks: batches end at 100 and 150, and no other follows."""
     config = replace(CONFIG, pipeline_parallel_size=2)
-    engine = PipelinedEngine(config, AffineCost(100))
+    engine = Engine(config, AffineCost(100))
     requests = [Request(0, 0, 8, 9), Request(1, 10, 8, 9), Request(2, 20, 8, 9)]
     left = []
     drive(

@@ -10,8 +10,8 @@ from driven_engine import Case, Served, cases, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.engine.batching import Engine, Pause
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import Engine, Pause
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 

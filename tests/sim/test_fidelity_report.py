@@ -21,8 +21,9 @@ from benchmarks.fidelity.tables import errors_table, goals_table, residuals_tabl
 from benchmarks.fidelity.workloads import Group, Poisson, Workload, read_workloads
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import ticks
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.iteration_cost import Chunk, IterationCost
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.iteration_cost import Batch, Chunk, IterationCost
 
 PRICES = Prices(
     tokens=(0.006, 0.0068, 0.007, 0.0075, 0.009, 0.0135, 0.02, 0.028, 0.034, 0.048, 0.061, 0.091, 0.125),
@@ -47,12 +48,12 @@ class Recording:
         self.steps: list[Step] = []
         self._number, self._cost, self._pace = number, cost, pace
 
-    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
-        base, slope, limit = self._cost.line(decoding, context)
-        return self._keep(base + slope * context, decoding, context, ()), 0, limit
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+        base, slope, limit = self._cost.line(batch, context)
+        return self._keep(base + slope * context, batch.requests, context, ()), 0, limit
 
-    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        return self._keep(self._cost.mixed(decoding, context, chunks), decoding, context, tuple(chunks))
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        return self._keep(self._cost.mixed(batch, context, chunks), batch.requests, context, tuple(chunks))
 
     def _keep(self, length: int, decoding: int, context: int, chunks: tuple[Chunk, ...]) -> int:
         duration = round(length * self._pace)

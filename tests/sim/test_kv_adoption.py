@@ -12,11 +12,11 @@ from hypothesis.stateful import precondition, rule
 from test_block_pool import WHICH, Client, PoolMachine
 from test_engine_closing import assert_as_naive
 
-from libra.sim.engine.batching import Engine
+from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.memory import BlockPool
 from libra.sim.engine.request import Request
 
 CONFIG = EngineConfig(max_model_len=32, kv_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Iteration
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.pipeline import PipelinedEngine
 from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration
 from libra.sim.link import Link
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Requests
@@ -97,7 +96,6 @@ def test_nothing_is_lost_and_no_request_is_in_two_batches(seed: int, stages: int
         replace(config, pipeline_parallel_size=stages), [*requests], AffineCost(500, 20, 3, 5, 1), updates
     )
     engine = cluster.engines[0]
-    assert isinstance(engine, PipelinedEngine)
     assert {request.status for request in requests} <= {"finished", "cancelled"}
     assert (engine.pool.free, engine.load_tokens) == (config.kv_blocks, 0)
     for request in requests:
@@ -128,3 +126,15 @@ def test_blocks_are_held_as_long_with_stages_as_without() -> None:
         cluster, _ = served(config, [Request(0, 0, 100, 60)])
         held.append(cluster.engines[0].held_ticks / 2 / 64 / cluster.now)
     assert held == pytest.approx([held[0]] * 3, rel=0.05)
+
+
+def test_a_pause_counts_up_to_the_time_limit() -> None:
+    config = EngineConfig(max_model_len=64, kv_blocks=64, pipeline_parallel_size=2)
+    cluster = Cluster(
+        [EngineSpec("e", config, AffineCost(100))],
+        Requests(lambda: [Request(0, 0, 8, 9)], {}),
+        updates=(WeightUpdate(250, 5000),),
+        time_limit=1300,
+    )
+    cluster.run()
+    assert cluster.engines[0].paused_ticks == 1000

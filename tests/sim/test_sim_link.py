@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS, ticks
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.link import Link

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from made_result import all_ends, request, simulated, two_trajectories
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Engine
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from made_result import SECOND, request, simulated, small
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Iteration
+from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration
 from libra.sim.outcome.engine_series import EngineSeries
 from libra.sim.outcome.watcher import Watcher
 from libra.sim.weight_update import WeightUpdate

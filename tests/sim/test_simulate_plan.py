@@ -20,7 +20,7 @@ from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.published import PublishedCMLFQ
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.turn_cost import TurnCost
+from libra.sim.engine.iteration_cost import Batch, TurnCost
 from libra.sim.of_plan import forecast_of, planned_run, simulate_plan
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import DECISIONS, Moment
@@ -75,7 +75,7 @@ def test_times_are_the_planners() -> None:
     for engine in planned_engines(plan):
         tp = int(plan.allocation.buckets[engine.bucket].shape.partition("/tp")[2])
         grid = request.profiles[0].grid(tp)
-        base, slope, _ = engine.cost.line(8, 8 * 2048)
+        base, slope, _ = engine.cost.line(Batch(8), 8 * 2048)
         assert base + slope * 8 * 2048 == pytest.approx(ticks(grid.decode_seconds(8, 2048)), rel=1e-6)
 
 
@@ -104,9 +104,9 @@ def test_slots_have_the_shapes_and_times_of_the_configuration() -> None:
 def test_a_measured_iteration_takes_what_was_measured() -> None:
     cost = EngineCost(1e-3, 2e-4, 3e-7, 4e-6, 5e-4)
     found = TurnCost(cost)
-    base, slope, _ = found.line(3, 100)
+    base, slope, _ = found.line(Batch(3), 100)
     assert seconds(base + slope * 100) == pytest.approx(cost.iteration_seconds(3, 100))
-    mixed = found.mixed(3, 100, [(50, 0), (7, 9)])
+    mixed = found.mixed(Batch(3), 100, [(50, 0), (7, 9)])
     assert seconds(mixed) == pytest.approx(cost.iteration_seconds(3, 100, 57) + 2 * cost.per_turn)
 
 

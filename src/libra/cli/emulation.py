@@ -1,8 +1,4 @@
-"""`libra emulate`.
-
-What cannot be emulated is refused before a port is
-taken.
-"""
+"""`libra emulate`. What cannot be emulated is refused before a port is taken."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import typer
 from libra.cli.errors import bad_input
 
 if TYPE_CHECKING:
-    from libra.sim.cluster import EngineSpec
+    from libra.sim.engine.config import EngineSpec
 
 _MOST_SPEED = 1000.0
 

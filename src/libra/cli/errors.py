@@ -10,15 +10,19 @@ from typing import NoReturn
 
 import typer
 
+from libra.report.words import printable
+
 
 def bad_input(error: Exception) -> NoReturn:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    typer.echo(f"libra: {' '.join(text.split())}", err=True)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    typer.echo(f"libra: {printable(' '.join(text.split()))}", err=True)
     raise typer.Exit(2) from None
 
 
 def no_plan(error: Exception) -> NoReturn:
-    typer.echo(f"libra: no plan exists: {' '.join(str(error).split())}", err=True)
+    typer.echo(f"libra: no plan exists: {printable(' '.join(str(error).split()))}", err=True)
     raise typer.Exit(3) from None
 
 

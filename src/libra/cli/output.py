@@ -10,15 +10,25 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+STDOUT = Path("-")
+_SIGN_OF_LIFE = 50_000  # trajectories, some seconds of reading
+
+T = TypeVar("T")
 
 
 def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> None:
     """Raises ValueError where an output is a directory or has none to be in, or is the same file as one of `reads` or
-    as another output."""
+    as another output. `-`, standard output, is for those to accept who can write to it."""
     taken = {os.path.realpath(path): f"{path}, which is read" for path in reads if path is not None and path.is_file()}
     for path in outputs:
         if path is None:
             continue
+        if path == STDOUT:
+            raise ValueError("-: this output goes to a file only; give its name (./- for a file called -)")
         if path.is_dir():
             raise ValueError(f"{path}: is a directory; give a file to write to")
         if not path.absolute().parent.is_dir():
@@ -28,6 +38,14 @@ def check_writable(*outputs: Path | None, reads: Iterable[Path | None] = ()) -> 
             raise ValueError(f"{path}: the same file as {taken[real]}; give another file to write to")
         if path.is_file() or not path.exists():  # /dev/null takes any number of outputs
             taken[real] = f"{path}, which is written besides"
+
+
+def reading(path: Path, items: Iterable[T], noun: str) -> Iterator[T]:
+    """The items as they come; standard error is told now and then how many there were."""
+    for number, item in enumerate(items, start=1):
+        yield item
+        if number % _SIGN_OF_LIFE == 0:
+            typer.echo(f"libra: {path}: {number:,} {noun} read", err=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,7 +6,9 @@ Invariant: as in `libra.cli.app`: this module parses, calls and prints.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +16,19 @@ import typer
 from rich.console import Console
 
 from libra.cli.errors import bad_input, no_plan, require_pages
-from libra.cli.output import check_writable, write_text
+from libra.cli.output import STDOUT, check_writable, reading, write_text
+from libra.report.words import printable
 
 if TYPE_CHECKING:
     from libra.config.recipe import Recipe
-    from libra.plan.offline import Evidence
-    from libra.plan.plan import Plan
+    from libra.plan.offline import LogEvidence
+    from libra.plan.plan import Plan, Solver
+    from libra.trajectory import Trajectory
+
+
+class SolverName(StrEnum):
+    cp_sat = "cp-sat"
+    ilp = "ilp"
 
 
 def plan(
@@ -51,7 +60,24 @@ def plan(
             help="gpus=64, NODES=12 (nodes of a class) or a key of the request, such as batch=1024; may be repeated.",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file.")] = None,
+    longest_tool_call: Annotated[
+        float | None,
+        typer.Option(
+            "--longest-tool-call",
+            metavar="SECONDS",
+            min=0,
+            help="Count longer tool calls as so long: for logs whose calls wait for people.",
+        ),
+    ] = None,
+    solver: Annotated[
+        SolverName, typer.Option("--solver", help="cp-sat, or the integer linear program (extra ilp).")
+    ] = SolverName.cp_sat,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Solve again with the other solver and hold both against each other.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file; - is standard output.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
 ) -> None:
     """Plan offline: who trains, who generates, in which parallelism and buckets, on which GPUs.
@@ -60,42 +86,80 @@ def plan(
     (as for `libra run`), and --profile is the profile.json that a run has measured. The plan embeds its request and a
     proof (status, bound, gap); the same inputs give the same bytes.
 
-    Exit status: 0 a plan, 2 bad input, 3 no plan exists (the message names what conflicts).
+    Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
+    conflicts).
     """
     # Imported here: `--help` must not wait for the solver.
     from libra.config.yaml_file import ConfigError
-    from libra.plan.document import dump_plan
+    from libra.plan.explain.explained import bound_and_idle
+    from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.plan_table import log_notes, plan_tables
 
     notes: list[str] = []
+    if output == STDOUT:
+        output, as_json = None, True
     try:
         named = [Path(it) / within for it in (model, profile) if it is not None for within in ("", "config.json")]
         check_writable(output, reads=(where, trajectories, request, *named))
         if model is None:
-            found, evidence = _plan_run(where, trajectories, profile, what_if)
+            found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value)
         else:
             found, evidence = _plan_cluster(
-                where, trajectories, model, request, profile or "auto", truncate_context, what_if or [], notes
+                where,
+                trajectories,
+                model,
+                request,
+                profile or "auto",
+                truncate_context,
+                what_if or [],
+                longest_tool_call,
+                solver.value,
+                notes,
             )
+        if confirm:
+            notes.append(_confirmed(found, solver.value))
         text = dump_plan(found)
+        bound, idle = bound_and_idle(found)
         if output is not None:
             write_text(output, text)
     except InfeasiblePlanError as error:
         no_plan(error)
-    except (ConfigError, ValueError, OSError) as error:
+    except DisagreementError as error:
+        typer.echo(f"libra: {error}", err=True)
+        raise typer.Exit(1) from None
+    except (ConfigError, ModuleNotFoundError, ValueError, OSError) as error:
         bad_input(error)
     if as_json:
         typer.echo(text, nl=False)
     else:
         console = Console()
-        for table in plan_tables(found):
+        for table in plan_tables(found, bound, idle):
             console.print(table)
-    for note in (*notes, *log_notes(found, evidence)):
-        typer.echo(f"note: {note}", err=as_json)  # standard output is the plan, and nothing else, with --json
+    for note in (*notes, *log_notes(found, bound, evidence)):
+        typer.echo(
+            f"note: {printable(note)}", err=as_json
+        )  # standard output is the plan, and nothing else, with --json
 
 
-def _plan_run(where: Path, log: Path, profile: str | None, what_if: list[str] | None) -> tuple[Plan, Evidence]:
+def _confirmed(plan: Plan, solver: Solver) -> str:
+    from libra.plan.plan import confirm
+
+    other = confirm(plan, "ilp" if solver == "cp-sat" else "cp-sat")
+    return (
+        f"confirmed: {solver} has a step of {plan.predicted.step:,.4f} s and proves that none is below"
+        f" {plan.proof.bound:,.4f} s; {other.solver} has {other.step:,.4f} s and {other.bound:,.4f} s"
+    )
+
+
+def _plan_run(
+    where: Path,
+    log: Path,
+    profile: str | None,
+    what_if: list[str] | None,
+    longest_tool_call: float | None,
+    solver: Solver,
+) -> tuple[Plan, LogEvidence]:
     from libra.config.run import ConfigError, load_config
     from libra.cost.sources.profile_file import load_profile
     from libra.plan.offline import gather, request_from
@@ -110,8 +174,9 @@ def _plan_run(where: Path, log: Path, profile: str | None, what_if: list[str] | 
     if what_if:
         raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
     settings = load_config(where)
-    evidence = gather(settings, read_trajectories(log))
-    return make_plan(request_from(settings, evidence, load_profile(Path(profile))), seed=settings.seed), evidence
+    evidence = gather(settings, _read(log, read_trajectories(log)), longest_tool_call)
+    request = request_from(settings, evidence, load_profile(Path(profile)))
+    return make_plan(request, seed=settings.seed, solver=solver), evidence
 
 
 def _plan_cluster(
@@ -122,8 +187,10 @@ def _plan_cluster(
     profile: str,
     truncate: bool,
     what_if: list[str],
+    longest_tool_call: float | None,
+    solver: Solver,
     notes: list[str],
-) -> tuple[Plan, Evidence]:
+) -> tuple[Plan, LogEvidence]:
     from libra.cost.sources.profiles import engine_profiles
     from libra.hardware.cluster import load_cluster
     from libra.hardware.model_file import load_model
@@ -135,14 +202,18 @@ def _plan_cluster(
     cluster, shape = load_cluster(where), load_model(model)
     recipe = _recipe(request, shape.max_context, notes)
     cluster, recipe = assume(cluster, recipe, what_if)
-    evidence = gather_workload(recipe, read_workload(log, recipe.max_length, truncate))
+    evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
     if truncate:
-        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in read_trajectories(log))
+        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in _read(log, read_trajectories(log)))
         notes.append(
             f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
         )
     profiles = engine_profiles(cluster, shape, recipe, profile, notes.append)
-    return Planner(cluster, shape, recipe, profiles).plan(evidence.tracker), evidence
+    return Planner(cluster, shape, recipe, profiles).plan(evidence.tracker, solver=solver), evidence
+
+
+def _read(log: Path, trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:
+    return reading(log, trajectories, "trajectories")
 
 
 def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
@@ -173,8 +244,8 @@ def explain(
     Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if.
     """
     from libra.config.yaml_file import ConfigError
-    from libra.plan.document import parse_plan
     from libra.plan.explain.explained import explain_plan
+    from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.explain_table import explain_tables, headline, routing_sentence
 

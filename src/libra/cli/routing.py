@@ -1,8 +1,4 @@
-"""`libra route`.
-
-What cannot be routed is refused before a port is
-taken.
-"""
+"""`libra route`. What cannot be routed is refused before a port is taken."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
     from libra.route.policy import Policy
-    from libra.serve.gateway.gateway_file import GatewayFile
+    from libra.serve.gateway.config import GatewayConfig
     from libra.trajectory import Trajectory
 
 
@@ -50,7 +46,7 @@ def route(
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
     # Imported here: `--help` must not wait for what routing needs.
-    from libra.serve.gateway.gateway_file import load_gateway
+    from libra.serve.gateway.config import load_gateway
     from libra.trajectory import read_trajectories
 
     try:
@@ -72,21 +68,24 @@ def route(
         bad_input(error)
 
 
-def _policy(file: GatewayFile, state: Path | None) -> Policy:
+def _policy(file: GatewayConfig, state: Path | None) -> Policy:
     from libra.route.catalogue import policy_named
 
     policy = policy_named(file.route, sticky=file.sticky)
     if state is None or not state.exists():
         return policy
     try:
-        return type(policy).restore(json.loads(state.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+        known = json.loads(state.read_text(encoding="utf-8"))
+        if not isinstance(known, dict):
+            raise ValueError(f"it holds {type(known).__name__}, not an object")
+        return type(policy).restore(known)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(
             f"--state {state}: no state of the policy {file.route} ({error}); remove it to start anew"
         ) from None
 
 
-async def _serve(file: GatewayFile, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:
+async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:
     from libra.serve.gateway.server import Gateway
     from libra.serve.http_service import serve
 
@@ -94,11 +93,11 @@ async def _serve(file: GatewayFile, policy: Policy, host: str, port: int, log: P
     gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))
 
     def announce(base: str) -> None:
-        well, count = len(gateway.engines.instances), len(file.engines)
+        healthy, count = len(gateway.upstreams.instances), len(file.engines)
         if as_json:
-            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "well": well, "engines": count}))
+            typer.echo(json.dumps({"base": base, "v1": f"{base}/v1", "healthy": healthy, "engines": count}))
         else:
-            typer.echo(f"{file.route} routes at {base}/v1 to {well} of {count} engines (Ctrl-C ends)")
+            typer.echo(f"{file.route} routes at {base}/v1 to {healthy} of {count} engines (Ctrl-C ends)")
 
     try:
         await serve(gateway.application(), host, port, announce)

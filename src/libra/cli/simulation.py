@@ -35,12 +35,15 @@ def simulate(
         Path | None, typer.Option("--requests", help="Requests: .jsonl, or .csv as Azure's traces. Not with a plan.")
     ] = None,
     route: Annotated[
-        str | None, typer.Option("--route", help="Routing policy (default: the file's, or cmlfq-published).")
+        str | None, typer.Option("--route", help="Routing policy (default: the file's, or cmlfq).")
     ] = None,
     learn_from: Annotated[
         Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy has seen before.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of a plan: steps whose trajectories are run (default: 1).")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Of a cluster's plan: simulate a whole run of so many steps, training included."),
+    ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(help="Trajectories in flight (default: all; of a plan, as many as its staleness allows)."),
@@ -75,6 +78,8 @@ def simulate(
 ) -> None:
     """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
 
+    Of a plan, one step's rollout; with --steps a whole run, in which engines and trainers wait for each other.
+
     Simulated time is exact and follows vLLM's scheduler; times of iterations are those that the planner reads. The
     same inputs give the same bytes.
 
@@ -82,6 +87,7 @@ def simulate(
     """
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.cli.simulation_input import asked
+    from libra.cli.training_run import refuse_unfit, run_of_plan
     from libra.report.live import SimulationProgress
     from libra.sim.of_plan import teach
     from libra.sim.simulate import simulate as run
@@ -102,6 +108,29 @@ def simulate(
     try:
         check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
         _check_numbers(seed, time_limit, given)
+        if steps is not None and what.suffix == ".json":
+            unfit = {
+                "--requests": requests,
+                "--time-limit": time_limit,
+                "--requests-out": requests_out,
+                "--timeline": timeline,
+                "--report": report,
+                **{name: value for name, value in given.items() if name not in ("--steps", "--truncate-context")},
+            }
+            refuse_unfit(unfit)
+            run_of_plan(
+                what,
+                trajectories,
+                steps,
+                route=route,
+                learn_from=learn_from,
+                truncate=truncate_context,
+                seed=seed,
+                exact=exact,
+                output=output,
+                as_json=as_json,
+            )
+            return
         work = asked(what, trajectories, requests, given, seed)
         deployment = _routed(work.deployment, route)
         policy = deployment.policy(seed)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra.plan.document import parse_plan
 from libra.plan.options.slots import SlotRequest
+from libra.plan.plan import parse_plan
 from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
@@ -27,7 +27,7 @@ _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
 _OF_REQUESTS = ("--rate-scale", "--start")
 _MEANT_FOR = {
-    "--steps": "a plan",
+    "--steps": "a cluster's plan",
     **dict.fromkeys(_OF_TRAJECTORIES, "trajectories (--trajectories)"),
     **dict.fromkeys(_OF_REQUESTS, "requests (--requests)"),
 }
@@ -51,7 +51,7 @@ def asked(what: Path, trajectories: Path | None, requests: Path | None, given: O
     if what.suffix == ".json":
         if requests is not None or trajectories is None:
             raise ValueError("a plan is simulated on trajectories: give --trajectories, and no --requests")
-        _only(given, "--steps", *_OF_TRAJECTORIES)
+        _only(given, *_OF_TRAJECTORIES)
         return _plan(what, trajectories, given, seed)
     if what.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{what}: give a plan.json of `libra plan`, or a YAML file such as examples/engines.yaml")

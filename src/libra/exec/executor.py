@@ -22,7 +22,7 @@ from libra.exec.moves import Move
 from libra.exec.processes import Processes
 from libra.exec.transitions import Applied, Mover
 from libra.exec.workers import Pool, Role, Worker
-from libra.loop.fleet import Fleet
+from libra.loop.fleet import EngineFleet
 from libra.plan.problem import Allocation
 from libra.plan.request import longest_context
 from libra.records.disk import writing
@@ -43,7 +43,7 @@ class Executor:
         self,
         launcher: Launcher,
         pool: Pool,
-        fleet: Fleet,
+        fleet: EngineFleet,
         config: RunConfig,
         beginning: Beginning,
         journal: Journal,
@@ -59,7 +59,7 @@ class Executor:
         self._watch: asyncio.Task[None] | None = None
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> EngineFleet:
         return self._processes.fleet
 
     @property

@@ -17,7 +17,7 @@ from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     KVBufferPlace,
     LoadCheckpoint,
     LoadWeights,
@@ -33,7 +33,7 @@ from libra.config.run import RunConfig
 from libra.exec.beginning import Beginning
 from libra.exec.journal import Journal, Process
 from libra.exec.workers import Duty, Pool, Role
-from libra.loop.fleet import Fleet, Instance
+from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.plan.problem import Allocation
 from libra.plan.request import longest_context
 
@@ -70,7 +70,7 @@ class Processes:
         self,
         launcher: Launcher,
         pool: Pool,
-        fleet: Fleet,
+        fleet: EngineFleet,
         config: RunConfig,
         beginning: Beginning,
         journal: Journal,
@@ -191,7 +191,7 @@ class Processes:
         """The first core replica: it has the state to begin with, and knows the layout of the weights."""
         version, checkpoint = self._beginning.version, self._beginning.checkpoint
         if checkpoint is not None:
-            await core.ask(LoadCheckpoint(str(checkpoint)), Done)
+            await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
         self._current = LoadWeights(version, buffer, first.checksum)
@@ -222,7 +222,7 @@ class Processes:
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
             while handle.version != self._current.version:  # another may be published meanwhile
                 await self._load(handle)
-            self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
+            self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""

@@ -15,7 +15,7 @@ from libra.loop.rollout import Episode
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     episodes: tuple[Episode, ...]
     samples: list[Sample]  # of groups with signal
     groups: int
@@ -27,7 +27,7 @@ class Batch:
         return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
 
 
-def make_batch(groups: Iterable[Sequence[Episode]]) -> Batch:
+def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
     """The groups' samples with their advantages; none of a group that gives no signal."""
     episodes: list[Episode] = []
     samples: list[Sample] = []
@@ -44,7 +44,7 @@ def make_batch(groups: Iterable[Sequence[Episode]]) -> Batch:
             for e, advantage in zip(group, advantages, strict=True)
         ]
     generated = sum(episode.trajectory.generated_tokens for episode in episodes)
-    return Batch(tuple(episodes), samples, count, without_signal, generated)
+    return StepBatch(tuple(episodes), samples, count, without_signal, generated)
 
 
 def quantile(ordered: Sequence[int], q: float) -> float:

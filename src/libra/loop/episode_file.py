@@ -59,7 +59,7 @@ class _Taken(_Line, frozen=True, tag="taken"):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class EpisodeGroup:
     """Episodes of one prompt, by their index, in the order in which they finished; the others have not finished."""
 
     number: int
@@ -72,7 +72,7 @@ class TakenBatch:
     """The groups that version `version` was made of, oldest first."""
 
     version: int
-    groups: tuple[Group, ...]
+    groups: tuple[EpisodeGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class History:
 
     step: int
     batches: tuple[TakenBatch, ...] = ()  # in the order of their versions
-    groups: tuple[Group, ...] = ()  # under way at the end, oldest first
+    groups: tuple[EpisodeGroup, ...] = ()  # under way at the end, oldest first
     finished: tuple[Episode, ...] = ()  # after the checkpoint, in order; they are in `batches` or `groups`
 
     @property
@@ -93,7 +93,7 @@ class History:
 class EpisodeFile:
     """Writes what happens. Raises `DiskError` where it cannot."""
 
-    def __init__(self, directory: Path, step: int, groups: Sequence[Group]) -> None:
+    def __init__(self, directory: Path, step: int, groups: Sequence[EpisodeGroup]) -> None:
         """Goes on with the last file of the directory, or begins the first; `groups` are under way."""
         self._directory = directory
         segments = _segments(directory)
@@ -238,10 +238,10 @@ class _Fold:
             raise ValueError(f"episode {line.index} of group {line.group} finished before")
         self._episodes[line.group][line.index] = line.episode
 
-    def _take(self, group: int) -> Group:
+    def _take(self, group: int) -> EpisodeGroup:
         if group not in self._started:
             raise ValueError(f"a batch of group {group}, which was not started, or trained on before")
-        return Group(group, self._started.pop(group), self._episodes.pop(group))
+        return EpisodeGroup(group, self._started.pop(group), self._episodes.pop(group))
 
 
 def _sync(files: Sequence[LineFile]) -> None:

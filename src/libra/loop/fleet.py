@@ -16,7 +16,7 @@ from libra.route.policy import InstanceView, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class ServingEngine:
     """One engine in service."""
 
     handle: EngineHandle
@@ -24,21 +24,21 @@ class Instance:
     capacity_tokens: int
 
 
-class Fleet:
+class EngineFleet:
     """`handover` brings KV from one engine to another; None: they compute contexts that come to them."""
 
     def __init__(self, policy: Policy, allocation: Allocation, handover: KVHandover | None = None) -> None:
         self.policy = policy
         self.handover = handover
         self._allocation = allocation
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, ServingEngine] = {}
         self._changed = asyncio.Event()
 
     @property
     def allocation(self) -> Allocation:
         return self._allocation
 
-    def instances(self) -> tuple[Instance, ...]:
+    def instances(self) -> tuple[ServingEngine, ...]:
         return tuple(self._instances.values())
 
     def handle(self, instance: str) -> EngineHandle:
@@ -63,11 +63,11 @@ class Fleet:
             turn_tokens=turn_tokens,
         )
 
-    def add(self, instance: Instance) -> None:
+    def add(self, instance: ServingEngine) -> None:
         self._instances[instance.handle.name] = instance
         self._announce()
 
-    def remove(self, name: str) -> Instance | None:
+    def remove(self, name: str) -> ServingEngine | None:
         """Take an engine out of service; None when it was not in it."""
         instance = self._instances.pop(name, None)
         if instance is not None:

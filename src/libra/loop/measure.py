@@ -7,11 +7,16 @@ devices busy, because that is how the run will find them. Where that fails, nobo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import hashlib
+import json
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import libra
+from libra.backends.environment import COMPUTING, versions
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import (
     Generate,
@@ -20,6 +25,7 @@ from libra.backends.transport.messages import (
     MeasureEngine,
     MeasureHandover,
     MeasureTraining,
+    Precision,
     TrainingMeasured,
 )
 from libra.backends.vllm.kv_handover import KVHandover
@@ -28,7 +34,7 @@ from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCos
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.sources.fit import LinearFit, fit_linear
 from libra.exec.executor import Executor
-from libra.loop.fleet import Instance
+from libra.loop.fleet import ServingEngine
 
 _REPEATS = 3
 _GONE_SECONDS = 10.0  # in which the process of a lost engine has ended
@@ -113,7 +119,7 @@ async def _restart(executor: Executor, workers: Sequence[str]) -> list[float]:
     return [await executor.restart(name) for name in workers]
 
 
-def _engines(executor: Executor) -> tuple[Instance, ...]:
+def _engines(executor: Executor) -> tuple[ServingEngine, ...]:
     """Those in service, one at least. Raises `WorkerLostError`."""
     engines = executor.fleet.instances()
     if not engines:
@@ -142,7 +148,7 @@ async def _handover_cost(executor: Executor) -> HandoverCost | None:
     return HandoverCost(*fit_linear([(1.0, tokens) for tokens, _ in rows], [s for _, s in rows]).coefficients)
 
 
-async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[int, float]]:
+async def _handover_rows(entry: ServingEngine, handover: KVHandover) -> list[tuple[int, float]]:
     """Tokens, and seconds to save and to take their KV."""
     most = entry.capacity_tokens // BLOCK_TOKENS if handover.place(entry.handle) is not None else 0
     if most < 2:
@@ -176,7 +182,7 @@ _Row = tuple[tuple[float, float, float, float, float], float]
 """Per iteration: (1, sequences, context tokens, prefilled tokens, finished turns), and seconds."""
 
 
-async def _engine_rows(entry: Instance, config: RunConfig) -> list[_Row]:
+async def _engine_rows(entry: ServingEngine, config: RunConfig) -> list[_Row]:
     """Iterations inside the engine, and turns through the ordinary path from message to message."""
     size = config.engines[entry.shape]
     contexts = (16, max(24, (size.max_model_len - 16) * 3 // 4))
@@ -197,7 +203,7 @@ async def _engine_rows(entry: Instance, config: RunConfig) -> list[_Row]:
     return rows
 
 
-async def _closed_loop(entry: Instance, seats: int, context: int, tag: str) -> _Row:
+async def _closed_loop(entry: ServingEngine, seats: int, context: int, tag: str) -> _Row:
     """Short turns that come and go while every seat is taken."""
     handle = entry.handle
     waiting = asyncio.Semaphore(2 * seats)  # as many again wait inside the engine
@@ -233,3 +239,40 @@ def _sample_lengths(count: int) -> list[int]:
     """Uneven lengths, short ones more often: length i of n is the i/n quantile of a falling distribution."""
     last = len(_SAMPLE_LENGTHS) - 1
     return [_SAMPLE_LENGTHS[int(last * (index / max(count - 1, 1)) ** 1.7)] for index in range(count)]
+
+
+_LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
+_TRAINED = {"micro_batch_tokens", "processes", "sharding"}
+_CODE = ("exec", "cost")  # packages of workers and of their measurement
+
+
+def profile_key(
+    config: RunConfig,
+    hardware: str,
+    precision: Precision,
+    model_config: Mapping[str, Any],
+    code: Path = Path(libra.__file__).parent,
+) -> str:
+    """`hardware` as a launcher names it; `code`: the directory of this library."""
+    parts = {
+        "hardware": hardware,
+        "precision": precision,
+        "model": dict(model_config),
+        "cluster": config.cluster.model_dump(include=_LAID_OUT),
+        "start": config.start.model_dump(),  # who is measured beside whom
+        "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
+        "training": config.training.model_dump(include=_TRAINED),
+        "trajectories": config.training.trajectories,
+        "versions": versions(COMPUTING),
+        "code": _digest_of(code),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _digest_of(code: Path) -> str:
+    sources = sorted(path for package in _CODE for path in (code / package).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(f"{path.relative_to(code)}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

@@ -6,14 +6,17 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from libra.config.run import ConfigError, MetricsConfig
 from libra.loop.recorder import Recorder
 from libra.loop.tally import Spell, Tally
 
@@ -120,3 +123,40 @@ def _changes(tally: Tally) -> Iterator[Metric]:
 
 def _summary(name: str, words: str, spell: Spell) -> SummaryMetricFamily:
     return SummaryMetricFamily(name, words, count_value=spell.count, sum_value=spell.seconds)
+
+
+class MetricsEndpoint:
+    """It tells what `recorder` knows, as soon as there is one."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.address: str | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, config: MetricsConfig) -> AsyncIterator[Self]:
+        """Answers while this is entered, if anybody asked for it. Raises `ConfigError` where the port is taken."""
+        endpoint = cls()
+        if config.port is None:
+            yield endpoint
+            return
+        # Imported here: a run that is not asked for metrics does not need them.
+        from aiohttp import web
+
+        from libra.loop.metrics import CONTENT_TYPE, exposition
+        from libra.serve.http_service import serving
+
+        async def metrics(_: web.Request) -> web.Response:
+            return web.Response(body=exposition(endpoint.recorder), headers={"Content-Type": CONTENT_TYPE})
+
+        application = web.Application()
+        application.router.add_get("/metrics", metrics)
+        try:
+            async with serving(application, config.host, config.port) as base:
+                endpoint.address = f"{base}/metrics"
+                yield endpoint
+        except OSError as error:
+            if endpoint.address is not None:
+                raise
+            why = f"{config.port} cannot be used on {config.host} ({error.strerror})"
+            raise ConfigError(f"metrics.port: {why}; give a free port, or leave it out") from None

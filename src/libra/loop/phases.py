@@ -5,8 +5,8 @@ Invariant: what is shown is a view of the run like any other, with a phase and w
 
 from __future__ import annotations
 
-from libra.backends.grpo.warmup import WarmUpProgress
 from libra.config.run import RunConfig
+from libra.loop.warmup import WarmUpProgress
 from libra.report.live import Display, RunView
 
 

@@ -19,14 +19,14 @@ from libra.environments.protocol import Environment, Prompt
 from libra.exec.assignment import describe
 from libra.exec.executor import Executor
 from libra.exec.journal import Checkpoint, Journal
-from libra.loop.batch import Batch, make_batch, quantile
+from libra.loop.batch import StepBatch, make_batch, quantile
 from libra.loop.checkpoint import RunState, save_checkpoint
-from libra.loop.counters import EngineCounters
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.recorder import Recorded, Recorder
 from libra.loop.replanning import Replanner
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.steering import Steering
+from libra.loop.tally import EngineCounters
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 from libra.report.live import Display, RunView
@@ -183,7 +183,7 @@ class PostTraining:
         self._steering.stepped(self._step, ended - last_end)
         return ended
 
-    async def _train_on(self, batch: Batch, last_end: float) -> float:
+    async def _train_on(self, batch: StepBatch, last_end: float) -> float:
         """Make one step of a batch, and publish the weights; returns when the step ended."""
         again = self._step < self._history.version
         if not again:
@@ -302,7 +302,7 @@ class PostTraining:
 
     def _record(
         self,
-        batch: Batch,
+        batch: StepBatch,
         result: StepResult,
         loads: Sequence[float],
         last_end: float,

@@ -14,9 +14,9 @@ from libra.backends.grpo.joint_step import StepResult
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.cost.train import step_seconds
+from libra.exec.ratio import Ratio
 from libra.exec.workers import Role, Worker
 from libra.lengths import LengthTracker
-from libra.loop.ratio import Ratio
 from libra.loop.rollout import Episode
 from libra.plan.model.solve import solve
 from libra.plan.options.slots import Fleet, SlotRequest

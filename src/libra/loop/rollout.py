@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from libra.backends.vllm.kv_handover import Change
+from libra.backends.vllm.kv_handover import Handover
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
-from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet
-from libra.loop.running_turn import RunningTurn
+from libra.loop.fleet import EngineFleet
+from libra.loop.running_turn import Draft, RunningTurn
 from libra.route.policy import Placement, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
 
@@ -53,10 +52,10 @@ class TurnReport:
     tokens: int
     seconds: float  # at the engine, its queue included
     placement: Placement
-    change: Change | None  # of engines, before this one made something of it
+    change: Handover | None  # of engines, before this one made something of it
 
 
-class Watcher(Protocol):
+class RolloutObserver(Protocol):
     """Who is told of the turns and tools of episodes."""
 
     def turn(self, report: TurnReport) -> None:
@@ -80,9 +79,9 @@ class Rollout:
         environment: Environment,
         tools: Sequence[str],
         codec: Codec,
-        fleet: Fleet,
+        fleet: EngineFleet,
         longest_context: int,
-        watcher: Watcher,
+        watcher: RolloutObserver,
         now: Callable[[], float],
     ) -> None:
         self._environment = environment

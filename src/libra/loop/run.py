@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from libra.backends.arithmetic import Choice, choose, served_dtype
-from libra.backends.grpo.warmup import warm_model
+from libra.backends.environment import LIBRARIES, versions
 from libra.backends.launch.launcher import Launcher
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
-from libra.backends.versions import LIBRARIES, versions
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.cache import cache_directory
 from libra.config.run import ConfigError, RunConfig
@@ -32,22 +31,22 @@ from libra.exec.executor import Executor
 from libra.exec.journal import End, Journal
 from libra.exec.recovery import Mending
 from libra.exec.workers import Pool, make_pool
-from libra.loop.counters import EngineCounters
+from libra.loop.checkpoint import Interrupted, allocation_in_force, read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.evaluation import evaluate, logprob_gap
-from libra.loop.fleet import Fleet
-from libra.loop.interrupted import Interrupted, allocation_in_force, read_interrupted
-from libra.loop.measure import measure, measure_plain
+from libra.loop.fleet import EngineFleet
+from libra.loop.measure import measure, measure_plain, profile_key
 from libra.loop.memory import MemoryWatch
-from libra.loop.metrics_endpoint import MetricsEndpoint
+from libra.loop.metrics import MetricsEndpoint
 from libra.loop.phases import Phases
 from libra.loop.posttrain import PostTraining
 from libra.loop.preflight import record_config
-from libra.loop.profile_key import profile_key
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.loop.replanning import Replanner
 from libra.loop.rollout import Rollout
 from libra.loop.steering import Steering
+from libra.loop.tally import EngineCounters
+from libra.loop.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.records.causes import device_words, total
 from libra.records.disk import DiskError, writing
@@ -205,7 +204,7 @@ class _Session:
         kv_bytes = kv_bytes_per_token(self._model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
-        fleet = Fleet(policy, allocation, handover)
+        fleet = EngineFleet(policy, allocation, handover)
         watcher = _Watcher(recorder, self._phase)
         checkpoint = before.checkpoint if before is not None else None
         beginning = Beginning(self._model, precision, kv_bytes, history.step, checkpoint)

@@ -8,12 +8,55 @@ it is a turn that starts with what it has; moved because it outlived its bucket 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.transport.messages import Generate, KVTransfer, Piece
-from libra.backends.vllm.kv_handover import Change
-from libra.loop.draft import Draft
-from libra.loop.fleet import Fleet
+from libra.backends.vllm.kv_handover import Handover
+from libra.environments.protocol import Prompt
+from libra.loop.fleet import EngineFleet
 from libra.route.policy import Placement, Request, ToolReturn
+from libra.trajectory import Turn
+
+
+@dataclass(slots=True)
+class Draft:
+    """An episode under way: the tokens of its context, and who wrote them.
+
+    The four lists have one entry per token at any moment. What engines report is entered as it comes, so a turn that is
+    cut short leaves the context from which any other engine can go on with it.
+    """
+
+    id: str
+    prompt: Prompt
+    due: float
+    temperature: float
+    fresh: bool
+    started_at: float
+    prompt_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    generated: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # 0 where not generated
+    versions: list[int] = field(default_factory=list)  # -1 where not generated
+    turns: list[Turn] = field(default_factory=list)
+    buckets: list[int] = field(default_factory=list)
+    engine: str = ""  # that served it last
+    home: EngineHandle | None = None  # the last that made some of it, and so has the KV of what it consisted of then
+    at_home: int = 0  # tokens of it that this engine had
+
+    def given(self, tokens: list[int]) -> None:
+        """Tokens that no engine sampled: the prompt, what a tool returned."""
+        self.tokens += tokens
+        self.generated += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def sampled(self, piece: Piece) -> None:
+        """Tokens that an engine sampled."""
+        self.tokens += piece.tokens
+        self.generated += [True] * len(piece.tokens)
+        self.logprobs += piece.logprobs
+        self.versions += [piece.version] * len(piece.tokens)
 
 
 class RunningTurn:
@@ -23,7 +66,7 @@ class RunningTurn:
         self,
         draft: Draft,
         task: str,
-        fleet: Fleet,
+        fleet: EngineFleet,
         most_tokens: int,
         stop_token: int,
         returned: ToolReturn | None = None,
@@ -40,7 +83,9 @@ class RunningTurn:
         self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
         self._engine: EngineHandle  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: Change | None = None  # how its context came to the engine that was last asked; None: it was there
+        self.change: Handover | None = (
+            None  # how its context came to the engine that was last asked; None: it was there
+        )
 
     @property
     def over(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a sitting has counted so far, for whoever asks while it goes on.
+"""What engines and a session of a run have counted so far.
 
 Invariant: numbers only grow, except those of the last step; each is the sum of what the records of this sitting say.
 """
@@ -6,9 +6,13 @@ Invariant: numbers only grow, except those of the last step; each is the sum of 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from libra.backends.launch.launcher import WorkerLink
 from libra.exec.transitions import Moved
+from libra.loop.fleet import ServingEngine
+from libra.loop.replanning import EngineWork
 from libra.records.causes import Cause, total
 from libra.records.schema import StepRecord
 
@@ -64,3 +68,33 @@ class Tally:
 
     def lost(self, worker: str) -> None:
         self.losses[worker] += 1
+
+
+class EngineCounters:
+    def __init__(self) -> None:
+        self._seen: dict[WorkerLink, EngineWork] = {}  # a slot's next engine is another one
+        self.busiest_seconds = 0.0  # of any engine, in the last look
+
+    def gained(self, instances: Iterable[ServingEngine]) -> EngineWork:
+        """Sums over all engines since the last call."""
+        zero = EngineWork(0.0, 0, 0, 0, 0)
+        now = {
+            entry.handle.link: EngineWork(
+                entry.handle.busy_seconds,
+                entry.handle.iterations,
+                entry.handle.generated_tokens,
+                entry.handle.prefilled_tokens,
+                entry.handle.finished_turns,
+            )
+            for entry in instances
+        }
+        gains = [(work, self._seen.get(link, zero)) for link, work in now.items()]
+        self._seen = now
+        self.busiest_seconds = max((new.busy_seconds - old.busy_seconds for new, old in gains), default=0.0)
+        return EngineWork(
+            sum(new.busy_seconds - old.busy_seconds for new, old in gains),
+            sum(new.iterations - old.iterations for new, old in gains),
+            sum(new.generated_tokens - old.generated_tokens for new, old in gains),
+            sum(new.prefilled_tokens - old.prefilled_tokens for new, old in gains),
+            sum(new.turns - old.turns for new, old in gains),
+        )

@@ -8,37 +8,64 @@ takes no time; for a cluster unfinished ones count as lower bounds, and the reci
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
 from libra.plan.options.slots import Fleet, SlotRequest
-from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
+from libra.plan.planner import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 from libra.plan.request import longest_context, make_request, make_tracker
 from libra.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class LogEvidence:
     """What a log says about the work of one step."""
 
     tracker: LengthTracker
     finished: int
     unfinished: int  # how long they would have become is unknown
     longest_turn: int  # tokens; no turn of the log is longer
+    longest_tool_call: float  # seconds, as counted
+    cut_tool_calls: int  # that took longer than they count
 
 
-def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
-    """Read a log once, oldest first, in memory that does not grow with it.
+class _ToolCalls:
+    """Tool calls of the trajectories that pass through; those longer than `longest` seconds are cut."""
+
+    def __init__(self, longest: float | None) -> None:
+        self._limit = longest
+        self.longest, self.cut = 0.0, 0
+
+    def __call__(self, trajectory: Trajectory) -> Trajectory:
+        longest = max((turn.tool_seconds or 0.0 for turn in trajectory.turns), default=0.0)
+        if self._limit is None or longest <= self._limit:
+            self.longest = max(self.longest, longest)
+            return trajectory
+        limit = self.longest = self._limit
+        self.cut += sum((turn.tool_seconds or 0.0) > limit for turn in trajectory.turns)
+        turns = (
+            turn if turn.tool_seconds is None else replace(turn, tool_seconds=min(turn.tool_seconds, limit))
+            for turn in trajectory.turns
+        )
+        return replace(trajectory, turns=tuple(turns))
+
+
+def gather(
+    config: RunConfig, trajectories: Iterable[Trajectory], longest_tool_call: float | None = None
+) -> LogEvidence:
+    """Read a log once, oldest first, in memory that does not grow with it. Tool calls of more than `longest_tool_call`
+    seconds count as so long.
 
     Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
     """
     tracker = make_tracker(config)
     holds = longest_context(config)
     finished = unfinished = too_long = longest = longest_turn = 0
-    for trajectory in trajectories:
+    tool_calls = _ToolCalls(longest_tool_call)
+    for trajectory in map(tool_calls, trajectories):
         # An unfinished trajectory is at least this long: one that no engine holds already tells.
         longest = max(longest, trajectory.peak_context)
         if trajectory.peak_context > holds:
@@ -61,19 +88,23 @@ def gather(config: RunConfig, trajectories: Iterable[Trajectory]) -> Evidence:
             f"trajectories: the log has {unfinished}, none of them finished; give a log with at least one finished"
             " trajectory, such as the trajectories.jsonl of a run"
         )
-    return Evidence(tracker, finished, unfinished, longest_turn)
+    return LogEvidence(tracker, finished, unfinished, longest_turn, tool_calls.longest, tool_calls.cut)
 
 
-def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evidence:
+def gather_workload(
+    recipe: Recipe, trajectories: Iterable[Trajectory], longest_tool_call: float | None = None
+) -> LogEvidence:
     """Read a log once, for a cluster. Older trajectories weigh less, by half every
     `PLANNER_HALF_LIFE_STEPS` steps' worth.
 
-    Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says.
+    Unfinished ones count as lower bounds of their length; a tool return of unknown duration takes what the recipe says,
+    one of more than `longest_tool_call` seconds counts as so long.
     """
     tracker = recipe_tracker(recipe, PLANNER_HALF_LIFE_STEPS)
     running: list[Trajectory] = []
     finished = longest_turn = 0
-    for trajectory in trajectories:
+    tool_calls = _ToolCalls(longest_tool_call)
+    for trajectory in map(tool_calls, trajectories):
         longest_turn = max([longest_turn, *(turn.generated_tokens for turn in trajectory.turns)])
         if trajectory.finished:
             finished += 1
@@ -82,10 +113,10 @@ def gather_workload(recipe: Recipe, trajectories: Iterable[Trajectory]) -> Evide
             running.append(trajectory)
     if running:
         tracker.observe_running(running)
-    return Evidence(tracker, finished, len(running), longest_turn)
+    return LogEvidence(tracker, finished, len(running), longest_turn, tool_calls.longest, tool_calls.cut)
 
 
-def request_from(config: RunConfig, evidence: Evidence, profile: DeviceProfile) -> SlotRequest:
+def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfile) -> SlotRequest:
     """The planning question for what `gather` found."""
     cluster = config.cluster
     return make_request(

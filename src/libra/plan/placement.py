@@ -19,7 +19,7 @@ Role = Literal["train", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DeviceGroup:
     """The GPUs of one training replica or one engine."""
 
     role: Role
@@ -47,7 +47,7 @@ class _Wanted:
     devices: int
 
 
-def place(problem: Problem, allocation: Allocation, current: Sequence[Group] = ()) -> tuple[Group, ...]:
+def place(problem: Problem, allocation: Allocation, current: Sequence[DeviceGroup] = ()) -> tuple[DeviceGroup, ...]:
     """Replicas first, then the engines of each bucket. Groups of `current` are kept where they can be.
 
     In colocated training, replicas and engines are placed apart, each on the whole pool. Raises ValueError when a
@@ -78,9 +78,9 @@ class _Floor:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._owner: list[list[Group | None]] = [[None] * pool.devices_per_node for _ in range(pool.nodes)]
+        self._owner: list[list[DeviceGroup | None]] = [[None] * pool.devices_per_node for _ in range(pool.nodes)]
 
-    def place(self, wanted: Sequence[_Wanted], current: Iterable[Group]) -> list[Group]:
+    def place(self, wanted: Sequence[_Wanted], current: Iterable[DeviceGroup]) -> list[DeviceGroup]:
         waiting = self._keep(wanted, current)
         while waiting:
             size = max(item.devices for item in waiting)
@@ -91,9 +91,9 @@ class _Floor:
                 waiting += self._settle(item, blocks)
         return list({id(owner): owner for owners in self._owner for owner in owners if owner is not None}.values())
 
-    def _keep(self, wanted: Sequence[_Wanted], current: Iterable[Group]) -> list[_Wanted]:
+    def _keep(self, wanted: Sequence[_Wanted], current: Iterable[DeviceGroup]) -> list[_Wanted]:
         """Keep present groups of the kinds that are wanted; what else is wanted still waits."""
-        present: dict[tuple[Role, str, int], deque[Group]] = {}
+        present: dict[tuple[Role, str, int], deque[DeviceGroup]] = {}
         for group in current:
             present.setdefault((*group.kind, group.devices), deque()).append(group)
         waiting = []
@@ -103,12 +103,12 @@ class _Floor:
                 same.popleft()
             if same:
                 group = same.popleft()
-                self._occupy(Group(item.role, item.name, item.bucket, self._pool.name, group.nodes, group.gpus))
+                self._occupy(DeviceGroup(item.role, item.name, item.bucket, self._pool.name, group.nodes, group.gpus))
             else:
                 waiting.append(item)
         return waiting
 
-    def _can_stay(self, group: Group) -> bool:
+    def _can_stay(self, group: DeviceGroup) -> bool:
         """Whether the pool, which may have had another form, could have placed the group where it is, and still can."""
         per_node = self._pool.devices_per_node
         if max(group.nodes) >= self._pool.nodes or max(group.gpus) >= per_node:
@@ -133,7 +133,7 @@ class _Floor:
         displaced = {id(owner): owner for n in nodes for g in gpus if (owner := self._owner[n][g]) is not None}
         for group in displaced.values():
             self._clear(group)
-        self._occupy(Group(item.role, item.name, item.bucket, self._pool.name, nodes, gpus))
+        self._occupy(DeviceGroup(item.role, item.name, item.bucket, self._pool.name, nodes, gpus))
         return [_Wanted(group.role, group.name, group.bucket, group.devices) for group in displaced.values()]
 
     def _free_blocks(self, size: int) -> deque[tuple[int, int]]:
@@ -170,12 +170,12 @@ class _Floor:
             raise ValueError(f"pool {self._pool.name} has no {count} nodes left; the allocation does not fit")
         return tuple(sorted(node for _, node in movable[:count]))
 
-    def _occupy(self, group: Group) -> None:
+    def _occupy(self, group: DeviceGroup) -> None:
         for node in group.nodes:
             for gpu in group.gpus:
                 self._owner[node][gpu] = group
 
-    def _clear(self, group: Group) -> None:
+    def _clear(self, group: DeviceGroup) -> None:
         for node in group.nodes:
             for gpu in group.gpus:
                 self._owner[node][gpu] = None

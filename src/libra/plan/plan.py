@@ -1,16 +1,19 @@
-"""The answer to a planning request.
+"""The answer to a planning request, and its JSON.
 
-Invariant: a `Plan` embeds the request it answers and nothing of the machine it was computed on (no wall time, host
-name or date), so the same request gives the same bytes.
+Invariant: a `Plan` embeds the request that it answers and nothing of the machine that computed it (no wall time, host
+name or date), so the same request gives the same bytes. What is written reads back equal; a text that is not exactly a
+plan of this format version is refused with the place and the reason, never repaired.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.explain.conflict import conflict, message
@@ -18,10 +21,22 @@ from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import bucket_prices
 from libra.plan.options.slots import SlotRequest
-from libra.plan.placement import Group, place
+from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, Allocation, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
 FORMAT = 2
+
+Solver = Literal["cp-sat", "ilp"]
+
+_ROUNDING = 1e-9  # relative: between a bound and a price
+
+
+class DocumentError(ValueError):
+    """A text is not a plan of this format version. The message names the place and what is wrong there."""
+
+
+class DisagreementError(RuntimeError):
+    """A plan of one solver refutes what the other has proven. The message says which is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class Plan:
     proof: Proof
     seats: tuple[int, ...]  # of each bucket's engines: sequences that decode together
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
-    placement: tuple[Group, ...]  # empty where devices are interchangeable
+    placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
     request: Annotated[SlotRequest | ClusterRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
@@ -41,24 +56,42 @@ class Plan:
     def solution(self) -> Solution:
         return Solution(self.allocation, self.predicted, self.proof)
 
+    def menu(self) -> tuple[Problem, tuple[tuple[str, str], ...]]:
+        """The request's problem, priced again, and the names of what is no option with the reason."""
+        if isinstance(self.request, SlotRequest):
+            return self.request.problem(), ()
+        menu = self.request.menu()
+        layouts = ((each.layout, each.reason) for each in menu.rejected_layouts)
+        return menu.problem, (*layouts, *((each.shape, each.reason) for each in menu.rejected_engines))
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What the other solver found for the same problem."""
+
+    solver: Solver
+    step: float  # seconds, of its own best plan
+    bound: float  # seconds; it has proven that no step is shorter
+
 
 def make_plan(
     request: SlotRequest | ClusterRequest,
     *,
-    placed: Sequence[Group] = (),
+    placed: Sequence[DeviceGroup] = (),
     deterministic_limit: float = 30.0,
     seed: int = 0,
+    solver: Solver = "cp-sat",
 ) -> Plan:
-    """The best plan for the request. The same request, placement, limit and seed give the same plan.
+    """The best plan for the request. The same request, placement, limit, seed and solver give the same plan.
 
-    `placed` says where the current allocation's groups are: they stay where they can. Raises `InfeasiblePlanError` when
-    no allocation can serve the request.
+    `placed` says where the current allocation's groups are: they stay where they can. Limit and seed are CP-SAT's.
+    Raises `InfeasiblePlanError` when no allocation can serve the request, ModuleNotFoundError without the extra `ilp`.
     """
     if isinstance(request, SlotRequest):
         problem = request.problem()
-        return answer(request, problem, _solved(problem, deterministic_limit, seed))
+        return answer(request, problem, _solved(problem, deterministic_limit, seed, solver))
     menu = request.menu()
-    solution = _solved(menu.problem, deterministic_limit, seed)
+    solution = _solved(menu.problem, deterministic_limit, seed, solver)
     return answer(
         request,
         menu.problem,
@@ -68,8 +101,36 @@ def make_plan(
     )
 
 
-def _solved(problem: Problem, deterministic_limit: float, seed: int) -> Solution:
+def confirm(plan: Plan, solver: Solver) -> Confirmation:
+    """Solve the plan's request again with another solver than it was made with.
+
+    Raises `DisagreementError` where one of the two plans has a shorter step than the other solver says is possible, and
+    ModuleNotFoundError without the extra `ilp`.
+    """
+    first: Solver = "ilp" if solver == "cp-sat" else "cp-sat"
+    problem, _ = plan.menu()
     try:
+        second = solve(problem) if solver == "cp-sat" else _solve_ilp(problem)
+    except InfeasiblePlanError as error:
+        raise DisagreementError(f"{solver} finds no plan ({error}), {first} has one: {solver} is wrong") from None
+    return compare(first, plan.solution, solver, second)
+
+
+def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Confirmation:
+    """Whether two solvers' answers can both be right; each is an allocation with its exact price."""
+    for wrong, proven, right, found in ((first, one, solver, other), (solver, other, first, one)):
+        if found.predicted.step < proven.proof.bound * (1 - _ROUNDING):
+            raise DisagreementError(
+                f"{wrong} has proven that no step is shorter than {proven.proof.bound:.6g} s, and {right} has a plan of"
+                f" {found.predicted.step:.6g} s: {wrong} is wrong; report it with the plan"
+            )
+    return Confirmation(solver, other.predicted.step, other.proof.bound)
+
+
+def _solved(problem: Problem, deterministic_limit: float, seed: int, solver: Solver) -> Solution:
+    try:
+        if solver == "ilp":
+            return _solve_ilp(problem)
         return solve(problem, deterministic_limit=deterministic_limit, seed=seed)
     except InfeasiblePlanError:
         conflicting = conflict(problem)
@@ -79,14 +140,80 @@ def _solved(problem: Problem, deterministic_limit: float, seed: int) -> Solution
         raise InfeasiblePlanError(f"{message(conflicting)}: add devices, ask for less{shared}") from None
 
 
+def _solve_ilp(problem: Problem) -> Solution:
+    try:
+        from libra.plan.model.ilp import solve_ilp
+    except ModuleNotFoundError as error:
+        if error.name != "pulp":
+            raise
+        raise ModuleNotFoundError(
+            "PuLP, which solves the integer program, is not installed; pip install 'libra-rl[ilp]'", name="pulp"
+        ) from None
+    return solve_ilp(problem)
+
+
 def answer(
     request: SlotRequest | ClusterRequest,
     problem: Problem,
     solution: Solution,
     *,
     layout: ParallelLayout | None = None,
-    placement: tuple[Group, ...] = (),
+    placement: tuple[DeviceGroup, ...] = (),
 ) -> Plan:
     """The plan that a solution of the request's problem stands for."""
     seats = tuple(bucket.option.seats for bucket in bucket_prices(problem, solution.allocation))
     return Plan(solution.allocation, solution.predicted, solution.proof, seats, layout, placement, request)
+
+
+def dump_plan(plan: Plan) -> str:
+    """A plan and, last, the request that it answers; the keys stand in the order of the fields."""
+    fields = _plans().dump_python(plan, mode="json")
+    del fields["format"]
+    return _written({"format": plan.format, **fields}, "") + "\n"
+
+
+def parse_plan(text: str | bytes, where: str = "plan") -> Plan:
+    """Read what `dump_plan` wrote; `where` (a file name) opens the error message. Raises `DocumentError`."""
+    return _validated(_document(text, where), where)
+
+
+@cache
+def _plans() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
+def _written(value: Any, indent: str) -> str:
+    """JSON with one entry a line, save that a list of numbers or names is one line: it diffs well and stays short."""
+    if isinstance(value, dict) and value:
+        inner = ",\n".join(f"{indent}  {json.dumps(k)}: {_written(v, indent + '  ')}" for k, v in value.items())
+        return f"{{\n{inner}\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
+        inner = ",\n".join(f"{indent}  {_written(part, indent + '  ')}" for part in value)
+        return f"[\n{inner}\n{indent}]"
+    return json.dumps(value, allow_nan=False)
+
+
+def _document(text: str | bytes, where: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{where}: not JSON: {error}") from None
+    if not isinstance(document, dict) or "format" not in document:
+        raise DocumentError(f"{where}: format is missing; a document says which format version it is written in")
+    if document["format"] != FORMAT:
+        raise DocumentError(
+            f"{where}: format is {document['format']!r}; this version of libra reads format {FORMAT}: plan again"
+        )
+    return document
+
+
+def _validated(value: object, where: str) -> Plan:
+    try:
+        # As JSON, because strict Python input would have to be tuples where JSON has only arrays.
+        return _plans().validate_json(json.dumps(value))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc']) or 'document'}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise DocumentError(f"{where}: {problems}") from None

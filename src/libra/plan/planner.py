@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.config.recipe import Recipe
+from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.lengths import LengthTracker, TrajectoryClass
-from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.cluster_request import ClusterRequest, Held
 from libra.plan.options.engines import node_roofline
-from libra.plan.options.held import Held
-from libra.plan.plan import Plan, make_plan
+from libra.plan.plan import Plan, Solver, make_plan
 from libra.plan.problem import Allocation, Problem
-from libra.plan.recipe_tracker import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 
 CLASSES = 24  # classes of trajectories that a plan tells apart
+PLANNER_HALF_LIFE_STEPS = 4.0  # optimiser steps, of a tracker to plan from, unless the caller knows better
 
 Statistics = LengthTracker | Sequence[TrajectoryClass]
 
@@ -43,14 +43,14 @@ class Planner:
         """An empty tracker that counts as the recipe says; observe finished trajectories with it."""
         return recipe_tracker(self.recipe, half_life_steps)
 
-    def plan(self, statistics: Statistics, current: Plan | None = None) -> Plan:
+    def plan(self, statistics: Statistics, current: Plan | None = None, solver: Solver = "cp-sat") -> Plan:
         """The plan with the shortest optimiser step, and among equals the one nearest to `current`.
 
         Raises `InfeasiblePlanError` when no plan exists, ValueError when the statistics are empty or do not fit the
         recipe.
         """
         request = self.request(statistics, *what_runs(current))
-        return make_plan(request, placed=() if current is None else current.placement)
+        return make_plan(request, placed=() if current is None else current.placement, solver=solver)
 
     def problem(self, statistics: Statistics, current: Allocation | None = None) -> Problem:
         """What `plan` chooses from, priced."""
@@ -69,6 +69,16 @@ def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:
         return None, ()
     pools = [group.pool for group in plan.placement if group.role == "train"]
     return plan.allocation, () if plan.layout is None else ((pools[0], plan.layout),)
+
+
+def recipe_tracker(recipe: Recipe, half_life_steps: float) -> LengthTracker:
+    """An empty tracker that halves a trajectory's weight every so many optimiser steps, knows a GPU engine's KV blocks,
+    and takes tool returns of unknown duration to last as long as the recipe says."""
+    return LengthTracker(
+        half_life_steps * recipe.batch,
+        block_tokens=BLOCK,
+        unknown_tool_seconds=recipe.tool_seconds_if_unknown,
+    )
 
 
 def rooflines(cluster: Cluster, model: ModelSpec, recipe: Recipe) -> tuple[EngineProfile, ...]:

@@ -1,44 +1,59 @@
-"""The planning problem as numbers, and its answer, as frozen values.
+"""The planning problem as numbers, and its answer, as frozen values. This is the one page of notation.
 
-Invariant: a `Problem` is a menu. Everything that could be chosen is listed and priced before the solver sees it, so
-the solvers, the brute-force oracle, the explanation and the executor mean the same thing by a choice. Whatever can be
-listed without knowing hardware or model lives here; where the prices come from is the business of `plan.slots` (one
-machine, measured) and `plan.cluster_request` (many nodes, profiles). Times are seconds, lengths are tokens.
+Invariant: a `Problem` is a menu. Everything that could be chosen is listed and priced before a solver sees it, so that
+solvers, brute force, explanations and the executor mean the same by a choice. `plan.options` makes the prices. Times
+are seconds, lengths are tokens.
 
-What a choice costs. Generation and training overlap; a trajectory's oldest token is trained on at most `staleness`
-versions late. With L the seconds of one training step, S those of its publication, and for every bucket b the load
-`W_b / n_b` of its engines and the residence of its longest trajectory,
+Sets        t  training options      s  engine shapes, each with its options o      p  pools of devices
+            j  classes of trajectories, shortest first      (i, j)  a range of classes, i to j      k  routers
+Data        eta  staleness    L, F, S  of t: training, what of it follows the last trajectory (`follows`), publication
+            A_gen, A_tools  of o: seconds in which the longest trajectory generates, and waits for tools
+            work, refresh, residence, fills  of o for each class    reach  of k for each class    stall, holds  of o
+Decide      x[t]        which option trains
+            z[s, i, j]  that a bucket of engines of shape s serves the range
+            n[s, i, j]  how many engines it has
+            keep        that the buckets are those that run now
+            T           seconds of a step: as few as possible, then fewest moves, devices and buckets
 
-    step >= L
-    step >= W_b / n_b + stall_b                      for every bucket
-    (1 + staleness) * step >= R + L + S              R = max over buckets of residence
+One name for each family of constraints, in `plan.model` (CP-SAT, ILP, bounds), `plan.explain` and docs/planning.md:
 
-(L here, and in all that follows, are the seconds of training after the last trajectory: all, or a `tail`)
+    one_training          sum over t of x[t] = 1
+    every_class_once      z is a path from the first class to the end of the last
+    most_buckets          sum of z <= most_buckets
+    one_bucket_per_shape  sum over i, j of z[s, i, j] <= 1                        for every s, if asked for
+    keep_buckets          keep <= z of every bucket that runs
+    training              T >= L                                                  where x[t]
+    rollout               T >= W / n + stall[o]                                   where z[s, i, j], all four of
+    latency               (1 + eta) T >= R + F + S                                the same option o of s
+    cache_room            sum over i..j of fills[o] <= n
+    longest_context       the longest context of class j <= holds[o]
+    devices               generating[p] + training[p] <= devices[p]               for every p
+    own_devices           ... their sum; without it (colocated) each of them
+    no_idle_devices       = in place of <=, if asked for
 
-Where all trajectories of a step start together (`batched`, and always with staleness 0), the longest of a bucket would
-take `generates_b + waits_b` seconds if it were the only one: it generates, and it waits for tools. Others slow it while
-it generates. With staleness 0, synchronous training, nothing overlaps, and what is not shared adds to the load:
+For a T, longest_context, cache_room, rollout and latency ask for a number of engines, `need[t, s, i, j]`
+(`plan.model.ranges`), and the model has in their place
 
-    step >= W_b / n_b + stall_b + generates_b + waits_b + L + S        for every bucket
-    step >= R + L + S
+    enough_engines        n[s] >= sum over i, j of need[t, s, i, j] z[s, i, j]    where x[t]
+    no_stray_engines      n[s] = 0                                                where no bucket is of s
 
-and colocated training adds two switches. With staleness, the others are under way all the time, and leave a share
-1 - (W_b / n_b + stall_b) / step of the engine to it (processor sharing), so that its residence is
+W is what the bucket's classes ask for: the largest, over rows of work and routers k, of the sum over its classes of
+work[j] reach[k, j], and in the first bucket of work[j] (1 - reach[k, j]) over all classes, besides the same of
+refresh / T. Routers of ranges that run now are known; with `keep` only those count. R is the longest residence of its
+classes that a typical step has (`met`).
 
-    R_b = waits_b + generates_b / (1 - (W_b / n_b + stall_b) / step)
+If the trajectories of a step start together (`batched`, and always with eta = 0), the longest of a bucket by itself
+would take A = A_gen + A_tools. With eta = 0 nothing overlaps, and rollout is
 
-The line of staleness, (1 + staleness) * step >= R_b + L + S, then reads
+    T >= W / n + stall + A + F + S                        (colocated: and two switches, in latency, too)
 
-    ((1 + staleness) * step - L - S - waits_b) * (step - stall_b - W_b / n_b) >= generates_b * step
+With eta > 0 the others leave it 1 - (W / n + stall) / T of its engine (processor sharing), so that latency needs
+R = A_tools + A_gen / (1 - (W / n + stall) / T), which is
 
-with no factor below 0. The step is never longer than W_b / n_b + stall_b + (generates_b + waits_b + L + S) / (1 +
-staleness), and as long only where the longest never waits and nothing follows.
+    ((1 + eta) T - F - S - A_tools) * (T - stall - W / n) >= A_gen T      with no factor below 0.
 
-Caches that are full forget contexts, which then are prefilled again. Options of a shape that differ in how much of that
-their work has are for different numbers of engines: those whose caches hold what the bucket's classes fill of them.
-
-A bucket's work W_b is the largest of several rows, each linear in the classes the bucket serves; with `refresh` it also
-grows by (refresh seconds squared) / step.
+Options of a shape that differ in `fills` are for different numbers of engines: caches that are full forget contexts,
+which then are prefilled again.
 """
 
 from __future__ import annotations
@@ -51,12 +66,30 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-Bottleneck = Literal["rollout", "training", "latency"]
+Bottleneck = Literal["rollout", "training", "latency", "publication"]  # what the largest part of a step is
+# The families of constraints, as above.
+Family = Literal[
+    "one_training",
+    "every_class_once",
+    "most_buckets",
+    "one_bucket_per_shape",
+    "keep_buckets",
+    "longest_context",
+    "cache_room",
+    "rollout",
+    "latency",
+    "training",
+    "devices",
+    "own_devices",
+    "no_idle_devices",
+    "enough_engines",
+    "no_stray_engines",
+]
 SolverStatus = Literal["optimal", "feasible"]
 
 ONE_DEVICE = "one device"  # the layout of a replica that is not spread over devices
 
-# How requests and plans are read from a file: see `libra.plan.document`. It also holds for the values inside them.
+# How requests and plans are read from a file: see `libra.plan.plan`. It also holds for the values inside them.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 

@@ -16,14 +16,12 @@ from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import Forecast, scaled
 from libra.plan.model.solve import solve
-from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.held import sharing_layouts
+from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.price import infeasibility, price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
-from libra.plan.planner import CLASSES, Planner, what_runs
+from libra.plan.planner import CLASSES, Planner, recipe_tracker, what_runs
 from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
-from libra.plan.recipe_tracker import recipe_tracker
 from libra.plan.replan import Case, Decision, decide_over, expected
 from libra.plan.switching import live_refill, switch_cost, switch_seconds
 from libra.trajectory import Trajectory

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import BucketView, Explanation
-from libra.plan.explain.splits import Split
 from libra.records.roles import Role
 from libra.report.charts import Series, line_chart, time_unit
 from libra.report.colours import ROLES, ink
-from libra.report.explain_table import crossing
+from libra.report.explain_table import LEAST_LOSS, crossing
 from libra.report.lanes import Bar, Density, Lane, lane_chart
 from libra.report.page import Figure
 from libra.report.vega import FULL, Axis, Marker, ends
@@ -18,6 +18,7 @@ from libra.report.words import duration, percent, plain
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
 _BUSY, _BOUNDING = ROLES[Role.ROLLOUT], ROLES[Role.FAILED]
 _TALLEST = 2.0  # steps; what takes longer would flatten the crossing
+_FOLLOWED = "generation on the other devices, and what follows it"
 
 
 def split_figures(explanation: Explanation) -> tuple[Figure, ...]:
@@ -34,7 +35,11 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
     scale, unit = time_unit(limit)
     curves = [
         ("training", ROLES[Role.TRAIN], [(split.devices, split.training) for split in splits]),
-        ("generation on the other devices", _GENERATION, [(split.devices, split.generation) for split in splits]),
+        (
+            "generation on the other devices" if explanation.synchronous else _FOLLOWED,
+            _GENERATION,
+            [(split.devices, split.generation) for split in splits],
+        ),
     ]
     if explanation.synchronous:
         curves.append(("step: their sum, with publication", _STEP, [(split.devices, split.step) for split in splits]))
@@ -50,8 +55,12 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
     drawn = line_chart(
         [one for one in series if one.points], x_axis, Axis(f"time of a step ({unit})"), markers, FULL, 230
     )
-    note = _sides(splits)
-    note += " Generation is the engines' work or the longest trajectory, whichever bounds it."
+    note = "" if explanation.synchronous else _sides(splits)
+    note += " Generation is the engines' work or the longest trajectory, whichever bounds it" + (
+        ", without what follows it."
+        if explanation.synchronous
+        else ", and training and publication as far as they follow it."
+    )
     note += f" Above {duration(limit)} nothing is drawn." if hidden else ""
     legend = tuple((name, colour) for name, colour, _ in curves)
     return Figure(f"Time against the split, training on {pool}", note, drawn, legend, wide=True)
@@ -60,10 +69,14 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
 def _sides(splits: Sequence[Split]) -> str:
     between = crossing(splits)
     if between is None:
-        always = splits[0].training < splits[0].generation
-        return f"Training is {'always' if always else 'never'} the faster side."
+        by_itself = splits[0].training > splits[0].generation
+        setting = "training by itself" if by_itself else "generation, with what follows it,"
+        return f"Whatever the split, {setting} sets the step."
     fewer, more = between
-    return f"From {fewer:,} to {more:,} training devices the slower side changes from training to generation."
+    return (
+        f"Up to {fewer:,} training devices, training by itself sets the step;"
+        f" from {more:,}, generation with what follows it does."
+    )
 
 
 def below(points: Sequence[tuple[float, float]], limit: float) -> tuple[tuple[float, float], ...]:
@@ -104,8 +117,10 @@ def bucket_figure(explanation: Explanation, classes: Sequence[tuple[int, float]]
 
 
 def _span(bucket: BucketView, low: float) -> Bar:
-    colour = _BOUNDING if bucket.share > 1 - 1e-9 else _BUSY
-    words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {percent(bucket.share, 0)} of the step"
+    bounding = bucket.share > 1 - LEAST_LOSS
+    colour = _BOUNDING if bounding else _BUSY
+    share = "the whole step" if bounding else f"{percent(bucket.share)} of the step"
+    words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {share}"
     title = (
         f"{bucket.above + 1:,} to {bucket.up_to:,} tokens: each engine works {duration(bucket.load)}, "
         f"the longest trajectory takes {duration(bucket.residence)}, max_num_seqs {plain(bucket.seats)}"

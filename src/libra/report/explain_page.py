@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from libra.plan.explain.explanation import Explanation, PlanView
 from libra.report.explain_figures import bucket_figure, split_figures
-from libra.report.explain_table import LEAST_LOSS, headline, loss, roles, routing_sentence
+from libra.report.explain_table import LEAST_LOSS, fewer_nodes_words, headline, loss, roles, routing_sentence
 from libra.report.page import Tile, render
 from libra.report.words import duration, percent, plural
 
@@ -49,9 +49,19 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         routing=routing_sentence(explanation),
         reliefs=reliefs,
         widest_gain=max((row.part for row in reliefs), default=0.0),
+        fewer_nodes=_fewer_nodes(explanation),
         rejected=explanation.rejected,
         shown=MOST_REJECTED,
     )
+
+
+def _fewer_nodes(explanation: Explanation) -> list[tuple[str, ...]]:
+    step = explanation.plan.predicted.step
+    rows = [tuple(fewer_nodes_words(smaller, step)) for smaller in explanation.fewer_nodes]
+    if rows and explanation.smallest is not None:
+        left, back, change = fewer_nodes_words(explanation.smallest, step)
+        rows.append((f"the fewest: {left}", back, change))
+    return rows
 
 
 def _plan(name: str, plan: PlanView | None) -> _Row:
@@ -71,5 +81,8 @@ def _tiles(explanation: Explanation) -> Iterator[Tile]:
     yield Tile(
         "Generation", plural(generating, "device"), f"{plural(engines, 'engine')}, {plural(plan.buckets, 'bucket')}"
     )
-    idle = ", ".join(f"{pool.idle:,} of {pool.devices:,} {pool.name}" for pool in explanation.pools)
+    idle = ", ".join(
+        f"{pool.idle:,} of {pool.devices:,} {pool.name}" + (f" ({pool.why_idle})" if pool.why_idle else "")
+        for pool in explanation.pools
+    )
     yield Tile("Idle", plural(sum(pool.idle for pool in explanation.pools), "device"), idle)

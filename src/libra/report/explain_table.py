@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from rich.markup import escape
 from rich.table import Table
 
-from libra.plan.explain.explanation import Bound, Explanation, PlanView
-from libra.plan.explain.splits import Split
-from libra.report.words import BOTTLENECK_WORDS, duration, percent, signed_percent
+from libra.plan.explain.alternatives import Split
+from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, PlanView, SmallerCluster
+from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
-MOST_SPLITS = 12  # rows of the table of splits
-_BOUND = {"rollout": "Rollout-bound", "training": "Training-bound", "latency": "Latency-bound"}
+MOST_SPLITS = 8  # rows of the table of splits
+MOST_KINDS = 4  # of reasons why something is no option
+_BOUND = {
+    "rollout": "Rollout-bound",
+    "training": "Training-bound",
+    "latency": "Latency-bound",
+    "publication": "Publication-bound",
+}
 
 
 def headline(explanation: Explanation) -> str:
-    """What bounds the step and by how much, and what is proven, in two sentences."""
+    """What the step consists of, and what is proven, in two sentences."""
     bound = explanation.bound
-    slack = percent(bound.slack, 1 if bound.slack < 0.1 else 0)
-    return f"{_BOUND[bound.by]} by {slack}: {_seconds(bound, explanation.plan.predicted.step)}. {_proven(explanation)}"
+    return f"{_BOUND[bound.by]}: {parts_sentence(bound, explanation.plan.predicted.step)}. {_proven(explanation)}"
 
 
 def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
@@ -37,6 +41,8 @@ def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
         _reliefs(explanation),
         _splits(explanation),
     ]
+    if explanation.fewer_nodes:
+        tables.insert(4, _fewer_nodes(explanation))
     return (*tables, _rejected(explanation)) if explanation.rejected else tuple(tables)
 
 
@@ -70,18 +76,18 @@ def crossing(splits: Sequence[Split]) -> tuple[int, int] | None:
     return None
 
 
-def _seconds(bound: Bound, step: float) -> str:
-    whole, by, other = f"a step takes {duration(step)}", BOTTLENECK_WORDS[bound.by], BOTTLENECK_WORDS[bound.next]
-    alone = f"{other} alone would need {duration(bound.next_seconds)}"
-    if bound.seconds == step:
-        return f"{whole}; {alone}"
-    part = f"{whole}, {duration(bound.seconds)} of it {by}"
-    # Of what adds up to a step only generation and its longest episodes go on side by side.
-    return (
-        f"{part} and {duration(bound.next_seconds)} {other}"
-        if "training" in (bound.by, bound.next)
-        else f"{part}; {alone}"
+def parts_sentence(bound: Bound, step: float) -> str:
+    """What the seconds of a step go to; they add up to it."""
+    if len(bound.parts) == 1:
+        slack = f", and the rest would allow one {percent(bound.slack)} shorter" if bound.slack else ""
+        return f"a step is as long as {BOTTLENECK_WORDS[bound.by]}, {duration(step)}{slack}"
+    named = [f"{duration(seconds)} {BOTTLENECK_WORDS[name]}" for name, seconds in bound.parts if seconds > 0]
+    divided = (
+        f" (each divided by {bound.batches}: with staleness {bound.batches - 1}, {bound.batches} batches are under way)"
+        if bound.batches > 1
+        else ""
     )
+    return f"a step of {duration(step)} is {', '.join(named[:-1])} and {named[-1]}{divided}"
 
 
 def _proven(explanation: Explanation) -> str:
@@ -100,7 +106,7 @@ def _buckets(explanation: Explanation) -> Table:
     for bucket in explanation.buckets:
         table.add_row(
             f"{bucket.above + 1:,} to {bucket.up_to:,}",
-            f"{bucket.engines:,} {escape(bucket.shape)}",
+            f"{bucket.engines:,} {cell(bucket.shape)}",
             f"{bucket.seats:,}",
             duration(bucket.load),
             duration(bucket.residence),
@@ -114,9 +120,13 @@ def _pools(explanation: Explanation) -> Table:
     table.add_column("pool")
     for column in ("devices", "train", "generate", "idle"):
         table.add_column(column, justify="right")
+    if any(pool.idle for pool in explanation.pools):
+        table.add_column("why idle")
     for pool in explanation.pools:
         counts = (pool.devices, pool.training, pool.generating, pool.idle)
-        table.add_row(escape(pool.name), *(f"{count:,}" for count in counts))
+        table.add_row(
+            cell(pool.name), *(f"{count:,}" for count in counts), *([cell(pool.why_idle)] * (len(table.columns) > 5))
+        )
     return table
 
 
@@ -127,14 +137,14 @@ def _alternatives(explanation: Explanation) -> Table:
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("devices and engines")
     for place, plan in enumerate(explanation.runners_up, start=2):
-        table.add_row(f"no. {place}", loss(plan), duration(plan.predicted.step), escape(roles(plan)))
+        table.add_row(f"no. {place}", loss(plan), duration(plan.predicted.step), cell(roles(plan)))
     table.add_section()
     for other in explanation.otherwise:
         if other.plan is None:
-            table.add_row(escape(other.decision), "-", "-", "no plan")
+            table.add_row(cell(other.decision), "-", "-", "no plan")
         else:
             step = duration(other.plan.predicted.step)
-            table.add_row(escape(other.decision), loss(other.plan), step, escape(roles(other.plan)))
+            table.add_row(cell(other.decision), loss(other.plan), step, cell(roles(other.plan)))
     return table
 
 
@@ -145,14 +155,41 @@ def _reliefs(explanation: Explanation) -> Table:
     table.add_column("", justify="right", no_wrap=True)
     for relief in explanation.reliefs:
         saved = (duration(relief.seconds), percent(relief.gain)) if relief.binds else ("nothing", "")
-        table.add_row(escape(relief.change), *saved)
+        table.add_row(cell(relief.change), *saved)
+    return table
+
+
+def fewer_nodes_words(smaller: SmallerCluster, step: float) -> tuple[str, str, str]:
+    """Which nodes are left, what is given back, and what that does to the step."""
+    left = " + ".join(f"{kept:,} of {count:,} {name}" for name, kept, count in smaller.nodes if kept < count)
+    if smaller.seconds is None:
+        return left, f"{smaller.devices:,}", "no plan"
+    longer = smaller.seconds / step if step > 0 else 0.0
+    change = "the same step" if abs(longer) < SAME_STEP else f"{duration(smaller.seconds)} longer ({percent(longer)})"
+    return left, f"{smaller.devices:,}", change
+
+
+def _fewer_nodes(explanation: Explanation) -> Table:
+    table = Table(title="What could be given back")
+    table.add_column("nodes left")
+    table.add_column("devices back", justify="right")
+    table.add_column("step")
+    step = explanation.plan.predicted.step
+    for smaller in explanation.fewer_nodes:
+        table.add_row(*map(cell, fewer_nodes_words(smaller, step)))
+    table.add_section()
+    if explanation.smallest is None:
+        table.add_row("no smaller cluster", "", "has the same step")
+    else:
+        left, back, change = fewer_nodes_words(explanation.smallest, step)
+        table.add_row(cell(f"the fewest: {left}"), back, change)
     return table
 
 
 def _splits(explanation: Explanation) -> Table:
     plan = explanation.plan
     here = [split for split in explanation.splits if split.pool == plan.training_pool]
-    table = Table(title=f"Splits, training on {escape(plan.training_pool)}")
+    table = Table(title=f"Splits, training on {cell(plan.training_pool)}")
     for column in ("devices that train", "training", "generation", "step"):
         table.add_column(column, justify="right")
     for split in _around(here, plan.training_devices):
@@ -170,11 +207,12 @@ def _around(splits: Sequence[Split], devices: int) -> Sequence[Split]:
 
 
 def _rejected(explanation: Explanation) -> Table:
-    table = Table(title="What is no option, and why")
-    table.add_column("why")
-    table.add_column("how many", justify="right")
-    table.add_column("such as")
-    for rejected in explanation.rejected:
-        name, reason = rejected.options[0]
-        table.add_row(escape(rejected.kind), f"{len(rejected.options):,}", escape(f"{name}: {reason}"))
+    table = Table(title="What is no option (why each: --json, --html)")
+    table.add_column("options", justify="right")
+    table.add_column("why, for instance")
+    for rejected in explanation.rejected[:MOST_KINDS]:
+        table.add_row(f"{len(rejected.options):,}", cell(rejected.options[0][1].partition(";")[0]))
+    left = sum(len(rejected.options) for rejected in explanation.rejected[MOST_KINDS:])
+    if left:
+        table.add_row(f"{left:,}", "other reasons")
     return table

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from libra.lengths import TrajectoryClass
-from libra.plan.offline import Evidence
+from libra.plan.explain.explanation import Bound
+from libra.plan.explain.idle import IdleDevices
+from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
-from libra.plan.placement import Group
+from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
-from libra.plan.problem import Bottleneck
-from libra.report.words import BOTTLENECK_WORDS, duration, percent, plain, plural
+from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, plain, plural
+
+_PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
 
 
-def plan_tables(plan: Plan) -> tuple[Table, ...]:
-    """Who does what, how long a step takes and why, what is proven, and for which work; ready for a rich console."""
-    return (_allocation(plan), _step(plan), _proof(plan), _workload(plan))
+def plan_tables(plan: Plan, bound: Bound, idle: Sequence[IdleDevices]) -> tuple[Table, ...]:
+    """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
+    tables = (_allocation(plan), *([_idle(idle)] if idle else []))
+    return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
 
 
-def log_notes(plan: Plan, evidence: Evidence) -> tuple[str, ...]:
+def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
     """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
     notes = []
     slots = isinstance(plan.request, SlotRequest)
@@ -45,6 +48,14 @@ def log_notes(plan: Plan, evidence: Evidence) -> tuple[str, ...]:
         notes.append(
             f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
             f" {plain(seconds)} s, so {BOTTLENECK_WORDS['latency']} may take longer"
+        )
+    if evidence.cut_tool_calls:
+        calls, longest = plural(evidence.cut_tool_calls, "tool call"), duration(evidence.longest_tool_call)
+        notes.append(f"{calls} of more than {longest} counted as so long")
+    elif evidence.longest_tool_call > _PAUSE and bound.by == "latency":
+        notes.append(
+            f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
+            " episodes is most of a step: where calls waited for people, cut them with --longest-tool-call SECONDS"
         )
     return tuple(notes)
 
@@ -68,14 +79,14 @@ def _allocation(plan: Plan) -> Table:
 
 
 def _add(table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, seats: str, span: str) -> None:
-    row = [role, f"{count:,}", escape(each), seats, span]
+    row = [role, f"{count:,}", cell(each), seats, span]
     if plan.placement:
         groups = [group for group in plan.placement if group.bucket == bucket]
-        row += [f"{sum(group.devices for group in groups):,}", escape(_where(groups))]
+        row += [f"{sum(group.devices for group in groups):,}", cell(_where(groups))]
     table.add_row(*row)
 
 
-def _where(groups: Sequence[Group]) -> str:
+def _where(groups: Sequence[DeviceGroup]) -> str:
     """Nodes of each pool, runs of neighbours as one: `a800 0-2, 5`."""
     words = []
     for pool in dict.fromkeys(group.pool for group in groups):
@@ -87,26 +98,30 @@ def _where(groups: Sequence[Group]) -> str:
     return "; ".join(words)
 
 
-def _step(plan: Plan) -> Table:
-    predicted = plan.predicted
-    table = Table(title=f"One optimiser step, predicted: {duration(predicted.step)}")
-    table.add_column("bound by")
-    table.add_column("seconds", justify="right")
-    table.add_column("slack", justify="right")
-    request = plan.request
-    words = dict(BOTTLENECK_WORDS)
-    adds_up = not isinstance(request, SlotRequest) or request.workload.max_staleness == 0
-    if adds_up and predicted.bottleneck != "latency":
-        words["latency"] = "both, with publication"  # of the seconds after generation, those of one step
-    parts: tuple[tuple[Bottleneck, float], ...] = (
-        ("rollout", predicted.rollout),
-        ("training", predicted.training),
-        ("latency", predicted.latency),
-    )
-    for name, seconds in parts:
-        # The step is the longest part. A step of no length has no share to spare.
-        slack = percent(1 - seconds / predicted.step) if predicted.step > 0 else "-"
-        table.add_row(words[name], f"{seconds:,.4f}", "bottleneck" if name == predicted.bottleneck else slack)
+def _step(plan: Plan, bound: Bound) -> Table:
+    """The parts that the step adds up to, the largest first."""
+    step, several = plan.predicted.step, len(bound.parts) > 1
+    table = Table(title=f"One optimiser step, predicted: {duration(step)}", show_footer=several)
+    table.add_column("what it goes to", footer="the step")
+    table.add_column("seconds", justify="right", footer=f"{step:,.4f}")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for name, seconds in bound.parts:
+        share = percent(seconds / step) if step > 0 else "-"
+        table.add_row(BOTTLENECK_WORDS[name], f"{seconds:,.4f}", share, "bottleneck" if name == bound.by else "")
+    if several and bound.batches > 1:
+        staleness = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
+        table.caption = f"each divided by {bound.batches}: {staleness}"
+    return table
+
+
+def _idle(idle: Sequence[IdleDevices]) -> Table:
+    table = Table(title="Idle devices")
+    table.add_column("pool")
+    table.add_column("devices", justify="right")
+    table.add_column("why")
+    for each in idle:
+        table.add_row(cell(each.pool), f"{each.devices:,}", cell(each.reason))
     return table
 
 
@@ -119,7 +134,7 @@ def _proof(plan: Plan) -> Table:
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
     if not isinstance(plan.request, SlotRequest):
         for nodes, profile in zip(plan.request.cluster.nodes, plan.request.profiles, strict=True):
-            table.add_row(f"engine times of {escape(nodes.name)}", escape(profile.source))
+            table.add_row(f"engine times of {cell(nodes.name)}", cell(profile.source))
     return table
 
 
@@ -142,7 +157,7 @@ def _workload(plan: Plan) -> Table:
             plain(cls.prefill),
             plain(cls.turns),
             plain(cls.tool_seconds),
-            escape(_serving_shape(plan, cls)),
+            cell(_serving_shape(plan, cls)),
         )
     return table
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import get_args
 
-from rich.markup import escape
 from rich.table import Table
 
 from libra.cost.sources.rates import Calibration, Measured
 from libra.hardware.cluster import GPU
-from libra.report.words import MISSING, percent
+from libra.report.words import MISSING, cell, percent
 from libra.trajectory import ToolStatus
-from libra.trajectory.statistics import Spread, ToolStats, TraceStats
+from libra.trajectory.statistics import LengthSpread, ToolStats, TraceStats
 
 _STATUSES: tuple[ToolStatus, ...] = get_args(ToolStatus)
 
@@ -27,12 +26,12 @@ def trace_tables(stats: TraceStats) -> tuple[Table, ...]:
 
 def _overview(stats: TraceStats) -> Table:
     table = Table(title="Trajectories", show_header=False)
-    table.add_column()
+    table.add_column(overflow="fold")
     table.add_column(justify="right")
     table.add_row("trajectories", f"{stats.count:,}")
     table.add_row("finished", f"{stats.finished:,}")
     for task, count in stats.tasks:
-        table.add_row(f"task {escape(task)}", f"{count:,}")
+        table.add_row(f"task {cell(task)}", f"{count:,}")
     table.add_row("different prompts", f"{stats.prompts:,}")
     table.add_row("mean reward", _number(stats.reward_mean))
     table.add_row("tool calls of unknown duration", f"{stats.unknown_tool_seconds_share:.1%}")
@@ -58,18 +57,18 @@ def _lengths(stats: TraceStats) -> Table:
 
 def _tools(tools: tuple[ToolStats, ...]) -> Table:
     table = Table(title="Tools")
-    table.add_column("tool")
+    table.add_column("tool", overflow="fold")  # cut names may look alike
     for column in ("calls", *_STATUSES, "mean seconds", "unknown seconds"):
         table.add_column(column, justify="right")
     for tool in tools:
         outcomes = dict(tool.outcomes)
         cells = (f"{outcomes[status]:,}" if status in outcomes else "0" for status in _STATUSES)
         row = (f"{tool.calls:,}", *cells, _number(tool.mean_seconds), f"{tool.unknown_seconds:,}")
-        table.add_row(escape(tool.name), *row)
+        table.add_row(cell(tool.name), *row)
     return table
 
 
-def _spread_cells(spread: Spread) -> tuple[str, ...]:
+def _spread_cells(spread: LengthSpread) -> tuple[str, ...]:
     percentiles = (spread.p50, spread.p90, spread.p99, spread.max)
     return (f"{spread.mean:,.1f}", *(f"{value:,}" for value in percentiles))
 

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from libra.plan.problem import Bottleneck
-from libra.sim.outcome.definitions import Unit
+import re
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+if TYPE_CHECKING:  # every command reads this, to say what is wrong
+    from libra.plan.problem import Bottleneck
+    from libra.sim.outcome.definitions import Unit
 
 MISSING = "-"
 BOTTLENECK_WORDS: dict[Bottleneck, str] = {
     "rollout": "generation",
     "training": "training",
     "latency": "the longest episodes",
+    "publication": "publication of weights",
 }
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text from a file as a terminal may show it: control characters, which could move the cursor, rename the window or
+    turn the line around, are written out.
+
+    >>> printable("a\\x1b[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def cell(text: str) -> str:
+    """Such text as a cell of a rich table, in which brackets are no markup."""
+    return escape(printable(text))
 
 
 def duration(seconds: float) -> str:

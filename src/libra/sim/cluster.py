@@ -1,78 +1,47 @@
 """Engines, the policy that routes to them, and time.
 
-Invariant: what happens at one instant happens in this order, on all engines: iterations end; cancellations, weight
-updates and arrivals come in; engines decide what is next. Within each, engines and requests come by their numbers. So
-the outcome does not depend on how often an engine was looked at.
+Invariant: events are handled in one total order: by tick, then by kind, then by the number of the engine, the request
+or the order. After the last event of a tick, engines that were touched decide what is next, by their numbers. So the
+outcome does not depend on how often an engine was looked at.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from dataclasses import replace
+from enum import IntEnum
+from heapq import heapify, heappop, heappush, heapreplace
 
-from libra.route import policy
-from libra.route.policy import Placement, Policy
-from libra.sim.engine.batching import Engine, Iteration, Pause
-from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engine.pipeline import PipelinedEngine
+from libra.route.policy import Policy
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine, Pause
 from libra.sim.engine.request import Request
-from libra.sim.kv_move import KVMoves
+from libra.sim.engine.scheduler import Iteration
+from libra.sim.handover import KVMoves
+from libra.sim.placement import EngineFleet, Placer
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller, TrajectoryCaller
 from libra.sim.workload.protocol import Workload
 
-_NEVER = 1 << 80  # ticks, beyond what `clock.ticks` gives
 _RESTS = 1 << 60  # numbers of requests that are what is left of others
-_INDEX_BITS = 24
-_INDEX = (1 << _INDEX_BITS) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """One engine of a cluster."""
+class Kind(IntEnum):
+    """What an event is, in the order in which events of one tick are handled."""
 
-    name: str
-    config: EngineConfig
-    cost: IterationCost
-    bucket: int = 0
-    node: str = ""  # where it is; engines of one node move KV over its links
-    devices: int = 1  # GPUs
+    END = 0  # of what an engine planned, unless that was cut since
+    CANCELLATION = 1
+    UPDATE = 2  # of weights
+    ACTION = 3
+    ARRIVAL = 4
 
 
-class Instance:
-    """An engine as a routing policy sees it: always the present."""
+_END, _CANCELLATION, _UPDATE, _ACTION, _ARRIVAL = Kind
 
-    __slots__ = ("_cluster", "bucket", "capacity_tokens", "engine", "id")
-
-    def __init__(self, spec: EngineSpec, engine: Engine, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.id = spec.name
-        self.bucket = spec.bucket
-        self.capacity_tokens = spec.config.max_model_len
-        self.engine = engine
-
-    @property
-    def load_tokens(self) -> int:
-        return self.engine.load_tokens
-
-    @property
-    def token_seconds(self) -> float:
-        return self.engine.token_seconds(self._cluster.now)
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """All engines, as a routing policy sees them."""
-
-    instances: tuple[Instance, ...]
-    limits: tuple[int, ...]
-    turn_tokens: int
-
-
-Order = Request | WeightUpdate | Callable[[int], None]
+# (tick, kind, number, what): no two have the same kind and number at one tick, but ends, which are alike
+Order = Request | WeightUpdate | Callable[[int], None] | None
+Event = tuple[int, Kind, int, Order]
 
 
 class Cluster:
@@ -111,8 +80,6 @@ class Cluster:
             raise ValueError("there is no engine: give one or more")
         if route is None and (len(specs) > 1 or patient):
             raise ValueError(f"there are {len(specs)} engines and no policy: say where requests go")
-        if len(specs) > _INDEX:
-            raise ValueError(f"there are {len(specs):,} engines; simulate {_INDEX:,} at most")
         if len({spec.name for spec in specs}) < len(specs):
             raise ValueError("two engines have the same name: names must be unique")
         if limits is None:
@@ -120,45 +87,52 @@ class Cluster:
         for spec in specs:
             if not 0 <= spec.bucket < len(limits):
                 raise ValueError(f"engine {spec.name} is in bucket {spec.bucket}, but there are {len(limits)} limits")
-        self._exact, self._trace = exact, trace
         self.engines: list[Engine] = []  # all that there ever were
         self.specs: list[EngineSpec] = []
         self.requests: list[Request] = []  # all that came, in the order in which they did
         self.now = 0
         self.partial = False  # the time limit came before the end
         self.workload = workload
-        self.route = route
-        self._fleet = Fleet((), limits, turn_tokens)
-        self._by_name: dict[str, Engine] = {}
+        self.moved_tokens = 0
+        self._placer = Placer(route, limits, turn_tokens)
+        self._routed = route is not None
+        self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
         self._patient, self._keep, self._kv_moves = patient, keep, kv_moves
         self._rest = interrupted or self._rest_of
-        self._rests = 0
+        self._rests = self._actions = self._refreshes = 0
         self._unplaced: list[Request] = []
         self._again: set[Request] = set()  # that arrived before, and will once more
-        self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
-        self._actions = self._actions_due = self._refreshes = 0
-        self.placements = self.migrations = self.migrated_tokens = self.moved_tokens = 0
+        self._known: Iterator[Request] = iter(())  # what the workload says beforehand
+        self._next: Request | None = None  # of these, the one whose arrival is an event already
         for spec in specs:
             self._add(spec)
-        self._limit = time_limit
-        self._watch = watch
-        self._ends: list[int] = []  # of plans: tick and engine in one number, which a heap compares in one look
-        self._following: list[tuple[int, int, Request]] = []  # (arrival, number, request)
-        # (tick, number, what) of cancellations, weight updates and actions: in this order at one instant
-        self._orders: list[tuple[int, int, Order]] = [
-            (update.at, _NEVER + number, update) for number, update in enumerate(updates)
-        ]
-        heapify(self._orders)
+        self._events: list[Event] = [(update.at, _UPDATE, number, update) for number, update in enumerate(updates)]
+        heapify(self._events)
+        self._updates = len(updates)
         for update in updates:
             if update.link is not None:
                 update.link.reset()
-        self._idle: set[int] = set()  # engines that have to decide at this instant
+        self._deciding: set[int] = set()  # engines that have to at this tick
+
+    # What came of it
+
+    @property
+    def placements(self) -> int:
+        return self._placer.placements
+
+    @property
+    def migrations(self) -> int:
+        return self._placer.migrations
+
+    @property
+    def migrated_tokens(self) -> int:
+        return self._placer.migrated_tokens
 
     # What whoever makes the workload may do to the cluster while it runs
 
     @property
-    def fleet(self) -> Fleet:
-        return self._fleet
+    def fleet(self) -> EngineFleet:
+        return self._placer.fleet
 
     @property
     def kv_tokens(self) -> int:
@@ -177,22 +151,22 @@ class Cluster:
         if tick < self.now:
             raise ValueError(f"tick {tick} is over, it is {self.now}")
         self._actions += 1
-        self._actions_due += 1
-        heappush(self._orders, (tick, 2 * _NEVER + self._actions, action))
+        heappush(self._events, (tick, _ACTION, self._actions, action))
 
     def submit(self, request: Request) -> None:
         """A request that arrives now or later, besides those that the workload makes."""
-        heappush(self._following, (request.arrival, request.number, request))
+        heappush(self._events, (request.arrival, _ARRIVAL, request.number, request))
 
     def update(self, update: WeightUpdate) -> None:
         """One more weight update, now."""
-        self._obey(update)
+        self._refreshes += update.refresh
+        for engine in self._placer.engines():
+            if update.engines is None or engine.index in update.engines:
+                self._changed(engine, engine.pause(Pause(update.until, update.refresh), self.now))
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
         """From now on the engines, by name, serve these buckets."""
-        for instance in self._fleet.instances:
-            instance.bucket = buckets[instance.id]
-        self._fleet = replace(self._fleet, limits=limits)
+        self._placer.reallocate(limits, buckets)
         self._look_again()
 
     def add(self, spec: EngineSpec) -> None:
@@ -202,23 +176,17 @@ class Cluster:
 
     def close(self, name: str) -> None:
         """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere."""
-        engine = self._by_name.pop(name)
-        self._fleet = replace(self._fleet, instances=tuple(it for it in self._fleet.instances if it.id != name))
-        if self.route is not None:
-            self.route.instance_gone(name)
+        engine = self._placer.remove(name)
         self._changed(engine, engine.close(self.now))
         if not engine.busy:
             self._empty(engine)
 
     def _add(self, spec: EngineSpec) -> None:
-        if spec.name in self._by_name:
-            raise ValueError(f"there is an engine {spec.name} already: close it first")
-        engine = engine_of(spec, len(self.engines), self._exact)
+        engine = Engine(spec.config, spec.cost, len(self.engines), exact=self._exact)
         engine.trace = self._trace
+        self._placer.add(spec, engine, self)
         self.engines.append(engine)
         self.specs.append(spec)
-        self._by_name[spec.name] = engine
-        self._fleet = replace(self._fleet, instances=(*self._fleet.instances, Instance(spec, engine, self)))
 
     def _look_again(self) -> None:
         for request in self._unplaced:
@@ -230,8 +198,11 @@ class Cluster:
         self._again.add(request)
         self.submit(request)
 
+    # The clock
+
     def run(self) -> None:
-        """Until everything has finished, or the time limit."""
+        """Until everything has finished, or the time limit. Raises RuntimeError where requests wait for an engine that
+        never comes."""
         collecting = gc.isenabled()
         gc.disable()  # nothing that is let go refers to itself, and looking for it would take a third of the time
         try:
@@ -239,122 +210,123 @@ class Cluster:
         finally:
             if collecting:
                 gc.enable()
-
-    def _run(self) -> None:
-        known = iter(self.workload.start())
-        upcoming = next(known, None)
-        upcoming_at = _NEVER if upcoming is None else upcoming.arrival
-        ends, following, orders, idle = self._ends, self._following, self._orders, self._idle
-        engines, watch = self.engines, self._watch
-        limit = _NEVER if self._limit is None else self._limit
-        while True:
-            now = upcoming_at
-            while ends:
-                end, index = ends[0] >> _INDEX_BITS, ends[0] & _INDEX
-                if engines[index].busy and engines[index].end == end:
-                    if end < now:
-                        now = end
-                    break
-                heappop(ends)  # that plan was cut
-            if following and following[0][0] < now:
-                now = following[0][0]
-            if now == _NEVER and not self._actions_due:
-                break
-            if orders and orders[0][0] < now:
-                now = orders[0][0]
-            if now > limit:
-                self._stop(upcoming, known)
-                break
-            self.now = now
-            while True:
-                while ends and ends[0] >> _INDEX_BITS == now:
-                    index = heappop(ends) & _INDEX
-                    engine = engines[index]
-                    if engine.busy and engine.end == now:
-                        idle.add(index)
-                        for request in engine.commit():
-                            # Whoever cancelled it while its last iteration was under way has gone on already.
-                            if request.cancel_at is None or request.cancel_at >= now:
-                                self._ended(request)
-                        if engine.asked:
-                            self._ask(engine)
-                            engine.release(now)
-                        if engine.closing:
-                            self._empty(engine)
-                            idle.discard(index)
-                        if engine.interrupted:
-                            self._go_on(engine)
-                while orders and orders[0][0] == now:
-                    self._obey(heappop(orders)[2])
-                if ends and ends[0] >> _INDEX_BITS == now:  # an order ended a plan at this very instant
-                    continue
-                while True:
-                    if upcoming is not None and upcoming_at == now:
-                        if following and following[0][0] == now and following[0][1] < upcoming.number:
-                            request = heappop(following)[2]
-                        else:
-                            request = upcoming
-                            upcoming = next(known, None)
-                            upcoming_at = _NEVER if upcoming is None else upcoming.arrival
-                    elif following and following[0][0] == now:
-                        request = heappop(following)[2]
-                    else:
-                        break
-                    self._arrive(request)
-                if not ends or ends[0] >> _INDEX_BITS > now:  # otherwise an arrival ended a plan at this very instant
-                    break
-            for index in sorted(idle) if len(idle) > 1 else idle:
-                engine = engines[index]
-                planned = engine.plan(now)
-                if planned is not None:
-                    heappush(ends, planned << _INDEX_BITS | index)
-                if engine.interrupted:
-                    self._go_on(engine)
-                if watch is not None:
-                    watch(engine, now)
-            idle.clear()
         if self._unplaced and not self.partial:
             first = self._unplaced[0]
             raise RuntimeError(
                 f"{len(self._unplaced)} requests wait for an engine for ever, first of all {first.number}:"
-                f" {_none(first, self._fleet)}"
+                f" {self._placer.refusal(first)}"
             )
+
+    def _run(self) -> None:
+        self._known = iter(self.workload.start())
+        self._next = request = next(self._known, None)
+        if request is not None:
+            self.submit(request)
+        events, engines, deciding, watch = self._events, self.engines, self._deciding, self._watch
+        while self._drop_what_is_over():
+            now = events[0][0]
+            if self._limit is not None and now > self._limit:
+                self._stop(self._limit)
+                return
+            self.now = now
+            while events and events[0][0] == now:
+                _, kind, number, what = events[0]
+                if kind is _END:
+                    heappop(events)
+                    engine = engines[number]
+                    if engine.busy and engine.end == now:
+                        self._commit(engine, now)
+                elif kind is _ARRIVAL:
+                    assert isinstance(what, Request)
+                    if what is self._next and (request := next(self._known, None)) is not None:
+                        self._next = request
+                        heapreplace(events, (request.arrival, _ARRIVAL, request.number, request))
+                    else:
+                        heappop(events)
+                        if what is self._next:
+                            self._next = None
+                    self._arrive(what)
+                else:
+                    heappop(events)
+                    self._obey(what)
+            for index in sorted(deciding) if len(deciding) > 1 else deciding:
+                engine = engines[index]
+                end = engine.plan(now)
+                if end is not None:
+                    heappush(events, (end, _END, index, None))
+                if engine.interrupted:
+                    self._go_on(engine)
+                if watch is not None:
+                    watch(engine, now)
+            deciding.clear()
 
     def _obey(self, order: Order) -> None:
         """A cancellation, new weights, or whatever is to be done."""
         if isinstance(order, WeightUpdate):
-            self._refreshes += order.refresh
-            for engine in self._by_name.values():
-                if order.engines is None or engine.index in order.engines:
-                    self._changed(engine, engine.pause(Pause(order.until, order.refresh), self.now))
-        elif not isinstance(order, Request):
-            self._actions_due -= 1
+            self.update(order)
+        elif isinstance(order, Request):
+            self._cancel(order)
+        elif order is not None:
             order(self.now)
-        elif order.status in ("waiting", "running"):
-            assert order.engine is not None
-            engine = self.engines[order.engine]
-            self._changed(engine, engine.cancel(order, self.now))
-            self._ended(order)
+
+    def _drop_what_is_over(self) -> bool:
+        """Drop ends of plans that were cut since. False: nothing is left to happen; what could still be cancelled or
+        updated is done."""
+        events, engines = self._events, self.engines
+        while events:
+            tick, kind, number, _ = events[0]
+            if kind is _END:
+                engine = engines[number]
+                if engine.busy and engine.end == tick:
+                    return True
+                heappop(events)
+            elif kind is _CANCELLATION or kind is _UPDATE:
+                return any(self._is_to_come(event) for event in events)
+            else:
+                return True
+        return False
+
+    def _is_to_come(self, event: Event) -> bool:
+        """Whether the run goes on at least until then."""
+        tick, kind, number, _ = event
+        if kind is _END:
+            return self.engines[number].busy and self.engines[number].end == tick
+        return kind is _ACTION or kind is _ARRIVAL
+
+    def _commit(self, engine: Engine, now: int) -> None:
+        self._deciding.add(engine.index)
+        for request in engine.commit():
+            # Whoever cancelled it while its last iteration was under way has gone on already.
+            if request.cancel_at is None or request.cancel_at >= now:
+                self._ended(request)
+        if engine.asked:
+            self._placer.ask_again(engine, now)
+        if engine.closing:
+            self._empty(engine)
+            self._deciding.discard(engine.index)
+        if engine.interrupted:
+            self._go_on(engine)
+
+    # Requests
 
     def _arrive(self, request: Request) -> None:
-        now = self.now
         again = request in self._again
         self._again.discard(request)
         if self._keep and not again:
             self.requests.append(request)
         cancel_at = request.cancel_at
-        if cancel_at is not None and cancel_at <= now:
-            request.status, request.finish = "cancelled", now
+        if cancel_at is not None and cancel_at <= self.now:
+            request.status, request.finish = "cancelled", self.now
             self._ended(request)
             return
-        engine = self.engines[0] if self.route is None else self._placed(request, self.route, again)
+        engine = self._placer.place(request, again=again) if self._routed else self.engines[0]
         if engine is not None:
             self._take(request, engine)
         elif self._patient:
             self._unplaced.append(request)
         else:
-            request.status, request.finish = "refused", now
-            request.reason = _none(request, self._fleet)
+            request.status, request.finish = "refused", self.now
+            request.reason = self._placer.refusal(request)
             self._ended(request)
 
     def _take(self, request: Request, engine: Engine) -> None:
@@ -376,7 +348,7 @@ class Cluster:
         """Its KV has arrived, after so many refreshes when it was sent. On the way the engine may have been closed, the
         request given up, or the KV become one of older weights."""
         cancelled = request.cancel_at is not None and request.cancel_at <= self.now
-        if cancelled or self._by_name.get(self.specs[engine.index].name) is not engine:
+        if cancelled or not self._placer.serves(self.specs[engine.index].name, engine):
             self._arrive_again(request)
             return
         if sent == self._refreshes:
@@ -392,66 +364,20 @@ class Cluster:
         if request.status == "refused":
             self._ended(request)
         elif request.cancel_at is not None:
-            heappush(self._orders, (request.cancel_at, request.number, request))
+            heappush(self._events, (request.cancel_at, _CANCELLATION, request.number, request))
 
-    def _placed(self, request: Request, route: Policy, again: bool) -> Engine | None:
-        placement = self._destined.pop(request.number, None)
-        if placement is not None and placement.instance not in self._by_name:
-            placement = None
-        if placement is None:
-            placement = self._place(request, route, again)
-        if placement is None:
-            return None
-        self.placements += 1
-        if placement.migrated:
-            self.migrations += 1
-            self.migrated_tokens += request.prompt_tokens
-        request.priority = placement.priority
-        request.ask_at = None  # of an earlier placement, on an engine that closed before it got there
-        if placement.ask_again is not None:
-            owner = request.owner
-            since = owner.generated_since if isinstance(owner, Caller) else 0
-            if placement.ask_again > since:
-                request.ask_at = placement.ask_again - since
-        return self._by_name[placement.instance]
-
-    def _place(self, request: Request, route: Policy, again: bool) -> Placement | None:
-        """`again`: the policy has been asked about the request before, and was told of the return that it follows."""
-        owner = request.owner
-        if not isinstance(owner, Caller):
-            name = str(request.number)
-            prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
-            return route.place(policy.Request(name, prompt, request.prompt_tokens, request.prompt_tokens), self._fleet)
-        owner.placed_before = owner.generated_before
-        asked, returned = owner.routing_request(), None if again else owner.returned()
-        if returned is None:
-            return route.place(asked, self._fleet)
-        return route.tool_returned(asked, returned, self._fleet)
-
-    def _ask(self, engine: Engine) -> None:
-        """Requests that have generated as much as their placement foresaw: the policy says what becomes of them."""
-        route = self.route
-        assert route is not None
-        for request in engine.asked:
-            owner = request.owner
-            if not isinstance(owner, Caller):
-                continue
-            since = owner.generated_since
-            placement = route.outlived(owner.routing_request(), since + request.generated, self._fleet)
-            if placement is None:
-                continue
-            if self._by_name.get(placement.instance) is engine:
-                if placement.ask_again is not None:
-                    self._changed(engine, engine.ask(request, placement.ask_again - since, self.now))
-            else:
-                self._destined[request.number] = placement
-                engine.interrupt(request, self.now)
+    def _cancel(self, request: Request) -> None:
+        if request.status in ("waiting", "running"):
+            assert request.engine is not None
+            engine = self.engines[request.engine]
+            self._changed(engine, engine.cancel(request, self.now))
+            self._ended(request)
 
     def _empty(self, engine: Engine) -> None:
         """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
-        planned = engine.plan(self.now)
-        if planned is not None:
-            heappush(self._ends, planned << _INDEX_BITS | engine.index)
+        end = engine.plan(self.now)
+        if end is not None:
+            heappush(self._events, (end, _END, engine.index, None))
         self._go_on(engine)
 
     def _go_on(self, engine: Engine) -> None:
@@ -459,9 +385,7 @@ class Cluster:
         stopped, engine.interrupted = engine.interrupted, []
         for request in stopped:
             following = self._rest(request, self.now)
-            placement = self._destined.pop(request.number, None)
-            if placement is not None:
-                self._destined[following.number] = placement
+            self._placer.goes_on(request, following)
             self.submit(following)
 
     def _rest_of(self, request: Request, now: int) -> Request:
@@ -482,56 +406,40 @@ class Cluster:
 
     def _changed(self, engine: Engine, sooner: bool) -> None:
         if sooner:
-            heappush(self._ends, engine.end << _INDEX_BITS | engine.index)
+            heappush(self._events, (engine.end, _END, engine.index, None))
         if not engine.busy or engine.open:
-            self._idle.add(engine.index)
+            self._deciding.add(engine.index)
 
     def _ended(self, request: Request) -> None:
-        """Finished, given up or refused: tell the policy, and see what follows."""
-        owner, route = request.owner, self.route
-        if route is None:
-            pass
-        elif not isinstance(owner, Caller):
-            route.forget(str(request.number))
-        elif request.status != "finished":
-            route.forget(owner.trajectory.id)
-        elif owner.last:
-            route.finished(owner.trajectory)
+        """Finished, given up or refused: see what follows."""
+        self._placer.ended(request)
         following = self.workload.finished(request, self.now)
         if following is not None:
-            after = following.owner
+            owner, after = request.owner, following.owner
             if isinstance(owner, Caller) and isinstance(after, Caller) and after.trajectory is owner.trajectory:
                 after.engine = owner.engine
-            heappush(self._following, (following.arrival, following.number, following))
+            self.submit(following)
 
-    def _stop(self, upcoming: Request | None, known: Iterator[Request]) -> None:
+    def _stop(self, now: int) -> None:
         """The time limit: what has not ended is reported as such."""
-        assert self._limit is not None
-        self.now = self._limit
+        self.now = now
         self.partial = True
         for engine in self.engines:
-            engine.stop(self.now)
+            engine.stop(now)
             if self._watch is not None and not engine.paused:
-                self._watch(engine, self.now)
+                self._watch(engine, now)
             for request in engine.unfinished:
                 if request.status == "cancelled":
                     continue
                 request.status, request.reason = "unfinished", "the time limit came first"
         if not self._keep:
             return
-        if upcoming is not None:
-            self.requests.append(upcoming)
-            self.requests.extend(known)
-        self.requests.extend(request for _, _, request in sorted(self._following) if request not in self._again)
+        arriving = [what for _, kind, _, what in sorted(self._events, key=lambda event: event[:3]) if kind is _ARRIVAL]
+        if self._next is not None:
+            self.requests += [self._next, *self._known]
+        self.requests += [
+            it for it in arriving if isinstance(it, Request) and it is not self._next and it not in self._again
+        ]
         for request in self.requests:
             if request.status == "waiting":
                 request.status, request.reason = "unfinished", "the time limit came before its arrival"
-
-
-def _none(request: Request, fleet: Fleet) -> str:
-    return f"no engine holds its {request.prompt_tokens} tokens and a turn of {fleet.turn_tokens} more"
-
-
-def engine_of(spec: EngineSpec, index: int = 0, exact: bool = False) -> Engine:
-    kind = Engine if spec.config.pipeline_parallel_size == 1 else PipelinedEngine
-    return kind(spec.config, spec.cost, index, exact=exact)

@@ -20,9 +20,8 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
-from libra.sim.engine.config import EngineConfig, SchedulingPolicy
+from libra.sim.engine.config import EngineConfig, EngineSpec, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost, Overhead
 from libra.sim.weight_update import WeightUpdate
 

@@ -1,4 +1,4 @@
-"""The rollout half of a plan, simulated.
+"""A plan, simulated: the rollout of its steps, or a whole run.
 
 Invariant: the simulator is given what the planner was given (engines, memory, times, lengths, tools), so what differs
 between the two is what the planner's price leaves out.
@@ -15,11 +15,15 @@ from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
-from libra.sim.cluster import EngineSpec
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.engine.config import EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import Moment, simulate
+from libra.sim.training_run.loop import simulate_posttraining
+from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.system import System
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.drawing import draw
 from libra.sim.workload.replay import Replay
@@ -141,6 +145,32 @@ def planned_run(
         },
     )
     return deployment, workload
+
+
+def simulate_run(
+    plan: Plan,
+    trajectories: Iterable[Trajectory],
+    steps: int,
+    route: str = DEFAULT_ROUTE,
+    *,
+    learned: Iterable[Trajectory] = (),
+    seed: int = 0,
+    exact: bool = False,
+) -> PostTraining:
+    """A whole run of `steps` optimiser steps as the plan has it: groups are drawn from the log, prompt by prompt, with
+    the recipe's samples each; engines and trainers wait for each other as its staleness says.
+
+    `route` names the policy, which is told of the trajectories `learned` before it begins. Raises ValueError for a plan
+    that is not of a cluster, an unknown policy, and a trajectory that no engine of the plan holds.
+    """
+    system = System("plan", plan, lambda: policy)
+    recipe = system.request.recipe
+    policy = policy_named(route, seed=seed)
+    teach(policy, learned)
+    log = [trajectory for trajectory in trajectories if trajectory.finished]
+    _require_room(log, max(engine.config.max_model_len for engine in planned_engines(plan)))
+    episodes = Resampled(tuple(log), recipe.samples_per_prompt, recipe.max_length, seed)
+    return simulate_posttraining(system, episodes, steps, exact=exact)
 
 
 def forecast_of(plan: Plan, steps: int = 1) -> Forecast:

@@ -13,13 +13,11 @@ from libra.cost.grid import EngineGrid
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
 from libra.plan.options.slots import SlotRequest
-from libra.plan.placement import Group
+from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.iteration_cost import IterationCost
-from libra.sim.engine.turn_cost import TurnCost
+from libra.sim.engine.iteration_cost import IterationCost, TurnCost
 
 
 class PlacementError(ValueError):
@@ -75,7 +73,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
     return tuple(engines)
 
 
-def _engine(request: ClusterRequest, group: Group, seats: int) -> tuple[EngineConfig, IterationCost]:
+def _engine(request: ClusterRequest, group: DeviceGroup, seats: int) -> tuple[EngineConfig, IterationCost]:
     recipe, nodes = request.recipe, request.cluster.node_class(group.pool)
     kv = engine_kv_tokens(request.model, nodes, recipe, group.devices)
     config = EngineConfig(
@@ -95,7 +93,7 @@ def _cost(grid: EngineGrid, config: EngineConfig) -> GridCost:
     return GridCost(grid, config)
 
 
-def _name(group: Group) -> str:
+def _name(group: DeviceGroup) -> str:
     (node,) = group.nodes  # tensor parallelism never leaves a node
     first, last = group.gpus[0], group.gpus[-1]
     return f"{group.pool}-{node}/{first}" + ("" if first == last else f"-{last}")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Engine
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.outcome.watcher import Watcher
 from libra.sim.weight_update import WeightUpdate
@@ -87,5 +88,5 @@ class _Lookout:
             self._decisions = 0
             assert self.cluster is not None and self._progress is not None
             arrived = len(self.cluster.requests)
-            present = sum(engine.running + engine.waiting for engine in self.cluster.engines)
+            present = sum(len(engine.running) + len(engine.waiting) for engine in self.cluster.engines)
             self._progress(Moment(seconds(now), arrived, arrived - present))

@@ -14,7 +14,7 @@ from libra.trajectory import ToolStatus, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LengthSpread:
     """One quantity over all trajectories. Percentiles are nearest-rank: a value that occurred."""
 
     mean: float
@@ -41,11 +41,11 @@ class TraceStats:
     finished: int
     tasks: tuple[tuple[str, int], ...]  # trajectories of each task, by name
     prompts: int  # different prompts
-    turns: Spread
-    prompt: Spread  # tokens, as the next three
-    generated: Spread
-    returned: Spread
-    final_context: Spread
+    turns: LengthSpread
+    prompt: LengthSpread  # tokens, as the next three
+    generated: LengthSpread
+    returned: LengthSpread
+    final_context: LengthSpread
     tools: tuple[ToolStats, ...]  # most called first
     unknown_tool_seconds_share: float  # of all tool calls; 0 where there were none
     reward_mean: float | None  # over the trajectories that have one; None where none has
@@ -109,14 +109,14 @@ def trace_stats(trajectories: Iterable[Trajectory]) -> TraceStats:
     )
 
 
-def _spread(values: Sequence[int]) -> Spread:
+def _spread(values: Sequence[int]) -> LengthSpread:
     ordered = sorted(values)
 
     def percentile(percent: int) -> int:
         rank = -(-percent * len(ordered) // 100)  # rounded up, in integers: 0.9 * 10 must be rank 9
         return ordered[rank - 1]
 
-    return Spread(sum(ordered) / len(ordered), percentile(50), percentile(90), percentile(99), ordered[-1])
+    return LengthSpread(sum(ordered) / len(ordered), percentile(50), percentile(90), percentile(99), ordered[-1])
 
 
 def _tool_stats(name: str, tally: _ToolTally) -> ToolStats:

@@ -13,8 +13,7 @@ from aiohttp import ClientSession
 
 from libra.serve.emulate.server import Emulator
 from libra.serve.http_service import serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 
 CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=2, max_num_batched_tokens=64)

@@ -14,11 +14,10 @@ from aiohttp import ClientSession
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.serve.emulate.server import Emulator
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.trajectory import Trajectory
 
@@ -26,32 +25,32 @@ CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_se
 COST = AffineCost(2 * 10**9)  # 2 ms an iteration
 
 
-class Noting(LeastLoaded):
+class RecordingPolicy(LeastLoaded):
     """Least loaded, and what it was told."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def place(self, request: Request, fleet: Fleet) -> Placement | None:
-        self.told.append(request)
+        self.calls.append(request)
         placement = super().place(request, fleet)
         return None if placement is None else replace(placement, priority=-7)
 
     def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        self.told.append((request, returned))
+        self.calls.append((request, returned))
         return super().tool_returned(request, returned, fleet)
 
     def finished(self, trajectory: Trajectory) -> None:
-        self.told.append(trajectory)
+        self.calls.append(trajectory)
         super().finished(trajectory)
 
     def forget(self, trajectory_id: str) -> None:
-        self.told.append(f"forget {trajectory_id}")
+        self.calls.append(f"forget {trajectory_id}")
         super().forget(trajectory_id)
 
     def instance_gone(self, instance: str) -> None:
-        self.told.append(f"gone {instance}")
+        self.calls.append(f"gone {instance}")
         super().instance_gone(instance)
 
 
@@ -120,7 +119,7 @@ async def stop_in_mid_stream(writer: asyncio.StreamWriter) -> None:
 class Stage:
     session: ClientSession
     gateway: Gateway
-    policy: Noting
+    policy: RecordingPolicy
     emulators: dict[str, Emulator]
     stops: dict[str, Callable[[], Awaitable[None]]]  # each ends an engine's server, by name
     scripted: list[Scripted]
@@ -142,13 +141,13 @@ def staged(
                 emulators[name] = Emulator([EngineSpec(name, CONFIG, COST)], 1.0, 10, 0)
                 own = await stack.enter_async_context(AsyncExitStack())
                 base = await own.enter_async_context(serving(emulators[name].application(), "127.0.0.1", 0))
-                sections.append(EngineSection(name=name, url=f"{base}/v1/", max_model_len=512))
+                sections.append(UpstreamSection(name=name, url=f"{base}/v1/", max_model_len=512))
                 stops[name] = own.aclose
             for number, server in enumerate(scripted):
                 url = await stack.enter_async_context(server.serving())
-                sections.append(EngineSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
-            policy, finished = Noting(), []
-            file = GatewayFile(engines=tuple(sections), **{"turn_tokens": 16, **settings})
+                sections.append(UpstreamSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
+            policy, finished = RecordingPolicy(), []
+            file = GatewayConfig(engines=tuple(sections), **{"turn_tokens": 16, **settings})
             gateway = Gateway(file, policy, finished.append)
             base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
             session = await stack.enter_async_context(ClientSession(base))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from typer.testing import CliRunner
 
+from libra.cli.app import app
 from libra.trajectory import read_trajectories
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -47,7 +51,7 @@ def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
         for number in range(2):  # the second time what the first one knew is read
             router, said = started("route", str(file), *options)
             processes.append(router)
-            assert (said["well"], said["engines"]) == (2, 2)
+            assert (said["healthy"], said["engines"]) == (2, 2)
             few, most = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
             assert few == most  # each turn in flight has two sockets
             body = {"prompt": [1] * 20, "max_tokens": 8, "libra": {"trajectory": f"t{number}", "prompt": "p"}}
@@ -58,11 +62,30 @@ def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
             assert [it.id for it in read_trajectories(log)] == [f"t{it}" for it in range(number + 1)]
             assert json.loads(state.read_text(encoding="utf-8"))["policy"] == "cmlfq"
             options = options[2:]
-        state.write_text('{"policy": "other"}', encoding="utf-8")
-        done = subprocess.run([*LIBRA, "route", str(file), *options], capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-        assert "no state of the policy cmlfq" in done.stderr and "remove it to start anew" in done.stderr
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    "state",
+    ['{"policy": "other"}', "[1]", "null", "7", "{", "\udcff", '{"policy": "cmlfq", "format": 1}', "[" * 100_000],
+)
+def test_a_state_that_is_none_is_refused_in_one_line(tmp_path: Path, state: str) -> None:
+    file = tmp_path / "state.json"
+    file.write_bytes(state.encode("utf-8", errors="surrogateescape"))
+    result = CliRunner().invoke(app, ["route", str(EXAMPLES / "gateway.yaml"), "--state", str(file)])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert "no state of the policy cmlfq" in result.stderr and "remove it to start anew" in result.stderr
+
+
+@pytest.mark.parametrize(("command", "file"), [("route", "gateway.yaml"), ("emulate", "engines.yaml")])
+def test_a_port_that_is_taken_is_named(command: str, file: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, [command, str(EXAMPLES / file), "--port", str(port)])
+    assert result.exit_code == 2
+    assert result.stderr == f"libra: cannot listen on 127.0.0.1, port {port}: address already in use\n"

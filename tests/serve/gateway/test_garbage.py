@@ -12,11 +12,10 @@ from aiohttp import ClientSession
 from libra.route.baselines import LeastLoaded
 from libra.serve.emulate.live_engine import LiveEngine
 from libra.serve.emulate.server import Emulator
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import CONNECTIONS, serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 
 CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=8, max_num_batched_tokens=64)
@@ -59,8 +58,8 @@ def test_nothing_refers_to_itself_but_transports_and_connections_are_counted() -
         emulator = Emulator([EngineSpec("e", CONFIG, AffineCost(2 * 10**9))], 1.0, 10, 0)
         behind = emulator.application()
         async with serving(behind, "127.0.0.1", 0) as base:
-            sections = (EngineSection(name="e", url=f"{base}/v1", max_model_len=512),)
-            front = Gateway(GatewayFile(engines=sections, turn_tokens=16), LeastLoaded()).application()
+            sections = (UpstreamSection(name="e", url=f"{base}/v1", max_model_len=512),)
+            front = Gateway(GatewayConfig(engines=sections, turn_tokens=16), LeastLoaded()).application()
             async with serving(front, "127.0.0.1", 0) as base, ClientSession(base) as session:
                 await use(session, emulator.engines["e"])  # what is set up once
                 made = front[CONNECTIONS].made, behind[CONNECTIONS].made

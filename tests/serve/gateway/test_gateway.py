@@ -14,7 +14,7 @@ from gateway_stage import Scripted, Stage, staged
 
 from libra.route.policy import Request, ToolReturn
 from libra.serve.emulate.server import Emulator
-from libra.serve.gateway import server
+from libra.serve.gateway import health
 from libra.trajectory import Trajectory, Turn
 
 
@@ -29,7 +29,7 @@ def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
         assert (await stage.post("/v1/completions", second))[0] == 200
         status, record = await stage.post("/trajectories/t/finish", {"reward": 0.5, "policy_version": 3})
         assert status == 200
-        placed, (asked, returned), learned = (it for it in stage.policy.told if it != "forget t")
+        placed, (asked, returned), learned = (it for it in stage.policy.calls if it != "forget t")
         assert placed == Request("t", "p", 40, 40, "search")
         assert asked == Request("t", "p", 40, 75, "search") and returned == ToolReturn("lookup", "error", 15)
         seconds = learned.turns[0].tool_seconds
@@ -67,12 +67,12 @@ def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
         answers = await asyncio.gather(*(stage.post("/v1/completions", {"prompt": [it] * 9}) for it in range(6)))
         assert [status for status, _ in answers] == [200] * 6
         assert len(stage.gateway.trajectories) == 0
-        assert sorted(it for it in stage.policy.told if isinstance(it, str)) == [
+        assert sorted(it for it in stage.policy.calls if isinstance(it, str)) == [
             f"forget turn {n}" for n in range(1, 7)
         ]
-        turns = [engine.turns for engine in stage.gateway.engines.all.values()]
+        turns = [engine.turns for engine in stage.gateway.upstreams.all.values()]
         assert turns == [3, 3]
-        assert all(it.load_tokens == it.in_flight == 0 for it in stage.gateway.engines.all.values())
+        assert all(it.load_tokens == it.in_flight == 0 for it in stage.gateway.upstreams.all.values())
 
     staged(test)
 
@@ -129,8 +129,8 @@ def test_turns_of_an_engine_that_goes_away_are_asked_again_elsewhere() -> None:
         answers = await asyncio.gather(*turns)
         assert [status for status, _ in answers] == [200] * 6
         assert time.monotonic() - stopped < 2.0  # of which 0.4 s are the turn itself
-        assert stage.policy.told.count("gone e0") == 1 and stage.gateway.counts.again == 3
-        assert [it.id for it in stage.gateway.engines.instances] == ["e1"]
+        assert stage.policy.calls.count("gone e0") == 1 and stage.gateway.counts.retries == 3
+        assert [it.id for it in stage.gateway.upstreams.instances] == ["e1"]
         for it in range(6):
             assert (await stage.post(f"/trajectories/{it}/finish", {}))[0] == 200
         assert [len(trajectory.turns) for trajectory in stage.finished] == [1] * 6
@@ -147,7 +147,7 @@ def test_a_stream_that_breaks_off_says_so() -> None:
             text = (await response.read()).decode()
         last = json.loads(text.split("\n\n")[-2].removeprefix("data: "))
         assert last["error"]["code"] == 503 and "engine e0 went away" in last["error"]["message"]
-        assert "gone e0" in stage.policy.told
+        assert "gone e0" in stage.policy.calls
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 400  # its turn has no answer
 
     staged(test, engines=1)
@@ -158,7 +158,7 @@ def test_without_engines_a_turn_waits_and_is_refused() -> None:
         await stage.stops["e0"]()
         began = time.monotonic()
         status, answer = await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
-        assert status == 503 and "no engine is well" in answer["error"]["message"]
+        assert status == 503 and "no engine is healthy" in answer["error"]["message"]
         assert 0.3 <= time.monotonic() - began < 5
         async with stage.session.get("/health") as response:
             assert response.status == 503
@@ -168,12 +168,12 @@ def test_without_engines_a_turn_waits_and_is_refused() -> None:
 
 def test_a_turn_waits_until_an_engine_comes_back() -> None:
     async def test(stage: Stage) -> None:
-        engines = stage.gateway.engines
-        engines.go("e0")
+        engines = stage.gateway.upstreams
+        engines.mark_unhealthy("e0")
         turn = asyncio.create_task(stage.post("/v1/completions", {"prompt": [1] * 9}))
         await asyncio.sleep(0.05)
-        assert not turn.done() and stage.gateway.engines.all["e0"].in_flight == 0
-        engines.come("e0")
+        assert not turn.done() and stage.gateway.upstreams.all["e0"].in_flight == 0
+        engines.mark_healthy("e0")
         assert (await turn)[0] == 200
 
     staged(test, engines=1)
@@ -181,17 +181,17 @@ def test_a_turn_waits_until_an_engine_comes_back() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(server, "_LOOK_DEADLINE", 1.0)
-    monkeypatch.setattr(server, "_LOOK_WELL", 0.01)
+    monkeypatch.setattr(health, "_CHECK_TIMEOUT", 1.0)
+    monkeypatch.setattr(health, "_CHECK_SECONDS", 0.01)
     looks: list[str] = []
 
-    async def health(emulator: Emulator, _: web.Request) -> web.Response:
+    async def late(emulator: Emulator, _: web.Request) -> web.Response:
         looks.append("late")
         if len(looks) > 1:
             await asyncio.sleep(60)
         return web.Response()
 
-    monkeypatch.setattr(Emulator, "_health", health)
+    monkeypatch.setattr(Emulator, "_health", late)
 
     async def test(stage: Stage) -> None:
         body = {"prompt": [5] * 9, "max_tokens": 450 if stream else 2, "stream": stream}
@@ -199,8 +199,8 @@ def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: py
             while len(looks) < 3:  # the second one came to its end
                 async with stage.session.post("/v1/completions", json=body) as response:
                     assert response.status == 200 and await response.read()
-            assert "gone e0" not in stage.policy.told
-            while "gone e0" not in stage.policy.told:  # now it does nothing at all
+            assert "gone e0" not in stage.policy.calls
+            while "gone e0" not in stage.policy.calls:  # now it does nothing at all
                 await asyncio.sleep(0.01)
 
     staged(test, engines=1)
@@ -219,7 +219,7 @@ def test_a_client_that_goes_away_frees_its_engine_and_loses_none(stream: bool) -
         while engine.running:
             await asyncio.sleep(0.005)
         assert engine.generated_tokens == 0  # of turns that have ended: this one was cut off
-        assert len(stage.gateway.engines.instances) == 1
+        assert len(stage.gateway.upstreams.instances) == 1
         assert (await stage.post("/v1/completions", body | {"max_tokens": 5, "stream": False}))[0] == 200
         await stage.post("/trajectories/t/finish", {})
         assert stage.finished[0].generated_tokens == 5
@@ -235,7 +235,7 @@ def test_idle_trajectories_are_forgotten() -> None:
         while len(stage.gateway.trajectories):
             assert time.monotonic() - began < 5
             await asyncio.sleep(0.02)
-        assert stage.policy.told[-1] == "forget t" and stage.gateway.counts.forgotten == 1
+        assert stage.policy.calls[-1] == "forget t" and stage.gateway.counts.forgotten == 1
 
     staged(test, engines=1, idle_seconds=0.1)
 
@@ -251,9 +251,15 @@ REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
         400,
         "Invalid enum value 'bad' - at `$.libra.tool.status`",
     ),
-    ("/v1/completions", {"prompt": [1] * 500, "max_tokens": 13}, 400, "leaves room for 12"),  # the engine's own words
-    ("/trajectories/t/finish", {}, 404, "trajectory t is not under way"),
-    ("/trajectories/t/forget", {}, 404, "trajectory t is not under way"),
+    (
+        "/v1/completions",
+        {"prompt": [1] * 500, "max_tokens": 13},
+        400,
+        "a prompt of 500 tokens with max_tokens 13 is more than",
+    ),
+    ("/v1/completions", {"prompt": "a", "n": 2}, 400, "Invalid enum value 2 - at `$.n`"),  # the engine's own words
+    ("/trajectories/t/finish", {}, 404, "trajectory t is unknown"),
+    ("/trajectories/t/forget", {}, 404, "trajectory t is unknown"),
     ("/trajectories/t/finish", {"reward": "good"}, 400, "Expected `float | null`, got `str` - at `$.reward`"),
 ]
 
@@ -267,16 +273,39 @@ def test_what_makes_no_sense_is_refused(path: str, body: Any, status: int, says:
     staged(test, engines=1, turn_tokens=1)
 
 
+# (what is asked, how long turns are said to be, status, what is said): the engine holds 512 tokens
+ROOM: list[tuple[dict[str, Any], int, int, str]] = [
+    ({"prompt": [1] * 500, "max_tokens": 5}, 1024, 200, ""),  # the body knows better than the file
+    ({"prompt": [1] * 500}, 1024, 200, ""),
+    ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5, "max_tokens": 9999}, 1, 200, ""),
+    ({"prompt": [1] * 512}, 1, 400, "a prompt of 512 tokens with max_tokens 1 is more than any engine holds"),
+    ({"prompt": "a", "max_tokens": 512}, 1, 400, "a prompt with max_tokens 512 is more than any engine holds"),
+    ({"prompt": "abcd" * 512}, 1, 400, "leaves no room to generate within max_model_len 512"),  # the engine counts text
+    ({"prompt": "abcd" * 400, "max_tokens": 200}, 1, 400, "leaves room for 112 of 512"),
+]
+
+
+@pytest.mark.parametrize(("body", "turn_tokens", "status", "says"), ROOM)
+def test_a_turn_needs_the_room_that_it_asks_for(body: dict[str, Any], turn_tokens: int, status: int, says: str) -> None:
+    async def test(stage: Stage) -> None:
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        async with asyncio.timeout(10):  # far less than wait_seconds
+            found, answer = await stage.post(path, body)
+        assert found == status and (not says or says in answer["error"]["message"])
+
+    staged(test, engines=1, turn_tokens=turn_tokens)
+
+
 def test_one_turn_of_a_trajectory_at_a_time() -> None:
     async def test(stage: Stage) -> None:
         body = {"prompt": [1] * 9, "max_tokens": 50, "libra": {"trajectory": "t"}}
         first = asyncio.create_task(stage.post("/v1/completions", body))
         await asyncio.sleep(0.05)
         status, answer = await stage.post("/v1/completions", body)
-        assert status == 400 and "a turn is under way" in answer["error"]["message"]
+        assert status == 400 and "a turn is in flight" in answer["error"]["message"]
         assert (await first)[0] == 200
         assert (await stage.post("/trajectories/t/forget", {})) == (204, None)
-        assert stage.policy.told[-1] == "forget t"
+        assert stage.policy.calls[-1] == "forget t"
 
     staged(test)
 
@@ -285,15 +314,15 @@ def test_engines_and_metrics_can_be_seen() -> None:
     async def test(stage: Stage) -> None:
         await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5})
         await stage.stops["e1"]()
-        stage.gateway.engines.go("e1")
+        stage.gateway.upstreams.mark_unhealthy("e1")
         async with stage.session.get("/engines") as response:
             listed = await response.json()
         assert listed["route"] == "cmlfq" and listed["limits"] == [512]
-        assert [(it["name"], it["well"]) for it in listed["engines"]] == [("e0", True), ("e1", False)]
+        assert [(it["name"], it["healthy"]) for it in listed["engines"]] == [("e0", True), ("e1", False)]
         async with stage.session.get("/metrics") as response:
             found = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
         assert found["libra_gateway_turns_total"] == "1.0" and found["libra_gateway_generated_tokens_total"] == "5.0"
-        assert found['libra_gateway_engine_well{engine="e1"}'] == "0.0"
+        assert found['libra_gateway_engine_healthy{engine="e1"}'] == "0.0"
         async with stage.session.get("/v1/models") as response:
             assert (await response.json())["data"][0]["id"] == "e0"
 

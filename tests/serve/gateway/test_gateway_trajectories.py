@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.route.policy import ToolReturn
-from libra.serve.gateway.messages import prompt_tokens, read_body, with_field
-from libra.serve.gateway.trajectories import UNKNOWN_TOOL, Returned, Trajectories
+from libra.serve.gateway.bodies import read_turn, with_field
+from libra.serve.gateway.trajectories import UNKNOWN_TOOL, ReportedReturn, Trajectories
 
 
 @dataclass(frozen=True)
 class Turn:
     more: int  # tokens of the context that the turn before did not leave
     generated: int
-    returned: Returned | None  # what the client says of the tool before it
+    returned: ReportedReturn | None  # what the client says of the tool before it
     fails: int  # times that it is asked without an answer
     placed: bool  # whether the policy was asked when it failed
 
 
 _returned = st.none() | st.builds(
-    Returned, st.sampled_from(["a", "b"]), st.sampled_from(["ok", "error"]), st.none() | st.integers(0, 50)
+    ReportedReturn, st.sampled_from(["a", "b"]), st.sampled_from(["ok", "error"]), st.none() | st.integers(0, 50)
 )
 _turn = st.builds(Turn, st.integers(0, 50), st.integers(1, 90), _returned, st.integers(0, 2), st.booleans())
 
@@ -33,7 +33,7 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
     live, now, context, tools, told = Trajectories(), 0.0, 100, [], []
     for number, turn in enumerate(turns):
         if number:
-            what = turn.returned or Returned()
+            what = turn.returned or ReportedReturn()
             back = turn.more if what.tokens is None else what.tokens
             tools.append((what.tool, what.status, back, 1.0))  # seconds from its answer to the next turn
             context += turn.more
@@ -47,14 +47,14 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
             if attempt == turn.fails or turn.placed:
                 if returned is not None:
                     told.append(returned)
-                live.told("t")
+                live.placed(request)
                 expected = None
             if attempt < turn.fails:
-                live.failed("t")
-        with pytest.raises(ValueError, match="a turn is under way"):
+                live.failed(request)
+        with pytest.raises(ValueError, match="a turn is in flight"):
             live.begin("t", "p", "task", context, None, now)
         now += 2.0
-        live.ended("t", context, turn.generated, now)
+        live.answered(request, context, turn.generated, now)
         context += turn.generated
     trajectory = live.finish("t", reward, 5)
     assert told == [ToolReturn(*tool[:3]) for tool in tools]
@@ -67,8 +67,8 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
 
 def test_the_engines_count_of_a_prompt_replaces_a_guess() -> None:
     live = Trajectories()
-    live.begin("t", "p", "", 70, None, 0.0)
-    live.ended("t", 64, 10, 1.0)
+    first, _ = live.begin("t", "p", "", 70, None, 0.0)
+    live.answered(first, 64, 10, 1.0)
     request, returned = live.begin("t", "p", "", 90, None, 2.0)
     assert request.prompt_tokens == 64 and returned == ToolReturn(UNKNOWN_TOOL, "unknown", 90 - 74)
 
@@ -77,21 +77,35 @@ def test_a_trajectory_ends_with_an_answer_or_is_forgotten() -> None:
     live = Trajectories()
     with pytest.raises(KeyError):
         live.finish("t", None, 0)
-    live.begin("t", "p", "", 70, None, 0.0)
+    turn, _ = live.begin("t", "p", "", 70, None, 0.0)
     with pytest.raises(ValueError, match="its last turn has no answer"):
         live.finish("t", None, 0)
     assert live.forget("t") and not live.forget("t")
-    live.ended("t", 70, 3, 1.0)  # the answer of a turn that nobody waits for any more
-    live.failed("t")
+    live.answered(turn, 70, 3, 1.0)  # its trajectory has been forgotten
+    live.failed(turn)
     assert len(live) == 0
 
 
-def test_idle_are_those_that_nothing_happened_to() -> None:
+def test_a_turn_of_a_forgotten_trajectory_says_nothing_of_a_new_one_with_its_name() -> None:
     live = Trajectories()
+    old, _ = live.begin("t", "p", "", 70, None, 0.0)
+    live.forget("t")
+    new, _ = live.begin("t", "p", "", 70, None, 1.0)
+    live.placed(old)
+    live.answered(old, 70, 3, 2.0)
+    live.failed(old)
+    with pytest.raises(ValueError, match="a turn is in flight"):
+        live.begin("t", "p", "", 70, None, 3.0)
+    live.answered(new, 70, 5, 4.0)
+    assert live.finish("t", None, 0).generated_tokens == 5
+
+
+def test_idle_are_those_that_nothing_happened_to() -> None:
+    live, turns = Trajectories(), {}
     for number, id in enumerate("abcd"):
-        live.begin(id, "p", "", 10, None, float(number))
+        turns[id], _ = live.begin(id, "p", "", 10, None, float(number))
     for id, now in (("c", 5.0), ("d", 5.0), ("a", 10.0)):
-        live.ended(id, 10, 1, now)
+        live.answered(turns[id], 10, 1, now)
     assert list(live.idle_since(4.0)) == []  # b has a turn under way
     assert list(live.idle_since(5.0)) == ["c", "d"]
     assert list(live.idle_since(10.0)) == ["c", "d", "a"]
@@ -103,7 +117,7 @@ def test_idle_are_those_that_nothing_happened_to() -> None:
 @given(st.lists(st.integers(0, 10**6), max_size=40), st.sampled_from(["", " ", "\n  "]))
 def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
     body = f'{{"prompt":{space}[{("," + space).join(map(str, tokens))}{space}], "x": 1}}'
-    assert prompt_tokens(read_body(body.encode())) == len(tokens)
+    assert read_turn(body.encode()).prompt_tokens() == (len(tokens), True)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +131,8 @@ def test_prompts_of_tokens_are_counted(tokens: list[int], space: str) -> None:
     ],
 )
 def test_text_is_guessed_by_its_length(body: bytes, tokens: int) -> None:
-    assert prompt_tokens(read_body(body)) == tokens
+    assert read_turn(body).prompt_tokens() == (tokens, False)
 
 
 def test_a_field_is_added_without_touching_the_others() -> None:
-    assert with_field(b' {"prompt": [1,  2]}', b'"priority":3') == b'{"priority":3,"prompt": [1,  2]}'
+    assert with_field(b' {"prompt": [1,  2]}\n', "priority", 3) == b' {"prompt": [1,  2],"priority":3}'

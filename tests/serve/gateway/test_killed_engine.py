@@ -15,7 +15,7 @@ import yaml
 from aiohttp import ClientSession
 
 from libra.route.cmlfq import CMLFQ
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
 from libra.trajectory import Trajectory
@@ -66,28 +66,28 @@ def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
 
     async def main() -> None:
         sections = tuple(
-            EngineSection(name=f"e{number}", url=f"http://127.0.0.1:{port}/v1", max_model_len=16384)
+            UpstreamSection(name=f"e{number}", url=f"http://127.0.0.1:{port}/v1", max_model_len=16384)
             for number, port in enumerate(ports)
         )
-        gateway = Gateway(GatewayFile(engines=sections), CMLFQ(), finished.append)
+        gateway = Gateway(GatewayConfig(engines=sections), CMLFQ(), finished.append)
         async with serving(gateway.application(), "127.0.0.1", 0) as base, ClientSession(base) as session:
             turns = [asyncio.create_task(trajectory(session, str(number))) for number in range(TRAJECTORIES)]
-            while gateway.counts.turns < TRAJECTORIES // 2 or not gateway.engines.all["e0"].in_flight:
+            while gateway.counts.turns < TRAJECTORIES // 2 or not gateway.upstreams.all["e0"].in_flight:
                 await asyncio.sleep(0.01)
             processes[0].kill()
             processes[0].wait()
             longest = max(await asyncio.gather(*turns))
-            assert gateway.counts.again > 0 and gateway.counts.turns == TRAJECTORIES * TURNS
-            assert [engine.id for engine in gateway.engines.instances] == ["e1"]
+            assert gateway.counts.retries > 0 and gateway.counts.turns == TRAJECTORIES * TURNS
+            assert [engine.id for engine in gateway.upstreams.instances] == ["e1"]
             # What was lost is asked again at once: a turn takes about a second, and twice that if it was lost.
             assert longest < 5
             processes[0] = start(file, ports[0])
             began = time.monotonic()
-            while len(gateway.engines.instances) < 2:
+            while len(gateway.upstreams.instances) < 2:
                 assert time.monotonic() - began < 5
                 await asyncio.sleep(0.02)
             assert max(await asyncio.gather(*(trajectory(session, f"later {it}") for it in range(4)))) < 5
-            assert gateway.engines.all["e0"].turns > 0
+            assert gateway.upstreams.all["e0"].turns > 0
 
     try:
         asyncio.run(main())

@@ -16,8 +16,8 @@ from aiohttp import ClientSession
 from gateway_stage import Scripted, Stage, say_nothing, staged, stop_in_mid_stream
 
 from libra.route.baselines import LeastLoaded
-from libra.serve.gateway import server
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
+from libra.serve.gateway import health
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
 
@@ -27,8 +27,8 @@ BODY: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"traject
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"_LOOK_WELL": 0.05, "_LOOK_SICK": 0.05, "_LOOK_DEADLINE": 0.5}.items():
-        monkeypatch.setattr(server, name, seconds)
+    for name, seconds in {"_CHECK_SECONDS": 0.05, "RECHECK_SECONDS": 0.05, "_CHECK_TIMEOUT": 0.5}.items():
+        monkeypatch.setattr(health, name, seconds)
 
 
 def last_error(text: str) -> dict[str, Any]:
@@ -39,16 +39,16 @@ def last_error(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: bool) -> None:
     async def test(stage: Stage) -> None:
-        stage.gateway.engines.go("e0")  # the turn goes to the other, which hangs
+        stage.gateway.upstreams.mark_unhealthy("e0")  # the turn goes to the other, which hangs
         turn = asyncio.create_task(stage.session.post("/v1/completions", json=BODY | {"stream": stream}))
         async with asyncio.timeout(10):
-            while not stage.gateway.engines.all["s0"].in_flight:
+            while not stage.gateway.upstreams.all["s0"].in_flight:
                 await asyncio.sleep(0.005)
             stage.scripted[0].well = False
             response = await turn
             text = await response.text()
         assert response.status == 200 and ("[DONE]" in text) == stream
-        assert stage.gateway.counts.again == 1 and "gone s0" in stage.policy.told
+        assert stage.gateway.counts.retries == 1 and "gone s0" in stage.policy.calls
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 200
         assert [it.generated_tokens for it in stage.finished[0].turns] == [10]
 
@@ -62,7 +62,7 @@ def test_a_stream_of_an_engine_that_stops_ends_with_an_error() -> None:
             stage.scripted[0].well = False
             error = last_error((await response.read()).decode())
         assert error["code"] == 503 and "engine s0 has sent nothing for" in error["message"]
-        assert stage.gateway.engines.all["s0"].in_flight == stage.gateway.engines.all["s0"].load_tokens == 0
+        assert stage.gateway.upstreams.all["s0"].in_flight == stage.gateway.upstreams.all["s0"].load_tokens == 0
 
     staged(test, engines=0, scripted=[Scripted(stop_in_mid_stream)], engine_timeout_seconds=0.3)
 
@@ -78,7 +78,7 @@ def test_a_turn_of_which_a_healthy_engine_says_nothing_ends_in_time(script: Any,
         assert response.status == (200 if begun else 504)
         message = last_error(text)["message"] if begun else json.loads(text)["error"]["message"]
         assert "has sent nothing of the turn for" in message and "turn_timeout_seconds" in message
-        assert stage.gateway.engines.is_well("s0") and stage.gateway.counts.again == 0
+        assert stage.gateway.upstreams.is_healthy("s0") and stage.gateway.counts.retries == 0
 
     staged(test, engines=0, scripted=[Scripted(script)], turn_timeout_seconds=0.3)
 
@@ -134,10 +134,10 @@ def test_a_stopped_process_holds_no_turn(tmp_path: Path) -> None:
     async def main() -> None:
         said = [json.loads(it.stdout.readline()) for it in processes if it.stdout is not None]
         sections = tuple(
-            EngineSection(name=f"e{number}", url=it["engines"]["a100-0"], max_model_len=16384)
+            UpstreamSection(name=f"e{number}", url=it["engines"]["a100-0"], max_model_len=16384)
             for number, it in enumerate(said)
         )
-        file = GatewayFile(engines=sections, engine_timeout_seconds=1.0)
+        file = GatewayConfig(engines=sections, engine_timeout_seconds=1.0)
         gateway = Gateway(file, LeastLoaded())
         async with serving(gateway.application(), "127.0.0.1", 0) as base, ClientSession(base) as session:
 
@@ -149,15 +149,15 @@ def test_a_stopped_process_holds_no_turn(tmp_path: Path) -> None:
 
             async with asyncio.timeout(60):
                 turns = [asyncio.create_task(turn(stream)) for stream in (False, True) * 4]
-                while min(it.in_flight for it in gateway.engines.all.values()) < 4:
+                while min(it.in_flight for it in gateway.upstreams.all.values()) < 4:
                     await asyncio.sleep(0.005)
                 os.kill(processes[0].pid, signal.SIGSTOP)
                 texts = await asyncio.gather(*turns)
-                assert not gateway.engines.is_well("e0") and gateway.counts.again >= 2
+                assert not gateway.upstreams.is_healthy("e0") and gateway.counts.retries >= 2
                 for text in texts[1::2]:
                     assert "[DONE]" in text or "has sent nothing for" in last_error(text)["message"]
                 os.kill(processes[0].pid, signal.SIGCONT)
-                while not gateway.engines.is_well("e0"):
+                while not gateway.upstreams.is_healthy("e0"):
                     await asyncio.sleep(0.02)
 
     try:

@@ -17,21 +17,22 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import price, training_option
-from libra.plan.placement import Group, place
+from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
 from libra.plan.problem import Allocation, Bucket, Proof, Solution
 from libra.route.admission import Admission
 from libra.sim import cluster as sim_cluster
 from libra.sim.clock import ticks
-from libra.sim.engine.batching import Iteration
+from libra.sim.engine.iteration_cost import Batch as Decoding
 from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.scheduler import Iteration
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PostTraining
 from libra.sim.training_run.system import Moment, System
-from libra.sim.training_run.training import TrainingPrice
+from libra.sim.training_run.trainer import TrainingPrice
 from libra.trajectory import Trajectory, Turn
 
 ONE_NODE = Cluster((NodeClass("a800", 1, 8, GPUS["A800"], intra_bandwidth=200e9, inter_bandwidth=25e9),))
@@ -53,7 +54,7 @@ def plan_of(
     buckets: Sequence[tuple[int, int, int]],  # tensor-parallel degree, engines, longest final context
     *,
     cluster: Cluster = ONE_NODE,
-    placed: Sequence[Group] = (),
+    placed: Sequence[DeviceGroup] = (),
     trains: str = "a800",
 ) -> Plan:
     """The plan with these trainers and engines, whatever would be faster."""
@@ -191,8 +192,8 @@ def cost_of(plan: Plan) -> IterationCost:
 def turn_ticks(cost: IterationCost, prompt: int, generated: int, cached: int = 0) -> int:
     """A turn with an engine to itself: what is not cached of its prompt is computed with the first token, each further
     token attends to all before it and to itself."""
-    now = cost.mixed(0, 0, [(prompt - cached, cached)])
+    now = cost.mixed(Decoding(0), 0, [(prompt - cached, cached)])
     for context in range(prompt + 1, prompt + generated):
-        base, slope, _ = cost.line(1, context)
+        base, slope, _ = cost.line(Decoding(1), context)
         now += base + slope * context
     return now

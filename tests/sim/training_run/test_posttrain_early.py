@@ -26,7 +26,7 @@ from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.sim.clock import seconds
 from libra.sim.training_run.system import System
-from libra.sim.training_run.training import TrainingPrice
+from libra.sim.training_run.trainer import TrainingPrice
 from libra.trajectory import Trajectory
 
 

@@ -13,7 +13,7 @@ from posttrain_cases import ONE_NODE, layout_of, recipe_of
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layouts import training_layouts
-from libra.sim.training_run.training import TrainingPrice, batch_of_lengths
+from libra.sim.training_run.trainer import TrainingPrice, batch_of_lengths
 
 RECIPE = recipe_of(32, 4)
 NODES = ONE_NODE.nodes[0]

@@ -11,8 +11,7 @@ import asyncio
 import secrets
 import time
 
-from libra.backends.grpo.boundary import Boundary
-from libra.backends.grpo.membership import Membership
+from libra.backends.grpo.membership import Boundary, Membership
 from libra.backends.launch.handles import Handle, WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import (
     TOKEN_BYTES,

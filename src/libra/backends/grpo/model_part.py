@@ -7,7 +7,9 @@ model. Gradients are summed over the processes, never averaged.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,8 +19,54 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from libra.backends.grpo.inside import Inside
 from libra.backends.transport.messages import Sharding
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Where this process stands in its replica, and what its processes agree on. Alone (size 1) every verb is free.
+
+    Every process takes part in each of these collectives, in the same order. One that is gone fails them for the
+    others, which then end too: a replica is there with all its processes or not at all.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether it speaks with the controller and writes what the replica publishes and saves."""
+        return self.rank == 0
+
+    def largest(self, number: int) -> int:
+        return int(self._reduced(torch.tensor(number), distributed.ReduceOp.MAX))
+
+    def total(self, number: float) -> float:
+        return float(self._reduced(torch.tensor(number, dtype=torch.float64), distributed.ReduceOp.SUM))
+
+    def _reduced(self, tensor: torch.Tensor, operation: distributed.ReduceOp) -> torch.Tensor:
+        if self.size > 1:
+            distributed.all_reduce(tensor, operation)
+        return tensor
+
+
+ALONE = Inside(0, 1)
+
+
+def meet(rank: int, size: int, store: distributed.Store) -> Inside:
+    """Join the replica's process group: torch's default one in this process, and the one that accelerate finds."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return Inside(rank, size)
+
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -18,7 +18,7 @@ import time
 import msgspec
 
 from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
-from libra.backends.grpo.state_stream import Request, StateStream, Verdict
+from libra.backends.grpo.state_stream import StateRequest, StateStream, Verdict
 from libra.backends.launch.fork_server_main import die_with
 from libra.backends.transport.messages import Serve, StatePlace
 from libra.backends.transport.shared_vectors import LayoutError
@@ -64,16 +64,16 @@ def serve(stream: StateStream, publication: SharedPublication) -> None:
     while True:
         request, number = stream.asked(IDLE_SECONDS)
         match request:
-            case Request.AT_REST:
+            case StateRequest.AT_REST:
                 stream.answer(Verdict.YES if publication.at_rest() else Verdict.NO)
-            case Request.COPY_STATE:
+            case StateRequest.COPY_STATE:
                 _send_state(stream, publication)
-            case Request.HAS_UPDATE:
+            case StateRequest.HAS_UPDATE:
                 try:
                     stream.answer(Verdict.YES if publication.has_update(number) else Verdict.NO)
                 except OverrunError:
                     stream.answer(Verdict.OVERRUN)
-            case Request.COPY_UPDATE:
+            case StateRequest.COPY_UPDATE:
                 _send_update(stream, publication, number)
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import WorkerFailedError
-from libra.backends.transport.messages import Done, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, SaveCheckpoint
 from libra.records.disk import DiskError
 
 
 async def save_weights(trainers: Trainers, directory: Path, optimiser: bool) -> None:
     """What a core replica holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file then."""
     try:
-        await trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Done)
+        await trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
     except WorkerFailedError as error:  # it was alive, and could not do it
         for part in directory.glob("*.part"):
             part.unlink(missing_ok=True)  # it takes space that somebody may need now

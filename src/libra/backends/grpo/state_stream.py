@@ -6,20 +6,22 @@ waits longer than `SILENT_SECONDS` for a frame or a piece that is due, nor keeps
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
 import numpy as np
 
 from libra.backends.grpo.gradient_ring import Update
-from libra.backends.grpo.publication import Shape, State
-from libra.backends.transport.messages import TOKEN_BYTES
-from libra.backends.transport.shared_vectors import Vector
+from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError, overwritten
+from libra.backends.transport.messages import TOKEN_BYTES, RelayPlace
+from libra.backends.transport.shared_vectors import LayoutError, Vector
 
 # A healthy peer sends a piece in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
 # little longer for a joiner (`Patience.floor`): it is to hear from it that its way to the core broke.
@@ -34,7 +36,7 @@ _UPDATE = struct.Struct("!qddd")
 _PIECE = struct.Struct("!II")  # bytes that follow and their CRC-32; no bytes: the vectors end here
 
 
-class Request(IntEnum):
+class StateRequest(IntEnum):
     AT_REST, COPY_STATE, HAS_UPDATE, COPY_UPDATE = range(4)
 
 
@@ -42,7 +44,7 @@ class Verdict(IntEnum):
     NO, YES, OVERRUN, OTHER_SHAPE = range(4)
 
 
-Known = TypeVar("Known", Request, Verdict)
+Known = TypeVar("Known", StateRequest, Verdict)
 
 
 class StateStream:
@@ -63,13 +65,13 @@ class StateStream:
         token, length, dtype, signature = self._receive(_GREETING, seconds)
         return token, Shape(length, dtype.rstrip(b"\0").decode(errors="replace"), signature)
 
-    def ask(self, request: Request, number: int = 0) -> None:
+    def ask(self, request: StateRequest, number: int = 0) -> None:
         self._send(_REQUEST, request, number)
 
-    def asked(self, seconds: float) -> tuple[Request, int]:
+    def asked(self, seconds: float) -> tuple[StateRequest, int]:
         """The next request, which may be so long in coming."""
         request, number = self._receive(_REQUEST, seconds)
-        return _known(Request, request), number
+        return _known(StateRequest, request), number
 
     def answer(self, verdict: Verdict) -> None:
         self._send(_VERDICT, verdict)
@@ -156,3 +158,59 @@ def _known(kind: type[Known], value: int) -> Known:
 
 def _copy(data: memoryview) -> bytes:
     return bytes(data)
+
+
+_STARTING_SECONDS = 30.0  # the relay's socket is there before its process has started
+
+
+class RemotePublication:
+    """The publication of a core on another node, through the relay beside it: what is read is whole or refused.
+
+    Once the relay was silent, unclear or gone this end is closed for good. See `Publication`.
+    """
+
+    def __init__(self, place: RelayPlace, shape: Shape) -> None:
+        """Raises `LayoutError`, and `OSError` when the relay is not there or does not take the token."""
+        self._stream = StateStream(socket.create_connection((place.host, place.port), SILENT_SECONDS))
+        weakref.finalize(self, self._stream.close)
+        self._stream.greet(place.token, shape)
+        if self._stream.verdict(_STARTING_SECONDS) is not Verdict.YES:
+            raise LayoutError("the core publishes another model or precision: all replicas must train the same")
+
+    def at_rest(self) -> bool:
+        with self._reaching():
+            self._stream.ask(StateRequest.AT_REST)
+            return self._stream.verdict() is Verdict.YES
+
+    def copy_state(self, into: Sequence[Vector]) -> State | None:
+        with self._reaching():
+            self._stream.ask(StateRequest.COPY_STATE)
+            if self._stream.verdict() is not Verdict.YES:
+                return None
+            state = self._stream.state()
+            return state if self._stream.fill(into) else None
+
+    def has_update(self, number: int) -> bool:
+        with self._reaching():
+            self._stream.ask(StateRequest.HAS_UPDATE, number)
+            verdict = self._stream.verdict()
+        if verdict is Verdict.OVERRUN:
+            raise OverrunError(f"the update to state {number} is gone")
+        return verdict is Verdict.YES
+
+    def copy_update(self, number: int, into: Vector) -> Update:
+        with self._reaching():
+            self._stream.ask(StateRequest.COPY_UPDATE, number)
+            update = self._stream.update()
+            whole = self._stream.fill([into])
+        if not whole:
+            raise overwritten(number)
+        return update
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._stream.close()
+            raise UnreachableError(f"the core cannot be reached any more: {error}") from error

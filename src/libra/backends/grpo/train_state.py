@@ -8,17 +8,53 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, StateBoard
-from libra.backends.grpo.flat import FlatLayout
 from libra.backends.grpo.gradient_ring import GradientRing, Update
 from libra.backends.grpo.publication import Publication, Shape, SharedPublication
-from libra.backends.grpo.remote_publication import RemotePublication
+from libra.backends.grpo.state_stream import RemotePublication
 from libra.backends.transport.messages import RelayPlace, StatePlace
+
+_ALIGNMENT = 64  # bytes: a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """All parameters of a model as one vector: shapes by name in its order, and where each starts, in elements.
+
+    Every tensor starts on a cache line. What lies between two of them is zero and stays zero, so a sum, a copy or a
+    checksum of whole vectors is that of their tensors.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    offsets: Mapping[str, int]
+    length: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], element_bytes: int) -> FlatLayout:
+        step = _ALIGNMENT // element_bytes
+        offsets, end = {}, 0
+        for name, shape in shapes.items():
+            offsets[name] = end
+            end += -(-prod(shape) // step) * step
+        return cls(dict(shapes), offsets, end)
+
+    def views(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors by name, as views of a vector of at least `length`."""
+        return {
+            name: vector[self.offsets[name] : self.offsets[name] + prod(shape)].view(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def signature(self) -> int:
+        """A number that tells layouts apart."""
+        return zlib.crc32(repr((list(self.shapes.items()), self.length)).encode())
 
 
 @dataclass(frozen=True, slots=True)

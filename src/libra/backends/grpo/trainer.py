@@ -21,10 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
-from libra.backends.grpo.grpo import denominator, loss_sum
-from libra.backends.grpo.inside import ALONE, Inside
-from libra.backends.grpo.micro_batches import IDLE, collate, made_up_sample, micro_batches
-from libra.backends.grpo.model_part import Gathered, part_of
+from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
+from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.messages import (

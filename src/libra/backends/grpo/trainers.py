@@ -13,16 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from libra.backends.grpo.boundary import Boundary
 from libra.backends.grpo.joining import Joiner, JoinError
 from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
-from libra.backends.grpo.membership import FAILURES, ExchangeError, Membership
-from libra.backends.launch.answers import STANDARD, Patience
+from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
 from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
 from libra.backends.transport.messages import (
+    Acknowledged,
     Commit,
     Discard,
-    Done,
     MeasureTraining,
     Message,
     Publish,
@@ -34,7 +32,7 @@ from libra.backends.transport.messages import (
     TrainingMeasured,
 )
 from libra.backends.transport.weights import BUFFERS
-from libra.loop.ratio import Ratio
+from libra.exec.ratio import Ratio
 
 Reply = TypeVar("Reply", bound=Message)
 _FREE = 0.001  # seconds in which a step boundary is entered that nobody holds
@@ -210,7 +208,7 @@ class Trainers:
     async def _discard(self) -> None:
         """Everyone who is left forgets the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
-        await self._members.ask(orders, Done, deadline=self._patience.floor)
+        await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
         """Everyone steps. Who is lost from here on does not undo the step: its gradient is in the sum."""

@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 
 from libra.backends.grpo.elastic import PeerLostError
-from libra.backends.grpo.follower import BehindError, Follower, SilentError
-from libra.backends.grpo.inside import ALONE, Inside
-from libra.backends.grpo.publication import UnreachableError
+from libra.backends.grpo.model_part import ALONE, Inside
+from libra.backends.grpo.publication import OverrunError, Publication, UnreachableError
 from libra.backends.grpo.relay import Relay
 from libra.backends.grpo.replica_processes import Channel, serve_together
+from libra.backends.grpo.train_state import TrainState
 from libra.backends.grpo.trainer import Trainer
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.messages import (
+    Acknowledged,
     CatchUp,
     Commit,
     Discard,
-    Done,
     Enter,
     Entered,
     Follow,
@@ -50,6 +50,80 @@ from libra.backends.transport.messages import (
     WarmUp,
 )
 from libra.backends.transport.shared_vectors import LayoutError
+
+SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
+SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
+
+
+class BehindError(RuntimeError):
+    """The core's state changes faster than this replica can take it over."""
+
+
+class SilentError(RuntimeError):
+    """The core has been in the middle of a change for too long: it hangs, or is gone."""
+
+
+class Follower:
+    """A joiner on its way to a core's state, beside the core and at its own pace.
+
+    It holds exactly state `number` of the core, or knows that it holds none: one snapshot, then the updates that came
+    since, each once and in order. What it missed it makes up by a new snapshot, a bounded number of times.
+    """
+
+    def __init__(self, publication: Publication, state: TrainState) -> None:
+        self._publication, self._state = publication, state
+        self._snapshots = 0  # since the last time there was nothing left to do
+        self._changing_since: float | None = None  # when the core was first seen in the change that it is in
+        self.number: int | None = None  # of the core's state that is held
+
+    def advance(self) -> None:
+        """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
+        `BehindError`, `SilentError`, `UnreachableError`."""
+        while self.number is None or self._more(self.number + 1):
+            if self.number is None:
+                if not self._at_rest():
+                    return
+                self._take_snapshot()
+            else:
+                self._take_update(self.number + 1)
+        self._snapshots = 0
+
+    def _more(self, number: int) -> bool:
+        try:
+            return self._publication.has_update(number)
+        except OverrunError:
+            self.number = None
+            return True
+
+    def _at_rest(self) -> bool:
+        """Whether there is a state to copy now. That there is none yet is no copy that was overtaken."""
+        if self._publication.at_rest():
+            self._changing_since = None
+            return True
+        now = time.monotonic()
+        if self._changing_since is None:
+            self._changing_since = now
+        if now - self._changing_since >= SILENT_SECONDS:
+            raise SilentError("the core replica does not get done with a change of its state")
+        return False
+
+    def _take_snapshot(self) -> None:
+        if self._snapshots == SNAPSHOTS:
+            raise BehindError(
+                f"{SNAPSHOTS} copies of the core's state in a row were overtaken by its steps: each was torn, or more"
+                " steps followed than the ring of gradients keeps"
+            )
+        self._snapshots += 1
+        self.number = self._state.take_state(self._publication)
+
+    def _take_update(self, number: int) -> None:
+        try:
+            self._state.take_update(self._publication, number)
+        except OverrunError:
+            self.number = None
+        else:
+            self.number = number
+
 
 _LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little beside a step
 
@@ -100,12 +174,12 @@ class TrainingWorker:
                 return trainer.commit(message)
             case Discard():
                 trainer.discard()
-                return Done()
+                return Acknowledged()
             case HostRendezvous():
                 return Rendezvous(trainer.exchange.host_rendezvous(message))
             case Prepare():
                 trainer.exchange.prepare(message)
-                return Done()
+                return Acknowledged()
             case Enter():
                 return self._enter(message)
             case Identify():
@@ -126,12 +200,12 @@ class TrainingWorker:
                 return trainer.measure(message)
             case SaveCheckpoint():
                 trainer.save(Path(message.directory), message.optimiser)
-                return Done()
+                return Acknowledged()
             case LoadCheckpoint():
                 trainer.load(Path(message.directory))
-                return Done()
+                return Acknowledged()
             case Stop():
-                return Done()
+                return Acknowledged()
             case _:
                 raise TypeError(f"{type(message).__name__} is not a message for a trainer")
 

@@ -11,16 +11,57 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from libra.backends.arithmetic import Bf16Speed
-from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
+from libra.backends.launch.copies import COPY_SECONDS, HangingNodeError, WeightCopies
 from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink, raise_in_loop
 from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
-from libra.backends.launch.places import Seat
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights
 from libra.exec.losses import LOSS_WINDOW, with_loss
+
+
+class NoRoomError(ValueError):
+    """The nodes do not have that many slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOffer:
+    """What a node has for slots: accelerators, or where no node has any, cores."""
+
+    node: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A slot: the `number`th on node `node` of those that are used."""
+
+    node: int
+    number: int
+
+
+def room(offers: Sequence[SlotOffer], share: float, most: int | None) -> list[int]:
+    """Slots that each node has: one for each accelerator, or for each `share` of a core where no node has any; at most
+    `most`."""
+    accelerated = any(offer.gpus >= 1 for offer in offers)
+    rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
+    return [each if most is None else min(each, most) for each in rooms]
+
+
+def seats(slots: int, rooms: Sequence[int]) -> list[Seat]:
+    """Where each slot is. Nodes without room, or not needed, are left out and the others numbered in order. Raises
+    `NoRoomError`."""
+    if sum(rooms) < slots:
+        raise NoRoomError(f"{slots} slots are wanted, and {len(rooms)} node(s) have room for {sum(rooms)}")
+    rounds = [(node, number) for number in range(slots) for node, each in enumerate(rooms) if number < each]
+    chosen = rounds[:slots]
+    used = sorted({node for node, _ in chosen})
+    return [Seat(used.index(node), number) for node, number in chosen]
+
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
 # A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
@@ -64,7 +105,7 @@ class ClusterLauncher:
         self._most_losses = most_losses
         self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
         self._keepers: list[asyncio.Task[None]] = []
-        self._copies = Copies()
+        self._copies = WeightCopies()
         self.slots_changed: Callable[[], None] = lambda: None
 
     @classmethod

@@ -24,7 +24,7 @@ class HangingNodeError(CopyError):
     """The node that was to have the weights does not take them, and says nothing."""
 
 
-class Copies:
+class WeightCopies:
     """What is being copied of one version, or was; by the name of the node."""
 
     def __init__(self) -> None:

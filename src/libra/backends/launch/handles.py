@@ -19,7 +19,7 @@ import msgspec
 
 from libra.backends.launch.launcher import WorkerLink, raise_in_loop
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     EngineMeasured,
     Failure,
     Fetched,
@@ -112,7 +112,7 @@ class Handle:
         """End the worker; a worker that is already gone is stopped."""
         self._stopping = True
         try:
-            await self.ask(Stop(), Done, 10.0)
+            await self.ask(Stop(), Acknowledged, 10.0)
         except (WorkerLostError, TimeoutError):
             pass
         self.close()

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from libra.backends.arithmetic import Bf16Speed
+from libra.backends.environment import hardware_name
 from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from libra.backends.arithmetic import Bf16Speed
+from libra.backends.environment import hardware_name
 from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import LaunchError
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer
@@ -34,7 +34,7 @@ class NodeFacts:
     bf16: Bf16Speed
 
 
-class Node:
+class ClusterNode:
     """`devices` are the accelerators that this process may use, one for each seat; none where seats are CPU slots."""
 
     def __init__(self, host: str, logs: Path, name: str, devices: tuple[str, ...] = ()) -> None:
@@ -124,7 +124,7 @@ class NodeLostError(ConnectionError):
 
 
 class RemoteNode(Protocol):
-    """A `Node` elsewhere; its verbs are described there."""
+    """A `ClusterNode` elsewhere; its verbs are described there."""
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
     async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int: ...

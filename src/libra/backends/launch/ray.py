@@ -16,10 +16,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.cluster import ClusterLauncher, NoRoomError, Seat, SlotOffer, room, seats
 from libra.backends.launch.launcher import LaunchError, SourceLostError
-from libra.backends.launch.node import Node, NodeFacts, NodeLostError
-from libra.backends.launch.places import NoRoomError, Offer, Seat, room, seats
+from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.config.cache import cache_directory
 from libra.config.run import ClusterConfig
 from libra.records.disk import writing
@@ -30,8 +29,8 @@ _GROUP_SECONDS = 60.0  # for the devices that were asked for to become free
 _ANSWERS = 1000  # that an actor may owe at a time: the verbs of a node wait for processes, not for each other
 
 
-class _NodeActor(Node):
-    """A `Node` as Ray starts it. Ray says by the environment which accelerators are its own."""
+class _NodeActor(ClusterNode):
+    """A `ClusterNode` as Ray starts it. Ray says by the environment which accelerators are its own."""
 
     def __init__(self, logs: str, name: str, accelerated: bool) -> None:
         import ray
@@ -191,20 +190,20 @@ def _ray(address: str | None, logs: Path) -> Iterator[None]:
         yield
 
 
-def _offers() -> tuple[list[Offer], str]:
+def _offers() -> tuple[list[SlotOffer], str]:
     """What the nodes have, and the address of this machine among them."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     offers = [
-        Offer(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        SlotOffer(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
         for node in alive
     ]
     return offers, next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == own)
 
 
-def _words(offers: Sequence[Offer], rooms: Sequence[int]) -> str:
+def _words(offers: Sequence[SlotOffer], rooms: Sequence[int]) -> str:
     return ", ".join(f"{offer.node} {slots}" for offer, slots in zip(offers, rooms, strict=True))
 
 

@@ -418,7 +418,7 @@ class Serving(Message, frozen=True):
     failure: str  # why nobody can read it there; empty where the relay listens
 
 
-class Done(Message, frozen=True):
+class Acknowledged(Message, frozen=True):
     """Acknowledges Discard, Prepare, SaveCheckpoint, LoadCheckpoint and Stop."""
 
 
@@ -439,5 +439,5 @@ ToWorker = (
 )  # fmt: skip
 FromWorker = (
     Ready | Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured | TrainingMeasured | Reduced
-    | Trained | WarmedUp | Published | Rendezvous | Entered | Serving | StateDigest | Done | Scored | Failure
+    | Trained | WarmedUp | Published | Rendezvous | Entered | Serving | StateDigest | Acknowledged | Scored | Failure
 )  # fmt: skip

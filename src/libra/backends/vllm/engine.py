@@ -20,7 +20,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.messages import (
-    Done,
+    Acknowledged,
     EngineMeasured,
     Failure,
     Fetched,
@@ -204,7 +204,7 @@ def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, be
                 case Stop():
                     # Turns that run go on elsewhere, from where this report leaves them.
                     channel.send(report.take(time.monotonic(), busy_seconds))
-                    channel.send(Done())
+                    channel.send(Acknowledged())
                     return
                 case _:
                     raise TypeError(f"{type(message).__name__} is not a message for an engine")

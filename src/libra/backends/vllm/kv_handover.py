@@ -10,21 +10,59 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.kv_buffer import OwnFrames
 from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
-from libra.backends.vllm.kv_leases import KVLeases
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
+
+
+class KVLeases:
+    def __init__(self, frames: int) -> None:
+        self._free = list(range(frames))
+        self._written_by: list[tuple[int, KVTransfer]] = []  # by a process that may not have heard that it shall not
+        self._transfers = 0
+
+    @property
+    def free(self) -> int:
+        """Frames that nobody has."""
+        self._reclaim()
+        return len(self._free)
+
+    def lease(self, blocks: int) -> KVTransfer | None:
+        """A transfer of so many frames, the ones that were last in use first; None: there are not so many."""
+        if blocks > self.free:
+            return None
+        self._transfers += 1
+        return KVTransfer(self._transfers, [self._free.pop() for _ in range(blocks)])
+
+    def release(self, transfer: KVTransfer) -> None:
+        """Its frames may be given to others."""
+        self._free += reversed(transfer.frames)
+
+    def release_after(self, process: int, transfer: KVTransfer) -> None:
+        """Its frames may be given to others once the process that was to fill them is gone."""
+        self._written_by.append((process, transfer))
+
+    def _reclaim(self) -> None:
+        writing = []
+        for process, transfer in self._written_by:
+            if Path(f"/proc/{process}").exists():
+                writing.append((process, transfer))
+            else:
+                self.release(transfer)
+        self._written_by = writing
+
 
 _NODE = "local"  # that of the controller, as launchers name it: its memory is the workers' there and nobody else's
 SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not waited for
 
 
 @dataclass(slots=True)
-class Change:
+class Handover:
     """How a context came to another engine. `seconds` are those from the request for its KV until the other engine
     took it: of such a turn alone, others go on meanwhile."""
 
@@ -35,7 +73,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Changes:
+class Handovers:
     """Sums over contexts that changed engines."""
 
     handed_over: int = 0
@@ -44,7 +82,7 @@ class Changes:
     computed: int = 0
     computed_tokens: int = 0
 
-    def add(self, change: Change) -> None:
+    def add(self, change: Handover) -> None:
         if change.handed_tokens > 0:
             self.handed_over += 1
             self.handed_seconds += change.seconds
@@ -78,11 +116,11 @@ class KVHandover:
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
-    ) -> tuple[KVTransfer | None, Change]:
+    ) -> tuple[KVTransfer | None, Handover]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
         returns. What is told of the change is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
-        change = Change(len(tokens))
+        change = Handover(len(tokens))
         transfer = self._lease(blocks, source, target, change)
         if transfer is None:
             return None, change
@@ -114,7 +152,7 @@ class KVHandover:
         target.fetched(transfer.number).add_done_callback(done)
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
-    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Change) -> KVTransfer | None:
+    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Handover) -> KVTransfer | None:
         """Room for a context, where it is to be handed over."""
         if source.lost:
             change.why = "the engine was gone"

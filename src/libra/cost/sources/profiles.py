@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -27,9 +28,11 @@ from libra.cost.sources.grid_file import load_calibration, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware import cluster as clusters
-from libra.hardware.cluster import Cluster, NodeClass
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.plan.options.engines import node_roofline, tensor_degrees
+
+_LEAST_SHARE = 0.05  # of its data sheet that a GPU reaches in matrix products; CPUs are below it
 
 
 def engine_profiles(
@@ -61,8 +64,24 @@ def _profile(
     calibration: Calibration | None = None
     if source not in ("auto", "roofline"):
         calibration = load_calibration(Path(source))
+        _require_same_device(calibration, nodes, source)
         note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
     return node_roofline(nodes, model, recipe, calibration)
+
+
+def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
+    """Raises `ConfigError` unless the calibration is of the nodes' GPU: by name, or where Libra does not know the name,
+    by a rate that its data sheet allows."""
+    gpu = nodes.gpu
+    if gpu.name in GPUS:
+        same = re.search(rf"\b{re.escape(gpu.name)}\b", calibration.device, re.IGNORECASE) is not None
+    else:
+        same = _LEAST_SHARE * gpu.flops <= calibration.linear_flops.median <= gpu.flops
+    if not same:
+        raise ConfigError(
+            f"--profile {source}: it was measured on {calibration.device}, and nodes {nodes.name} have {gpu.name}:"
+            f" calibrate on {gpu.name}, or give --profile roofline"
+        )
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:

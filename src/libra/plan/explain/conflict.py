@@ -5,8 +5,8 @@ leaving out any one of them admits one. It is found by a deletion filter (Chinne
 infeasible constraint sets in linear programs): drop one constraint after the other, and keep those that turn out to be
 needed.
 
-That something trains and something generates is no constraint but the question itself. Numbers of buckets and seconds
-never conflict: given time, one engine that holds the longest context serves everything.
+Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict: given time, one engine that
+holds the longest context serves everything.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from libra.plan.model.solve import solve
-from libra.plan.problem import EngineOption, InfeasiblePlanError, Problem, TrainingOption
-
-ConstraintKind = Literal["devices", "training", "longest context", "own devices", "engines", "no idle devices"]
+from libra.plan.problem import EngineOption, Family, InfeasiblePlanError, Problem, TrainingOption
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Something that the problem demands: of which kind, of which pool (where it is one pool's), and in words."""
+    """Something that the problem demands: of which family, of which pool (where it is one pool's), and in words."""
 
-    kind: ConstraintKind
+    family: Family
     text: str
     pool: str | None = None
 
@@ -50,13 +47,13 @@ def conflict(problem: Problem) -> tuple[Constraint, ...]:
 def constraints(problem: Problem) -> tuple[Constraint, ...]:
     """Every constraint that could be part of a conflict. Where an option is missing altogether, that alone is one."""
     if not problem.training:
-        return (Constraint("training", "some layout must train the model; none fits any pool"),)
+        return (Constraint("one_training", "some layout must train the model; none fits any pool"),)
     if not problem.engines:
-        return (Constraint("engines", "some engine must hold the model; none fits any pool"),)
+        return (Constraint("every_class_once", "some engine must hold the model; none fits any pool"),)
     pools = (
         Constraint("devices", f"pool {pool.name} has {pool.devices:,} devices", pool.name) for pool in problem.pools
     )
-    own = (Constraint("own devices", "training and generation have devices of their own"),)
+    own = (Constraint("own_devices", "training and generation have devices of their own"),)
     return (*pools, *(() if problem.colocated else own), _training(problem), _longest_context(problem))
 
 
@@ -64,12 +61,12 @@ def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
     """Whether a plan exists for which only the constraints in `kept` have to hold; idle devices are allowed."""
     if any(not options for options in (problem.training, problem.engines)):
         return not kept
-    kinds = {constraint.kind for constraint in kept}
+    families = {constraint.family for constraint in kept}
     limits = {constraint.pool: problem.pool(constraint.pool).devices for constraint in kept if constraint.pool}
-    training: list[TrainingOption | None] = [*problem.training] if "training" in kinds else [None]
-    needed = problem.longest_context if "longest context" in kinds else 0
+    training: list[TrainingOption | None] = [*problem.training] if "one_training" in families else [None]
+    needed = problem.longest_context if "longest_context" in families else 0
     engines = [option for option in problem.engines if option.holds >= needed]
-    return any(_fit(limits, train, engine, "own devices" in kinds) for train, engine in product(training, engines))
+    return any(_fit(limits, train, engine, "own_devices" in families) for train, engine in product(training, engines))
 
 
 def message(conflicting: Collection[Constraint]) -> str:
@@ -81,7 +78,7 @@ def message(conflicting: Collection[Constraint]) -> str:
 
 
 _NO_IDLE = Constraint(
-    "no idle devices", "no device may idle; no training option and engines use exactly the devices of every pool"
+    "no_idle_devices", "no device may idle; no training option and engines use exactly the devices of every pool"
 )
 
 
@@ -92,7 +89,7 @@ def _training(problem: Problem) -> Constraint:
         if any(option.pool == pool.name for option in problem.training)
     )
     stated = " or ".join(f"{option.devices:,} devices of {option.pool} ({option.layout})" for option in least)
-    return Constraint("training", f"training needs at least {stated}")
+    return Constraint("one_training", f"training needs at least {stated}")
 
 
 def _longest_context(problem: Problem) -> Constraint:
@@ -101,9 +98,9 @@ def _longest_context(problem: Problem) -> Constraint:
     holding = [option for option in problem.engines if option.holds >= longest]
     if holding:
         least = min(holding, key=lambda option: option.devices)
-        return Constraint("longest context", f"{text} ({least.shape} does, with {least.devices:,} devices)")
+        return Constraint("longest_context", f"{text} ({least.shape} does, with {least.devices:,} devices)")
     most = max(problem.engines, key=lambda option: option.holds)
-    return Constraint("longest context", f"{text} (the most is {most.holds:,}, by {most.shape})")
+    return Constraint("longest_context", f"{text} (the most is {most.holds:,}, by {most.shape})")
 
 
 def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: EngineOption, own: bool) -> bool:

@@ -6,11 +6,13 @@ Invariant: nothing but the plan is needed: prices, alternatives and what-ifs fol
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from libra.config.recipe import Recipe
 from libra.hardware.cluster import Cluster, override
-from libra.plan.explain.explanation import Explanation, explain
+from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, SmallerCluster, bound_of, explain
+from libra.plan.explain.idle import IdleDevices, idle_devices
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price
@@ -23,21 +25,25 @@ from libra.plan.problem import InfeasiblePlanError, Problem
 def explain_plan(plan: Plan) -> Explanation:
     """What bounds the plan, the next best ones, what binds and what one more node of each class would buy."""
     request = plan.request
+    problem, rejected = plan.menu()
+    _require_own(plan, problem)
     if isinstance(request, SlotRequest):
-        problem = request.problem()
-        _require_own(plan, problem)
         return explain(problem, plan.solution)
-    menu = request.menu()
-    _require_own(plan, menu.problem)
-    rejected = [(rejected.layout, rejected.reason) for rejected in menu.rejected_layouts]
-    rejected += [(rejected.shape, rejected.reason) for rejected in menu.rejected_engines]
     return explain(
-        menu.problem,
+        problem,
         plan.solution,
         larger=_one_node_more(request),
         staler=_one_version_more(request),
         rejected=rejected,
+        fewer_nodes=_one_node_fewer(request, plan.predicted.step),
+        smallest=_smallest(request, plan.predicted.step),
     )
+
+
+def bound_and_idle(plan: Plan) -> tuple[Bound, tuple[IdleDevices, ...]]:
+    """What the plan's step consists of, and which devices idle, without solving anything."""
+    problem, rejected = plan.menu()
+    return bound_of(problem, plan.allocation), idle_devices(problem, plan.allocation, rejected)
 
 
 def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
@@ -67,6 +73,49 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
         held=(),
     )
     return make_plan(changed, placed=plan.placement)
+
+
+def _one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerCluster]:
+    for nodes in request.cluster.nodes:
+        yield _smaller(request, {nodes.name: nodes.count - 1}, step)
+
+
+def _smallest(request: ClusterRequest, step: float) -> SmallerCluster | None:
+    """The cluster with the same step in which no class can give back another node: one class after the other, the
+    fewest nodes by bisection, as fewer nodes never make a step shorter."""
+    kept = {nodes.name: nodes.count for nodes in request.cluster.nodes}
+    found = None
+    for nodes in request.cluster.nodes:
+        suffice, too_few = nodes.count, -1
+        while suffice - too_few > 1:
+            middle = (suffice + too_few) // 2
+            smaller = _smaller(request, {**kept, nodes.name: middle}, step)
+            if smaller.seconds is not None and smaller.seconds < SAME_STEP * step:
+                suffice, found = middle, smaller
+            else:
+                too_few = middle
+        kept[nodes.name] = suffice
+    return found
+
+
+def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> SmallerCluster:
+    before = {nodes.name: nodes for nodes in request.cluster.nodes}
+    left = tuple((name, counts.get(name, nodes.count), nodes.count) for name, nodes in before.items())
+    devices = sum((count - kept) * before[name].gpus for name, kept, count in left)
+    profiles = tuple(
+        profile
+        for profile, (_, kept, _) in zip(request.profiles, left, strict=True)
+        if kept  # a class without nodes is no class
+    )
+    try:
+        if not profiles:
+            raise InfeasiblePlanError("there is no node")
+        cluster = override(request.cluster, counts)
+        problem = replace(request, cluster=cluster, profiles=profiles, current=None, held=()).menu().problem
+        after = solve(problem, tie_break=False).predicted.step
+    except InfeasiblePlanError:
+        return SmallerCluster(left, devices, None, None)
+    return SmallerCluster(left, devices, after, after - step)
 
 
 def _require_own(plan: Plan, problem: Problem) -> None:

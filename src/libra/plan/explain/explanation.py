@@ -11,13 +11,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from libra.plan.explain.changes import Change, relaxations, restrictions, without_strays
-from libra.plan.explain.splits import Split, splits
+from libra.plan.explain.alternatives import (
+    Alternative,
+    Split,
+    relaxations,
+    restrictions,
+    splits,
+    without_strays,
+)
+from libra.plan.explain.idle import idle_devices
 from libra.plan.model.solve import solve
-from libra.plan.options.price import bucket_latency, bucket_prices, devices_used, parts, price, training_option
+from libra.plan.options.price import bucket_latency, bucket_prices, devices_used, price, step_parts, training_option
 from libra.plan.problem import (
     Allocation,
     Bottleneck,
+    Family,
     InfeasiblePlanError,
     Prediction,
     Problem,
@@ -28,23 +36,20 @@ from libra.plan.problem import (
 from libra.plan.transition import engines_by_shape
 
 RUNNERS_UP = 3
+SAME_STEP = 1e-3  # relative: steps that a smaller cluster and the plan's have in common
 
 _DIFFERS = re.compile(r"[^\s,]*[\d*-][^\s,]*(?: [^\s,]*[\d*-][^\s,]*)*")  # numbers, and words of layouts
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What bounds the step, and by how much: `slack` of its seconds could go before `next` bounds it as well.
-
-    Where the seconds of a step add up they are those it is the sum of, as far as training alone does not take longer:
-    see `libra.plan.options.price.parts`.
-    """
+    """What the step consists of (`libra.plan.options.price.step_parts`); the largest part is the bottleneck."""
 
     by: Bottleneck
-    seconds: float
-    next: Bottleneck
-    next_seconds: float
-    slack: float  # 1 - next_seconds / seconds; 0 for a step of no length
+    parts: tuple[tuple[Bottleneck, float], ...]  # seconds that add up to the step, the largest first
+    batches: int  # 1 + staleness, by which the parts of a sum are divided
+    # Of a step that is no sum: the share that it could be shorter by before something else bounds it
+    slack: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class PoolView:
     training: int
     generating: int
     idle: int
+    why_idle: str  # empty where none is
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +109,22 @@ class Relief:
     possible without; less is within the solver's tolerance."""
 
     change: str
+    family: Family | None  # of constraints, see `libra.plan.problem`
     node_of: str | None  # the pool, if the change is one more node
     step: float
     seconds: float  # that the step gets shorter by
     gain: float
     binds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SmallerCluster:
+    """The best plan for fewer nodes; `step` is None where there is none, and `seconds` that it is longer by."""
+
+    nodes: tuple[tuple[str, int, int], ...]  # class, nodes left, of how many
+    devices: int  # given back
+    step: float | None
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +154,8 @@ class Explanation:
     runners_up: tuple[PlanView, ...]  # best first; fewer than three where there are no more plans
     otherwise: tuple[Otherwise, ...]
     reliefs: tuple[Relief, ...]  # what helps most first
+    fewer_nodes: tuple[SmallerCluster, ...]  # one node less of each class
+    smallest: SmallerCluster | None  # with the same step; None where no node can be given back
     routing: Routing
     splits: tuple[Split, ...]  # by pool and devices that train
     rejected: tuple[RejectedKind, ...]  # the commonest kind first
@@ -150,6 +169,8 @@ def explain(
     larger: Mapping[str, Problem] | None = None,
     staler: Problem | None = None,
     rejected: Iterable[tuple[str, str]] = (),
+    fewer_nodes: Iterable[SmallerCluster] = (),
+    smallest: SmallerCluster | None = None,
     most_splits: int = 40,
     deterministic_limit: float = 30.0,
     seed: int = 0,
@@ -158,7 +179,8 @@ def explain(
 
     `larger[pool]` is the problem priced anew with one more node in that pool; without it the node is added to the menu
     as it is, on which larger training layouts are missing. `staler` is the problem priced anew with one more version of
-    staleness; without it prices stay as they are. `rejected` are names of options with the reason.
+    staleness; without it prices stay as they are. `rejected` are names of options with the reason. `fewer_nodes` and
+    `smallest` are known to who can price other clusters.
     Raises ValueError if the solution's allocation does not fit the problem.
     """
 
@@ -182,32 +204,35 @@ def explain(
             known.append(found.allocation)
             yield found
 
-    def otherwise(restricted: Change) -> Otherwise:
+    def otherwise(restricted: Alternative) -> Otherwise:
         found = solved(restricted.problem)
         return Otherwise(restricted.what, None if found is None else view(found))
 
-    def relief(relaxed: Change) -> Relief:
+    def relief(relaxed: Alternative) -> Relief:
         after = shortest(relaxed.problem)
         gain = 1 - after / step if step > 0 else 0.0
         binds = after < solution.proof.bound
-        return Relief(relaxed.what, relaxed.node_of, after, step - after, gain, binds)
+        return Relief(relaxed.what, relaxed.relaxes, relaxed.node_of, after, step - after, gain, binds)
 
+    unsuitable = list(rejected)
     reliefs = map(relief, relaxations(problem, larger or {}, staler))
     routed = without_strays(problem)
     return Explanation(
         plan=view(solution),
         proof=solution.proof,
-        bound=_bound(problem, allocation),
+        bound=bound_of(problem, allocation),
         buckets=_bucket_views(problem, allocation),
-        pools=_pool_views(problem, allocation),
+        pools=_pool_views(problem, allocation, unsuitable),
         runners_up=tuple(map(view, runners_up())),
         otherwise=tuple(map(otherwise, restrictions(problem, allocation))),
         reliefs=tuple(sorted(reliefs, key=lambda relief: -relief.seconds)),
+        fewer_nodes=tuple(fewer_nodes),
+        smallest=smallest,
         routing=Routing(step, price(routed, allocation).step, shortest(routed)),
         splits=splits(
             problem, most_splits, _training(problem, allocation), deterministic_limit=deterministic_limit, seed=seed
         ),
-        rejected=by_kind(rejected),
+        rejected=by_kind(unsuitable),
         synchronous=problem.synchronous,
     )
 
@@ -237,12 +262,15 @@ def _plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanVie
     )
 
 
-def _bound(problem: Problem, allocation: Allocation) -> Bound:
-    bottleneck = price(problem, allocation).bottleneck
-    others = parts(problem, allocation)
-    seconds = others.pop(bottleneck)
-    after = max(others, key=lambda name: others[name])
-    return Bound(bottleneck, seconds, after, others[after], 1 - others[after] / seconds if seconds > 0 else 0.0)
+def bound_of(problem: Problem, allocation: Allocation) -> Bound:
+    """What the step of an allocation that fits consists of."""
+    predicted = price(problem, allocation)
+    parts = sorted(step_parts(problem, allocation).items(), key=lambda part: -part[1])
+    slack = None
+    if len(parts) == 1 and predicted.step > 0:
+        asked = {"rollout": predicted.rollout, "training": predicted.training, "latency": predicted.latency}
+        slack = 1 - max(seconds for name, seconds in asked.items() if name != predicted.bottleneck) / predicted.step
+    return Bound(predicted.bottleneck, tuple(parts), 1 + problem.staleness, slack)
 
 
 def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, ...]:
@@ -269,13 +297,16 @@ def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView,
     return tuple(views)
 
 
-def _pool_views(problem: Problem, allocation: Allocation) -> tuple[PoolView, ...]:
+def _pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[tuple[str, str]]) -> tuple[PoolView, ...]:
     used = devices_used(problem, allocation)
+    idle = {each.pool: each.reason for each in idle_devices(problem, allocation, rejected)}
     views = []
     for pool in problem.pools:
         training, generating = used[pool.name]
         busy = max(training, generating) if problem.colocated else training + generating
-        views.append(PoolView(pool.name, pool.devices, training, generating, pool.devices - busy))
+        views.append(
+            PoolView(pool.name, pool.devices, training, generating, pool.devices - busy, idle.get(pool.name, ""))
+        )
     return tuple(views)
 
 

@@ -55,8 +55,8 @@ def plan_horizon(
     """The sequence of allocations, one for each period of `steps[p]` steps, with the least total time.
 
     Nothing is lost on starting where `current` is None. An allocation is held only in periods whose problem it fits:
-    let the problems offer the same shapes and layouts (`libra.plan.options.held.sharing_layouts`). `candidates` are
-    considered besides. Raises ValueError when there is no period or one has no step,
+    let the problems offer the same shapes and layouts (`sharing_layouts` of `libra.plan.options.cluster_request`).
+    `candidates` are considered besides. Raises ValueError when there is no period or one has no step,
     InfeasiblePlanError when a period has no plan.
     """
     if not problems or len(problems) != len(steps):

@@ -10,7 +10,7 @@ range through which no path is short enough is in no plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,20 +67,43 @@ class Relaxation:
             kept = self._all_reduced((candidate.training, candidate.engines) for candidate in kept)
         return kept
 
-    def _distinct(self, step: float) -> Iterable[tuple[TrainingOption, Counts]]:
+    def _distinct(self, step: float) -> list[tuple[TrainingOption, Counts]]:
+        """Those options, by devices, that the bound does not rule out at once, and their tables."""
         seen: set[tuple[object, ...]] = set()
-        tables: dict[float, Counts] = {}
+        found: list[tuple[float, int, TrainingOption]] = []
         for option in self._by_devices:
             if option.seconds > step * (1 + 1e-9):
                 continue
             rank = self._table.rank(option, step)
             key = (option.pool, rank, self._distance(option))
-            if key in seen:
-                continue
-            seen.add(key)
-            if rank not in tables:
-                tables[rank] = self._table.engines(option, step)
-            yield option, tables[rank]
+            if key not in seen:
+                seen.add(key)
+                found.append((rank, len(found), option))
+        tables: dict[float, Counts] = {}
+        promising = self._promising(sorted(found, key=lambda ranked: ranked[:2]), step, tables)
+        return [(option, tables[rank]) for rank, _, option in sorted(promising, key=lambda ranked: ranked[1])]
+
+    def _promising(
+        self, ranked: Sequence[tuple[float, int, TrainingOption]], step: float, tables: dict[float, Counts]
+    ) -> list[tuple[float, int, TrainingOption]]:
+        """Of options ordered by rank those that leave room for the least cover. A higher rank asks for no more engines,
+        so the last one's cover bounds those of all of them, and most need no table of their own."""
+        if not ranked:
+            return []
+        rank, _, option = ranked[-1]
+        if rank not in tables:
+            tables[rank] = self._table.engines(option, step)
+        cost = np.where(tables[rank] < NEVER, tables[rank] * self.weights[:, None, None], _UNREACHED).min(axis=0)
+        least = _shortest(cost, self._most_buckets)[0][-1, -1]
+        left = [each for each in ranked if self._allowed(each[2]) >= least]
+        if len({each[0] for each in left} | {rank}) == 1:
+            return left
+        half = len(left) // 2 if len(left) > 1 else 1
+        return [part for half_of in (left[:half], left[half:]) for part in self._promising(half_of, step, tables)]
+
+    def _allowed(self, option: TrainingOption) -> float:
+        """Weighted devices that the option leaves to generate."""
+        return float(self._room(option) @ self._weights) * (1 + 1e-9)
 
     def _distance(self, option: TrainingOption) -> object:
         """Options of equal distance from what runs need the fewest moves where they need the fewest devices."""
@@ -101,7 +124,7 @@ class Relaxation:
         weight = self.weights[:, None, None]
         cost = np.where(counts < NEVER, counts * weight, _UNREACHED)
         before, after = _shortest(cost.min(axis=0), self._most_buckets)
-        allowed = float(room @ self._weights) * (1 + 1e-9)
+        allowed = self._allowed(option)
         if before[-1, -1] > allowed:
             return None
         around = (before[:-1, :-1, None] + after[-2::-1, None, 1:]).min(axis=0)  # [first, last]

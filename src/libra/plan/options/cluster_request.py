@@ -6,21 +6,27 @@ problem, on any machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.cost.transfer import colocated_switch_seconds
-from libra.hardware.cluster import Cluster
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.classes import check_classes, reach
-from libra.plan.options.engines import RejectedEngine, engine_options, most_buckets
+from libra.plan.options.engines import RejectedEngine, engine_kv_tokens, engine_options, most_buckets, tensor_degrees
 from libra.plan.options.layouts import Layouts, Rejected, training_layouts
 from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
+
+Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
+
+
+_USUAL_UTILIZATION = 0.9  # of vLLM's server
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class ClusterRequest:
     profiles: tuple[EngineProfile, ...]  # one for each class of nodes, in their order
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
     # Layouts, by class of nodes, that are on the menu whatever is faster: what runs must have a price to be compared.
-    held: tuple[tuple[str, ParallelLayout], ...] = ()
+    held: Held = ()
     kind: Literal["cluster"] = "cluster"
 
     def __post_init__(self) -> None:
@@ -86,8 +92,7 @@ class ClusterRequest:
         if not training:
             raise InfeasiblePlanError(_nothing_trains(model, rejected_layouts))
         if not engines:
-            reasons = "; ".join(f"{each.shape}: {each.reason}" for each in rejected_engines)
-            raise InfeasiblePlanError(f"no engine holds {model.name}: {reasons}: give GPUs with more memory")
+            raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
         # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
         # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
         foreseeing = (1.0,) * len(classes)
@@ -126,6 +131,62 @@ class ClusterRequest:
         state = self.model.parameters * self.recipe.training_bytes.total / self.cluster.devices
         weights = self.model.parameters * self.recipe.rollout_weight_bytes / min(n.gpus for n in self.cluster.nodes)
         return colocated_switch_seconds(state, weights)
+
+
+def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest, ...]:
+    """The requests, each of which holds the layouts on all of their menus and what any of them holds already, so that
+    what runs has a price beside what would be new: a menu by itself lists, for each number of devices, the layout that
+    is fastest for its own trajectories.
+
+    They may differ in classes and in what runs; raises ValueError where they differ in cluster, model or recipe.
+    """
+    for field in ("cluster", "model", "recipe"):
+        if any(getattr(request, field) != getattr(requests[0], field) for request in requests):
+            raise ValueError(f"{field} differs between the requests; share layouts among plans of one {field}")
+    found = {held for request in requests for held in request.held}
+    for request in requests:
+        for name, menu in request.layouts().items():
+            found.update((name, layout) for layout in menu.chosen.values())
+    shared: Held = tuple(sorted(found, key=lambda held: (held[0], held[1].name)))
+    return tuple(replace(request, held=shared) for request in requests)
+
+
+def _nothing_generates(request: ClusterRequest, rejected: list[RejectedEngine]) -> str:
+    """Of each class of nodes its largest engine, which comes nearest, and the smallest change with which one fits."""
+    model = request.model
+    largest = {each.shape.rpartition("/")[0]: each for each in rejected}
+    reasons = "; ".join(f"{each.shape}: {each.reason}" for each in largest.values())
+    remedies = list(_that_hold(request))
+    remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more memory in all"
+    return f"no engine holds {model.name}, and engines stay within a node: {reasons}: {remedy}"
+
+
+def _that_hold(request: ClusterRequest) -> Iterator[str]:
+    """Changes of recipe or GPU with which an engine holds the model; the smallest GPU for each recipe."""
+    model, recipe, node = request.model, request.recipe, request.cluster.nodes[0]
+    if recipe.gpu_memory_utilization < _USUAL_UTILIZATION:
+        more = recipe.model_copy(update={"gpu_memory_utilization": _USUAL_UTILIZATION})
+        if any(_holds(model, nodes, more, request.classes) for nodes in request.cluster.nodes):
+            yield f"gpu_memory_utilization: {_USUAL_UTILIZATION}"
+            return
+    fp8 = recipe.model_copy(update={"rollout_dtype": "fp8"})
+    narrower = fp8.rollout_weight_bytes < recipe.rollout_weight_bytes
+    if narrower and any(_holds(model, nodes, fp8, request.classes) for nodes in request.cluster.nodes):
+        yield "rollout_dtype: fp8"
+        narrower = False
+    for changed, words in ((fp8, " and rollout_dtype: fp8"), (recipe, "")):
+        if changed is fp8 and not narrower:
+            continue
+        for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
+            if _holds(model, replace(node, gpu=gpu, intra_bandwidth=gpu.link), changed, request.classes):
+                yield f"{node.gpus} {gpu.name} a node{words}"
+                break
+
+
+def _holds(model: ModelSpec, nodes: NodeClass, recipe: Recipe, classes: tuple[TrajectoryClass, ...]) -> bool:
+    return any(
+        engine_kv_tokens(model, nodes, recipe, tp) >= classes[0].peak_context for tp in tensor_degrees(model, nodes)
+    )
 
 
 def _nothing_trains(model: ModelSpec, rejected: list[Rejected]) -> str:

@@ -252,6 +252,6 @@ def _slower(
     for row in order[first].tolist():
         at = int(owner[row])
         if at not in chosen:
-            by = f"{ratio[row] - 1:.1%} slower than" if ratio[row] > 1 else "no faster than"
-            reasons[at] = f"at best {by} {names[at_count[row]]}, on {used[row]:.0f} devices"
+            by = f"slower, by {ratio[row] - 1:.1%} at least, than" if ratio[row] > 1 else "no faster than"
+            reasons[at] = f"{by} {names[at_count[row]]}, on {used[row]:.0f} devices"
     return reasons

@@ -95,17 +95,16 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     rollout = max(bucket.load for bucket in prices)
     latency = max(bucket_latency(problem, training, bucket) for bucket in prices)
     step = max(rollout, training.seconds, latency)
-    held = _parts(problem, training, prices)
-    return Prediction(step, rollout, training.seconds, latency, max(held, key=lambda name: held[name]))
+    parts = _parts(problem, training, prices)
+    return Prediction(step, rollout, training.seconds, latency, max(parts, key=lambda name: parts[name]))
 
 
-def parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
-    """Seconds of what may bound the step of an allocation that fits, to be held against each other: the largest does.
+def step_parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
+    """The seconds that the step of an allocation that fits consists of; the largest part is its bottleneck.
 
-    Where the seconds of a step add up they are those that it is the sum of, publication left out. So do those of a
-    synchronous step; and of one that is as long as the longest trajectory of batches that overlap needs: training that
-    follows it, it by itself, and rollout by which it is slowed, all over 1 + staleness. Else, and where training alone
-    takes longer than that sum, each is a step that this part would allow.
+    A step that waits for its longest trajectory is a sum: generation (synchronous), or the longest trajectory by itself
+    and what others slow it by; training after it; publication, with the changes of side of colocated devices. Each is
+    divided by 1 + staleness, as so many batches are under way. Another step is as long as training, or as generation.
     """
     training = training_option(problem, allocation)
     assert training is not None
@@ -113,20 +112,32 @@ def parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
 
 
 def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice, ...]) -> dict[Bottleneck, float]:
-    """Of equal parts the first one is named."""
+    """In the order in which they are named where they are equal."""
     batches = 1 + problem.staleness
-    fixed = fixed_seconds(problem, training) / batches
-    rollout = max(bucket.load for bucket in prices)
-    longest = max(bucket.residence for bucket in prices) / batches
+    fixed = fixed_seconds(problem, training)
+    rollout, residence = max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices)
+    after: dict[Bottleneck, float] = {
+        "training": training.follows / batches,
+        "publication": (fixed - training.follows) / batches,
+    }
     if problem.synchronous:
-        if training.seconds > max(rollout, longest) + fixed:
-            return {"training": training.seconds, "rollout": rollout + fixed, "latency": longest + fixed}
-        return {"training": training.follows, "rollout": rollout, "latency": longest}
-    if not problem.shared or longest + fixed < max(rollout, training.seconds):
-        return {"rollout": rollout, "training": training.seconds, "latency": longest + fixed}
+        if training.seconds > max(rollout, residence) + fixed:
+            return {"training": training.seconds}
+        longest: dict[Bottleneck, float] = {"rollout": rollout} if rollout >= residence else {"latency": residence}
+        return {"training": after["training"], **longest, "publication": after["publication"]}
+    by_itself, waiting = max(rollout, training.seconds), (residence + fixed) / batches
+    if by_itself > waiting or (by_itself == waiting and not problem.shared):
+        return {"rollout": rollout} if rollout >= training.seconds else {"training": training.seconds}
+    if not problem.shared:
+        return {"latency": residence / batches, **after}
     last = max(prices, key=lambda bucket: bucket.residence)
     slowed = max(0.0, last.residence - last.alone)
-    return {"training": training.follows / batches, "rollout": slowed / batches, "latency": last.alone / batches}
+    return {
+        "training": after["training"],
+        "rollout": slowed / batches,
+        "latency": (residence - slowed) / batches,
+        "publication": after["publication"],
+    }
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
@@ -188,16 +199,15 @@ def _asked(
     problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
 ) -> tuple[float, float]:
     """Seconds of a step that each engine is busy, and the seconds squared of refresh, to be divided by the step's."""
-    own = set(members)
     first = bucket.above == 0
     routers = problem.reach_tried if tried else problem.reach_untried
 
     def total(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
-        strays = sum(cost * (1 - reach[j]) for j, cost in enumerate(costs)) if first else 0.0
-        return strays + sum(cost * reach[j] for j, cost in enumerate(costs) if j in own)
+        own = sum([costs[j] * reach[j] for j in members])
+        return sum([cost * (1 - part) for cost, part in zip(costs, reach, strict=True)]) + own if first else own
 
     work = max(total(row, reach) for row in option.work for reach in routers)
-    squared = max(total(option.refresh, reach) for reach in routers)
+    squared = max(total(option.refresh, reach) for reach in routers) if any(option.refresh) else 0.0
     return work / bucket.engines + option.stall, squared / bucket.engines
 
 

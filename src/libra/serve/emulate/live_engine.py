@@ -7,15 +7,41 @@ event loop tells of it later; it makes nothing happen later.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 
-from libra.serve.emulate.wall_clock import WallClock
-from libra.sim.cluster import EngineSpec, engine_of
+from libra.sim.clock import seconds, ticks
 from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.request import Request
 
 _LOOK = 0.02  # seconds between two looks at a request whose tokens are streamed
+_ROUNDING = 1e-9  # seconds: an event loop's time is a float, and must not be before the tick
+
+
+class WallClock:
+    """Starts at tick 0 when it is made. With a `speed` of 2 simulated time passes twice as fast as real time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, speed: float = 1.0) -> None:
+        if not speed > 0:
+            raise ValueError(f"speed is {speed}; give a number above 0")
+        self._loop, self._speed, self._origin = loop, speed, loop.time()
+
+    def now(self) -> int:
+        return ticks((self._loop.time() - self._origin) * self._speed)
+
+    def seconds(self, span: int) -> float:
+        """Real seconds in which so many ticks pass."""
+        return seconds(span) / self._speed
+
+    def soon(self, call: Callable[[], None]) -> asyncio.Handle:
+        """Call after all that is due already."""
+        return self._loop.call_soon(call)
+
+    def at(self, tick: int, call: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call once this tick is over."""
+        return self._loop.call_at(self._origin + seconds(tick) / self._speed + _ROUNDING, call)
 
 
 class RefusedError(ValueError):
@@ -30,7 +56,7 @@ class LiveEngine:
         self.spec = spec
         self.prompt_tokens = self.generated_tokens = 0  # of requests that have ended
         self._clock = clock
-        self._engine = engine_of(spec)
+        self._engine = Engine(spec.config, spec.cost)
         self._numbers = count()
         self._ends: dict[Request, asyncio.Future[None]] = {}
         self._firsts: dict[Request, asyncio.Future[None]] = {}  # of those whose first token somebody waits for
@@ -40,12 +66,12 @@ class LiveEngine:
     @property
     def running(self) -> int:
         self._catch_up()
-        return self._engine.running
+        return len(self._engine.running)
 
     @property
     def waiting(self) -> int:
         self._catch_up()
-        return self._engine.waiting
+        return len(self._engine.waiting)
 
     @property
     def kv_usage(self) -> float:

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from libra.serve.openai_errors import decoded
+
 _CHARACTERS = 4  # of a token
 _VOCABULARY = range(1000)  # tokens that are answered: a space and three digits each
 _TEXTS = [f" {token:03d}" for token in _VOCABULARY]
@@ -68,7 +70,7 @@ _completions, _chats = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """A request that can be served."""
 
     chat: bool
@@ -83,31 +85,34 @@ class Asked:
     token_ids: bool
 
 
-def parse(body: bytes, chat: bool) -> Asked:
-    """Raises ValueError in one line that names the field."""
-    return _chat(_chats.decode(body)) if chat else _completion(_completions.decode(body))
+def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
+    """Raises ValueError in one line that names the field, also for a prompt that leaves no room for an answer in
+    `longest` tokens: that is known before text becomes tokens, for which all engines would have to wait."""
+    return _chat(decoded(_chats, body), longest) if chat else _completion(decoded(_completions, body), longest)
 
 
-def _completion(body: _Completion) -> Asked:
+def _completion(body: _Completion, longest: int) -> GenerationRequest:
     if body.echo:
         raise ValueError("echo is true; an answer is what is generated: leave it out")
+    _require_room(_count(body.prompt) if isinstance(body.prompt, str) else len(body.prompt), longest)
     prompt = tokens_of(body.prompt) if isinstance(body.prompt, str) else body.prompt
     return _asked(body, False, prompt, body.max_tokens, body.logprobs is not None)
 
 
-def _chat(body: _Chat) -> Asked:
-    prompt: list[int] = []
+def _chat(body: _Chat, longest: int) -> GenerationRequest:
+    texts: list[str] = []
     for message in body.messages:
         content = message.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        prompt += [*tokens_of(f"<{message.role}>"), *tokens_of(text)]
-    prompt += tokens_of("<assistant>")  # whose turn it is, so that the answer follows it now and later
+        texts += [f"<{message.role}>", content if isinstance(content, str) else "".join(it.text for it in content)]
+    texts.append("<assistant>")  # whose turn it is, so that the answer follows it now and later
+    _require_room(sum(map(_count, texts)), longest)
+    prompt = [token for text in texts for token in tokens_of(text)]
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return _asked(body, True, tuple(prompt), most, body.logprobs)
 
 
-def _asked(body: _Body, chat: bool, prompt: tuple[int, ...], most: int | None, logprobs: bool) -> Asked:
-    return Asked(
+def _asked(body: _Body, chat: bool, prompt: tuple[int, ...], most: int | None, logprobs: bool) -> GenerationRequest:
+    return GenerationRequest(
         chat=chat,
         model=body.model,
         prompt=prompt,
@@ -119,6 +124,16 @@ def _asked(body: _Body, chat: bool, prompt: tuple[int, ...], most: int | None, l
         logprobs=logprobs,
         token_ids=body.return_token_ids,
     )
+
+
+def _count(text: str) -> int:
+    """Of its tokens."""
+    return -(-len(text) // _CHARACTERS)
+
+
+def _require_room(tokens: int, longest: int) -> None:
+    if tokens >= longest:
+        raise ValueError(f"a prompt of {tokens} tokens leaves no room to generate within max_model_len {longest}")
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
@@ -141,7 +156,9 @@ def text_of(tokens: Sequence[int]) -> str:
 class Answer:
     """The tokens of one request, and what is said of them. There is no model: tokens are drawn, each with logprob 0."""
 
-    def __init__(self, asked: Asked, number: int, seed: int, finish_reason: Literal["length", "stop"]) -> None:
+    def __init__(
+        self, asked: GenerationRequest, number: int, seed: int, finish_reason: Literal["length", "stop"]
+    ) -> None:
         self.asked = asked
         self.tokens: list[int] = []
         self._id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{number}"

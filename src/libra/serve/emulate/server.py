@@ -7,22 +7,23 @@ away is cancelled. All engines are in one process; `/engines/NAME/v1` is what a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from libra.serve.emulate.context_index import ContextIndex
-from libra.serve.emulate.live_engine import LiveEngine
-from libra.serve.emulate.metrics import CONTENT_TYPE, exposition
-from libra.serve.emulate.openai import Answer, Asked, parse
-from libra.serve.emulate.wall_clock import WallClock
-from libra.serve.http_service import refusal, refused
-from libra.sim.cluster import EngineSpec
+from libra.serve.emulate.live_engine import LiveEngine, WallClock
+from libra.serve.emulate.openai import Answer, GenerationRequest, parse
+from libra.serve.emulate.prefix_index import PrefixIndex
+from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 
-_LARGEST_BODY = 64 * 2**20  # bytes
+_LARGEST_BODY, _BODY_BESIDE, _BODY_TOKEN = 64 * 2**20, 2**20, 64  # bytes: at most, beside a prompt, of its token
 _REMEMBERED = 2  # times the blocks of an engine's cache
 
 
@@ -33,13 +34,15 @@ class Emulator:
         clock = WallClock(asyncio.get_running_loop(), speed)
         self.engines: Mapping[str, LiveEngine] = {spec.name: LiveEngine(spec, clock) for spec in specs}
         self._contexts = {
-            spec.name: ContextIndex(spec.config.block_size, _REMEMBERED * spec.config.kv_blocks) for spec in specs
+            spec.name: PrefixIndex(spec.config.block_size, _REMEMBERED * spec.config.kv_blocks) for spec in specs
         }
         self._default_tokens, self._seed = default_tokens, seed
         self._numbers = count(1)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=_LARGEST_BODY)
+        longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
+        largest = min(_LARGEST_BODY, _BODY_BESIDE + _BODY_TOKEN * longest)  # more is not even decoded
+        app = web.Application(client_max_size=largest, middlewares=[in_openai_shape])
         app.on_shutdown.append(self._close)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -58,7 +61,7 @@ class Emulator:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=exposition(self.engines), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=_exposition(self.engines), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})
@@ -79,7 +82,7 @@ class Emulator:
         name = self._named(request)
         engine, contexts = self.engines[name], self._contexts[name]
         try:
-            asked = parse(await request.read(), chat)
+            asked = parse(await body_of(request), chat, engine.spec.config.max_model_len)
             tokens = self._tokens(asked, engine)
             chain = contexts.chain(asked.prompt, asked.salt)
             turn = engine.submit(chain, len(asked.prompt), tokens, asked.priority)
@@ -112,7 +115,7 @@ class Emulator:
         await response.write(answer.last(turn.cached_tokens))
         return response
 
-    def _tokens(self, asked: Asked, engine: LiveEngine) -> int:
+    def _tokens(self, asked: GenerationRequest, engine: LiveEngine) -> int:
         """To generate. Raises ValueError where the context cannot hold them."""
         longest = engine.spec.config.max_model_len
         room = longest - len(asked.prompt)
@@ -132,5 +135,32 @@ class Emulator:
         if name in self.engines:
             return str(name)
         said = f"there is no engine {name!r}" if name is not None else f"there are {len(self.engines)} engines"
-        message = refusal(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
-        raise web.HTTPNotFound(text=message.decode(), content_type="application/json")
+        raise RefusedRequest(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
+
+
+class _EngineCollector(Collector):
+    """Under the names that vLLM gives them."""
+
+    def __init__(self, engines: Mapping[str, LiveEngine]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        labels = ["engine"]
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=labels)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the queue.", labels=labels)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", labels=labels)
+        prompts = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens of requests that ended.", labels=labels)
+        made = CounterMetricFamily("vllm:generation_tokens", "Generated tokens of those.", labels=labels)
+        for name, engine in self._engines.items():
+            running.add_metric([name], engine.running)
+            waiting.add_metric([name], engine.waiting)
+            usage.add_metric([name], engine.kv_usage)
+            prompts.add_metric([name], engine.prompt_tokens)
+            made.add_metric([name], engine.generated_tokens)
+        yield from (running, waiting, usage, prompts, made)
+
+
+def _exposition(engines: Mapping[str, LiveEngine]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_EngineCollector(engines))
+    return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""What passed, for Prometheus."""
+"""Counters and gauges of the gateway for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from libra.serve.gateway.engines import EngineBehind, Engines
+from libra.serve.gateway.upstreams import Upstream, Upstreams
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -19,13 +19,13 @@ class Counts:
     """Since the start."""
 
     placements: int = 0
-    migrations: int = 0  # of these, the ones to another engine than the turn before
-    again: int = 0  # turns whose engine went away
-    turns: int = 0  # that were answered
-    prompt_tokens: int = 0  # of those
+    migrations: int = 0
+    retries: int = 0
+    turns: int = 0
+    prompt_tokens: int = 0
     generated_tokens: int = 0
-    finished: int = 0  # trajectories
-    forgotten: int = 0  # trajectories that nothing came of for too long
+    finished: int = 0
+    forgotten: int = 0
 
     def placed(self, migrated: bool) -> None:
         self.placements += 1
@@ -38,40 +38,40 @@ class Counts:
 
 
 _COUNTERS = {
-    "placements": "Turns that were given to an engine.",
-    "migrations": "Turns that were given to another engine than the one before.",
-    "again": "Turns that were asked again, as their engine went away.",
-    "turns": "Turns that were answered.",
-    "prompt_tokens": "Prompt tokens of those.",
-    "generated_tokens": "Generated tokens of those.",
-    "finished": "Trajectories that were finished.",
-    "forgotten": "Trajectories that nothing came of for too long.",
+    "placements": "Turns sent to an engine.",
+    "migrations": "Turns sent to another engine than the turn before.",
+    "retries": "Turns sent again after their engine failed.",
+    "turns": "Turns answered.",
+    "prompt_tokens": "Prompt tokens of answered turns.",
+    "generated_tokens": "Generated tokens of answered turns.",
+    "finished": "Trajectories finished.",
+    "forgotten": "Trajectories dropped after idle_seconds without a turn.",
 }
 
 
 @dataclass(slots=True, eq=False)
-class _Figures(Collector):
-    engines: Engines
+class _GatewayCollector(Collector):
+    upstreams: Upstreams
     counts: Counts
     live: int
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        for name, words in _COUNTERS.items():
-            yield CounterMetricFamily(f"libra_gateway_{name}", words, value=getattr(self.counts, name))
-        yield GaugeMetricFamily("libra_gateway_trajectories", "Trajectories that are under way.", value=self.live)
-        gauges: dict[str, tuple[str, Callable[[EngineBehind], float]]] = {
-            "well": ("1: in service.", lambda it: float(self.engines.is_well(it.id))),
-            "in_flight": ("Turns that it has.", lambda it: it.in_flight),
-            "load_tokens": ("Contexts of those, in tokens.", lambda it: it.load_tokens),
+        for name, help in _COUNTERS.items():
+            yield CounterMetricFamily(f"libra_gateway_{name}", help, value=getattr(self.counts, name))
+        yield GaugeMetricFamily("libra_gateway_trajectories", "Trajectories in progress.", value=self.live)
+        gauges: dict[str, tuple[str, Callable[[Upstream], float]]] = {
+            "healthy": ("1 if in service.", lambda it: float(self.upstreams.is_healthy(it.id))),
+            "in_flight": ("Turns in flight.", lambda it: it.in_flight),
+            "load_tokens": ("Context tokens of the turns in flight.", lambda it: it.load_tokens),
         }
-        for name, (words, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"libra_gateway_engine_{name}", words, labels=["engine"])
-            for engine in self.engines.all.values():
+        for name, (help, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"libra_gateway_engine_{name}", help, labels=["engine"])
+            for engine in self.upstreams.all.values():
                 gauge.add_metric([engine.id], value(engine))
             yield gauge
 
 
-def exposition(engines: Engines, counts: Counts, live: int) -> bytes:
+def exposition(upstreams: Upstreams, counts: Counts, live: int) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Figures(engines, counts, live))
+    registry.register(_GatewayCollector(upstreams, counts, live))
     return generate_latest(registry)

@@ -1,7 +1,7 @@
-"""Trajectories that are under way, as told by the turns that pass.
+"""Trajectories in progress, reconstructed from the turns that pass.
 
-Invariant: what the policy is told of a trajectory is what happened to it: a turn counts once it has been answered, and
-a tool return is told once, with the first turn after it. Lengths are tokens, times are seconds.
+Invariant: what the policy learns of a trajectory is what happened to it. A turn counts once it has been answered, and a
+tool return is reported once, with the first turn placed after it. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ UNKNOWN_TOOL = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """What a client says of the tool whose return is in a turn's prompt."""
+class ReportedReturn:
+    """The tool return at the end of a turn's prompt, as the client describes it."""
 
     tool: str = UNKNOWN_TOOL
     status: ToolStatus = "unknown"
-    tokens: int | None = None  # None: as many as the prompt has more than the context had
+    tokens: int | None = None  # None: the growth of the prompt over the last context
 
 
 @dataclass(slots=True)
@@ -32,67 +32,72 @@ class _Live:
     began: float
     touched: float
     turns: list[Turn] = field(default_factory=list)
-    context: int = 0  # at the end of the last turn that was answered
-    generated: int | None = None  # of that turn, until what followed it is known
-    asked: int | None = None  # context of the turn that is under way
-    told: bool = False  # the policy knows of the return before that one
+    context: int = 0  # after the last answered turn
+    generated: int | None = None  # by that turn, until the next one says what followed it
+    in_flight: Request | None = None
+    placed: bool = False  # the policy has seen the tool return before that one
 
 
 class Trajectories:
-    """Told of each turn `begin`, then `told` once the policy was asked of it, then `ended` or `failed`; `finish` or
-    `forget` when there are no more."""
+    """Call `begin` for each turn, `placed` once the policy has been asked, then `answered` or `failed`; after the last
+    turn `finish` or `forget`."""
 
     def __init__(self) -> None:
-        self._live: dict[str, _Live] = {}  # the one that was touched last comes last
+        self._live: dict[str, _Live] = {}  # least recently touched first
 
     def __len__(self) -> int:
         return len(self._live)
 
     def begin(
-        self, id: str, prompt_id: str, task: str, context: int, returned: Returned | None, now: float
+        self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
     ) -> tuple[Request, ToolReturn | None]:
-        """The turn as the policy is asked of it. Raises ValueError while another one of the trajectory is under way."""
+        """The turn and the tool return before it, as the policy is to be asked. Raises ValueError while another turn
+        of the trajectory is in flight."""
         live = self._live.pop(id, None)
         if live is None:
             live = _Live(prompt_id, task, context, now, now)
         self._live[id] = live
-        if live.asked is not None:
-            raise ValueError(f"trajectory {id}: a turn is under way: wait for its answer, or name another trajectory")
+        if live.in_flight is not None:
+            raise ValueError(f"trajectory {id}: a turn is in flight: wait for its answer, or name another trajectory")
         if live.generated is not None:
-            what = returned or Returned()
+            what = returned or ReportedReturn()
             tokens = max(0, context - live.context) if what.tokens is None else what.tokens
             live.turns.append(Turn(live.generated, what.tool, what.status, tokens, now - live.touched))
-            live.generated, live.told = None, False
-        live.asked, live.touched = context, now
-        request = Request(id, live.prompt_id, live.prompt_tokens, context, live.task)
-        if not live.turns or live.told:
-            return request, None
+            live.generated, live.placed = None, False
+        turn = Request(id, live.prompt_id, live.prompt_tokens, context, live.task)
+        live.in_flight, live.touched = turn, now
+        if not live.turns or live.placed:
+            return turn, None
         last = live.turns[-1]
         assert last.tool is not None and last.status is not None
-        return request, ToolReturn(last.tool, last.status, last.returned_tokens)
+        return turn, ToolReturn(last.tool, last.status, last.returned_tokens)
 
-    def told(self, id: str) -> None:
+    def placed(self, turn: Request) -> None:
         """The policy has been asked."""
-        if id in self._live:
-            self._live[id].told = True
+        if (live := self._of(turn)) is not None:
+            live.placed = True
 
-    def ended(self, id: str, context: int, generated: int, now: float) -> None:
-        """It was answered: with so many tokens, after a context of so many."""
-        live = self._live.pop(id, None)
-        if live is None:  # forgotten meanwhile
+    def answered(self, turn: Request, context: int, generated: int, now: float) -> None:
+        """The engine counted `context` prompt tokens and generated `generated`."""
+        if (live := self._of(turn)) is None:
             return
-        self._live[id] = live
+        self._live[turn.trajectory_id] = self._live.pop(turn.trajectory_id)
         if not live.turns:
             live.prompt_tokens = context
-        live.context, live.generated, live.asked, live.touched = context + generated, generated, None, now
+        live.context, live.generated, live.in_flight, live.touched = context + generated, generated, None, now
 
-    def failed(self, id: str) -> None:
-        """It was not answered. The next turn is this one, asked again."""
-        if id in self._live:
-            self._live[id].asked = None
+    def failed(self, turn: Request) -> None:
+        """It was not answered: the next turn is this one, asked again."""
+        if (live := self._of(turn)) is not None:
+            live.in_flight = None
+
+    def _of(self, turn: Request) -> _Live | None:
+        """None: its trajectory has been forgotten, even if another one of the same name has begun."""
+        live = self._live.get(turn.trajectory_id)
+        return live if live is not None and live.in_flight is turn else None
 
     def finish(self, id: str, reward: float | None, policy_version: int) -> Trajectory:
-        """All of it. Raises KeyError for one that is not under way, ValueError where no turn has been answered."""
+        """The whole trajectory. Raises KeyError for an unknown one, ValueError where the last turn has no answer."""
         live = self._live[id]
         if live.generated is None:
             raise ValueError(f"trajectory {id}: its last turn has no answer; forget it, or wait for the answer")
@@ -111,13 +116,13 @@ class Trajectories:
         return trajectory
 
     def forget(self, id: str) -> bool:
-        """False: it was not under way."""
+        """False: it is unknown."""
         return self._live.pop(id, None) is not None
 
     def idle_since(self, moment: float) -> Iterator[str]:
-        """Those that nothing has happened to since then, the longest first."""
+        """Trajectories untouched since `moment` and without a turn in flight, the longest idle first."""
         for id, live in list(self._live.items()):
             if live.touched > moment:
                 return
-            if live.asked is None:
+            if live.in_flight is None:
                 yield id

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from libra.sim.engine.iteration_cost import IterationCost
+
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
@@ -74,3 +76,15 @@ class EngineConfig:
     def blocks(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine of a cluster."""
+
+    name: str
+    config: EngineConfig
+    cost: IterationCost
+    bucket: int = 0
+    node: str = ""  # where it is; engines of one node move KV over its links
+    devices: int = 1  # GPUs

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from libra.cost.grid import EngineGrid
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import UNLIMITED, Chunk
+from libra.sim.engine.iteration_cost import UNLIMITED, Batch, Chunk
 
 _MEMORY = 1 << 16  # distinct chunks remembered
 
@@ -55,6 +55,7 @@ class GridCost:
 
     - Decoding alone takes what the grid says for the batch and its mean context: piecewise linear in their product. A
       batch is padded to the next CUDA graph; the padding has no context.
+    - Drafts that are verified cost their linear layers.
     - One prefill chunk alone takes what the grid says for it.
     - Together, linear layers see all tokens at once: they cost what one chunk of so many tokens would cost more than
       the decoding batch alone; attention adds up. The attention in a chunk's grid time is what its pairs of tokens
@@ -80,7 +81,7 @@ class GridCost:
         self._grid = grid
         self._overhead = overhead
         self._captures = config.capture_sizes
-        self._lines: dict[int, tuple[list[int], list[tuple[int, int, int]]]] = {}
+        self._lines: dict[Batch, tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         padded = [_padded(tokens, config.capture_sizes) for tokens in range(most + 1)]
         linear = _linear_layers(grid, padded[-1])
@@ -89,56 +90,64 @@ class GridCost:
         self._attention: Callable[[Chunk], int] = lru_cache(_MEMORY)(self._attention_ticks)
         self._request = round(overhead.request * TICKS)
 
-    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
-        lines = self._lines.get(decoding)
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+        lines = self._lines.get(batch)
         if lines is None:
-            lines = self._lines[decoding] = self._make_lines(decoding)
+            lines = self._lines[batch] = self._make_lines(batch)
         limits, pieces = lines
         return pieces[bisect_right(limits, context)]
 
-    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        tokens = decoding
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        requests = batch.requests
+        decoded = tokens = requests * batch.tokens_each
         ticks: int = 0
         for chunk in chunks:
             tokens += chunk[0]
             ticks += self._attention(chunk)
-        ticks += self._linear[tokens] - self._linear[decoding]
+        ticks += self._linear[tokens] - self._linear[decoded]
         overhead = self._overhead
-        if decoding and not overhead.overlapped:
-            base, slope, _ = self.line(decoding, context)
+        if requests and not overhead.overlapped:
+            base, slope, _ = self.line(batch, context)
             return max(1, ticks + self._request * len(chunks) + base + slope * context)
         seconds = ticks / TICKS
-        if decoding:
-            batch = _padded(decoding, self._captures)
-            seconds += self._grid.decode_seconds(batch, context / batch)
-        return max(1, round(overhead.beside(seconds, decoding + len(chunks)) * TICKS))
+        if requests:
+            padded = _padded(requests, self._captures)
+            seconds += self._grid.decode_seconds(padded, context / padded) + self._draft_seconds(batch)
+        return max(1, round(overhead.beside(seconds, requests + len(chunks)) * TICKS))
 
-    def _make_lines(self, decoding: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def _make_lines(self, batch: Batch) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
-        batch = _padded(decoding, self._captures)
+        requests = batch.requests
+        padded = _padded(requests, self._captures)
         contexts: Sequence[int] = self._grid.contexts
         if self._overhead.overlapped:  # the CPU may be the longer one up to anywhere that the grid reaches
             contexts = sorted({1, *contexts, 4 * contexts[-1]})
-        knots = [(length * batch, self._grid.decode_seconds(batch, length)) for length in contexts]
+        drafts = self._draft_seconds(batch)
+        knots = [(length * padded, self._grid.decode_seconds(padded, length) + drafts) for length in contexts]
         if self._overhead.overlapped:
-            knots = _at_least(knots, self._overhead.seconds(decoding))
+            knots = _at_least(knots, self._overhead.seconds(requests))
         limits, pieces = [], []
         for (left, before), (right, after) in pairwise(knots):
-            start = round(self._overhead.beside(before, decoding) * TICKS)
-            end = round(self._overhead.beside(after, decoding) * TICKS)
+            start = round(self._overhead.beside(before, requests) * TICKS)
+            end = round(self._overhead.beside(after, requests) * TICKS)
             slope = round((end - start) / (right - left))
             limits.append(right)
             pieces.append((start - slope * left, slope, right))
         # As in the grid, times go on beyond the last point as before it.
         limits.pop()
         pieces[-1] = (*pieces[-1][:2], UNLIMITED)
-        for (base, slope, _), context in zip(pieces, [decoding, *limits], strict=True):
+        for (base, slope, _), context in zip(pieces, [requests, *limits], strict=True):
             if base + slope * context < 1:
                 raise ValueError(
-                    f"an iteration of {decoding} requests with {context} tokens would take {base + slope * context}"
+                    f"an iteration of {requests} requests with {context} tokens would take {base + slope * context}"
                     " ticks: measure the grid again there"
                 )
         return limits, pieces
+
+    def _draft_seconds(self, batch: Batch) -> float:
+        """What the linear layers take longer for the drafts that are verified."""
+        linear = self._linear
+        return float(linear[batch.requests * batch.tokens_each] - linear[batch.requests]) / TICKS
 
     def _attention_ticks(self, chunk: Chunk) -> int:
         """What a chunk costs beyond its linear layers."""

@@ -8,47 +8,89 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from libra.cost.device import EngineCost
+from libra.sim.clock import ticks
 
 Chunk = tuple[int, int]  # prefill of one request: (new tokens, tokens of its context before them)
 
 UNLIMITED = 1 << 62
 
 
-class IterationCost(Protocol):
-    """Decoding requests generate one token each; `context` is the sum of the tokens they attend to, the new too."""
+class Batch(NamedTuple):
+    """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, or with it the drafts that
+    are verified."""
 
-    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
+    requests: int
+    tokens_each: int = 1
+
+    @property
+    def drafts(self) -> int:
+        """Tokens beyond one a request."""
+        return self.requests * (self.tokens_each - 1)
+
+
+class IterationCost(Protocol):
+    """`context` is the sum of the tokens that the requests of the batch attend to, the new ones too."""
+
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
         """(base, slope, limit): an iteration that only decodes takes `base + slope * context` ticks, > 0.
 
-        This holds from the given context up to `limit` (exclusive). `decoding` >= 1.
+        This holds from the given context up to `limit` (exclusive). The batch has 1 request or more.
         """
         ...
 
-    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        """Ticks > 0 of an iteration with one prefill chunk or more. `decoding` >= 0."""
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        """Ticks > 0 of an iteration with one prefill chunk or more. The batch may be empty."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AffineCost:
-    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be so."""
+    """Ticks of an iteration that is affine in everything: for tests, and for engines measured to be so. A draft takes
+    what a prompt token does."""
 
     step: int
     per_sequence: int = 0  # of those that decode
     per_context_token: int = 0
-    per_new_token: int = 0  # of prefill
-    per_pair: int = 0  # for each pair of a new token and one it attends to, itself too
+    per_new_token: int = 0  # of prefill, and drafts
+    per_pair: int = 0  # for each pair of a new token of prefill and one it attends to, itself too
 
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ValueError(f"AffineCost.step is {self.step} ticks; an iteration takes 1 or more")
 
-    def line(self, decoding: int, context: int) -> tuple[int, int, int]:
-        return self.step + self.per_sequence * decoding, self.per_context_token, UNLIMITED
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+        requests, tokens_each = batch
+        base = self.step + (self.per_sequence + self.per_new_token * (tokens_each - 1)) * requests
+        return base, self.per_context_token, UNLIMITED
 
-    def mixed(self, decoding: int, context: int, chunks: Sequence[Chunk]) -> int:
-        ticks = self.step + self.per_sequence * decoding + self.per_context_token * context
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        base, slope, _ = self.line(batch, context)
+        ticks = base + slope * context
         for new, before in chunks:
             ticks += self.per_new_token * new + self.per_pair * (new * before + new * (new + 1) // 2)
         return ticks
+
+
+class TurnCost:
+    """`IterationCost` of an `EngineCost`, as a run measures its engines. Every prefill chunk pays `per_turn`: an engine
+    of this kind takes a prompt in one chunk."""
+
+    __slots__ = ("_affine", "_per_turn")
+
+    def __init__(self, cost: EngineCost) -> None:
+        self._affine = AffineCost(
+            step=max(1, ticks(cost.step)),
+            per_sequence=ticks(cost.per_sequence),
+            per_context_token=ticks(cost.per_context_token),
+            per_new_token=ticks(cost.per_prefill_token),
+        )
+        self._per_turn = ticks(cost.per_turn)
+
+    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+        return self._affine.line(batch, context)
+
+    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+        return self._affine.mixed(batch, context, chunks) + self._per_turn * len(chunks)

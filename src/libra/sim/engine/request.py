@@ -6,17 +6,15 @@ Invariant: what is asked never changes; what happened is written once, except fo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from libra.sim.engine.blocks import Context
 from libra.sim.engine.chain import Chain
-
-if TYPE_CHECKING:
-    from libra.sim.engine.memory import Path, Run
 
 Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "unfinished"]
 
 
-class Request:
+class Request(Context):
     """What is asked, and what became of it. Times are ticks, lengths are tokens.
 
     `output_tokens` is how many tokens it will generate (the simulator is told; a policy is not). A request without a
@@ -25,33 +23,30 @@ class Request:
     """
 
     __slots__ = (
+        "admission",
         "arrival",
         "ask_at",
         "cached_tokens",
         "cancel_at",
-        "chain",
         "computed",
         "engine",
         "finish",
         "first_token",
+        "flight",
         "generated",
         "last",
         "number",
         "offset",
         "output_tokens",
-        "own_copy",
         "owner",
-        "path",
         "preemptions",
         "prefill_end",
         "priority",
         "prompt_tokens",
         "reason",
         "scheduled",
-        "seat",
         "status",
         "target",
-        "written",
     )
 
     def __init__(
@@ -87,10 +82,11 @@ class Request:
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.preemptions = 0
         # What follows is the engine's own, while it has the request.
-        self.path: Path = ()  # who owns the blocks of its context
-        self.own_copy: Run | None = None  # a block that it computed although another copy of it was found
-        self.written = 0  # blocks of its context that the pool knows to be full of its tokens
-        self.seat = -1  # number of its admission, while it runs
+        self.path = ()
+        self.own_copy = None
+        self.written = 0
+        self.admission = -1  # number of its admission, while it runs
+        self.flight = -1  # batch that it generates in, once its prompt is computed with one
         self.computed = 0  # tokens, while it is prefilled
         self.target = 0  # tokens to compute before it generates the next one
         self.offset = 0  # computed tokens less the engine's iterations, while it generates

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from libra.sim.cluster import Cluster, EngineSpec
-from libra.sim.engine.batching import Engine
-from libra.sim.engine.config import EngineConfig
+from libra.sim.cluster import Cluster
+from libra.sim.engine.config import EngineConfig, EngineSpec
+from libra.sim.engine.engine import Engine
 from libra.sim.outcome.engine_series import EngineSeries
 from libra.sim.outcome.request_columns import RequestColumns, request_columns
 from libra.sim.outcome.watcher import Watcher

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from libra.sim.engine.batching import Engine
+from libra.sim.engine.engine import Engine
 from libra.sim.outcome.engine_series import EngineSeries
 
 MOST_ROWS = 50_000  # of all engines together, about 20 MB
@@ -110,8 +110,8 @@ class _Seen:
 
     def look(self, engine: Engine, now: int) -> None:
         self.tick = now
-        self.running = engine.running
-        self.waiting = engine.waiting
+        self.running = len(engine.running)
+        self.waiting = len(engine.waiting)
         self.held = engine.pool.held
         self.held_ticks = engine.held_ticks
         self.events = engine.events

@@ -6,44 +6,36 @@ allows and nothing is discarded; trajectories, engines, router and planner are t
 
     started -> turns and tools -> finished -> group complete -> batch -> trained -> published -> the next may start
 
-With `early_gradients` a batch is trained on in parts, as its groups are complete, and only the last part follows the
-last trajectory. Synchronous training is the case of staleness 0; colocated training has engines and trainers take turns
-on all devices.
+Synchronous training is the case of staleness 0; colocated training has engines and trainers take turns on all devices.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 
 from libra.cost.collectives import fabric
 from libra.cost.transfer import weight_sync
-from libra.hardware.cluster import NodeClass
-from libra.hardware.parallel import ParallelLayout
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.price import training_option
 from libra.plan.plan import Plan
-from libra.plan.problem import TrainingOption
 from libra.route.admission import Admission
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster, EngineSpec
+from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
-from libra.sim.kv_move import KVMoves
-from libra.sim.planned_engines import planned_engines
+from libra.sim.handover import KVMoves
 from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PlanChange, PostTraining, StepRecord
+from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
-from libra.sim.training_run.training import TrainingPrice
+from libra.sim.training_run.trainer import Trainer, training_nodes
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.calls import calls
 from libra.trajectory import Trajectory
 
-_PARTS = 8  # of a batch, at most: few trajectories keep some of the replicas waiting for the one with the longest
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
 
 
@@ -77,36 +69,6 @@ def simulate_posttraining(
     return _Run(system, episodes, steps, progress, exact).outcome()
 
 
-@dataclass(slots=True)
-class _Batch:
-    """A step that has begun."""
-
-    version: int  # that it makes
-    began: int  # tick
-    layout: ParallelLayout  # one for the whole step: who trains changes between two steps
-    trajectories: list[Trajectory] = field(default_factory=list)
-    training: float = 0.0  # seconds
-
-    def record(self, ended: float, waited: float, generating_devices: int) -> StepRecord:
-        batch = self.trajectories
-        stale = [self.version - 1 - trajectory.policy_version for trajectory in batch]
-        return StepRecord(
-            version=self.version,
-            started=seconds(self.began),
-            ended=ended,
-            waited=waited,
-            training=self.training,
-            trajectories=len(batch),
-            generated_tokens=sum(trajectory.generated_tokens for trajectory in batch),
-            final_context_tokens=sum(trajectory.final_context for trajectory in batch),
-            longest_context=max(trajectory.final_context for trajectory in batch),
-            staleness=sum(stale) / len(stale),
-            worst_staleness=max(stale),
-            training_devices=self.layout.devices,
-            generating_devices=generating_devices,
-        )
-
-
 class _Run:
     """One simulation of one system: a workload that the cluster asks, and that makes things happen to it."""
 
@@ -134,40 +96,32 @@ class _Run:
         self._finished: list[Trajectory] = []  # since the last decision
         self._trained: list[StepRecord] = []
         self._changes: list[PlanChange] = []
-        self._busy = False  # the trainer
-        self._batch: _Batch | None = None  # of which a part is trained on
-        self._idle_since = 0
-        self._blocked_until = 0  # tick before which no step begins: trainers change their layout
         self._decided_at = (0, 0)  # version and tick of the latest decision
         self._expected = system.plan.predicted.step  # seconds of a step
         self._published_at = 0
         self._publishing_until = 0  # tick at which the latest weights on their way arrive
-        self._in_service, self._counted_until = 0, 0  # device ticks of engines, until which tick
         self._interruptions = 0
-        self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
-        self._joining: tuple[ParallelLayout, int] | None = None  # more replicas that get ready, until which tick
-        nodes = _nodes(self._plan)
-        self._price = TrainingPrice(request.model, self._recipe, nodes)
-        self._fabric = fabric(nodes)
-        self._stall = weight_sync(
-            request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, self._fabric
-        ).stall
-        self._option = _option(self._plan)
-        self._layout = self._plan.layout
-        assert self._layout is not None
+        link = fabric(training_nodes(self._plan))
+        self._stall = weight_sync(request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, link).stall
         kv_bytes = request.model.kv_bytes_per_token(self._recipe.kv_bytes)
-        self._cluster = Cluster(
-            self._specs(self._plan),
-            self,
-            self._policy,
-            limits=_limits(self._plan),
-            turn_tokens=1,
-            exact=exact,
-            patient=True,
-            keep=False,
-            kv_moves=KVMoves(kv_bytes, self._fabric) if system.move_kv else None,
-            interrupted=self._resume,
-        )
+
+        def cluster(specs: tuple[EngineSpec, ...]) -> Cluster:
+            return Cluster(
+                specs,
+                self,
+                self._policy,
+                limits=limits_of(self._plan),
+                turn_tokens=1,
+                exact=exact,
+                patient=True,
+                keep=False,
+                kv_moves=KVMoves(kv_bytes, link) if system.move_kv else None,
+                interrupted=self._resume,
+            )
+
+        self._service = Service(system, cluster)
+        self._cluster = self._service.cluster
+        self._trainer = Trainer(system, self._admission, self._cluster, lambda: self._service.devices, self._stepped)
 
     def outcome(self) -> PostTraining:
         cluster = self._cluster
@@ -175,13 +129,12 @@ class _Run:
         cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
-        self._count_service(self._published_at)
         return PostTraining(
             system=self._system.name,
             steps=tuple(self._trained),
             changes=tuple(self._changes),
             seconds=seconds(self._published_at),
-            engine_seconds=seconds(self._in_service),
+            engine_seconds=seconds(self._service.device_ticks(self._published_at)),
             engine_busy=sum(
                 seconds(engine.busy_ticks) * spec.devices
                 for engine, spec in zip(cluster.engines, cluster.specs, strict=True)
@@ -235,7 +188,7 @@ class _Run:
     def _fill(self, now: int) -> None:
         """Start what may start."""
         admission, recipe = self._admission, self._recipe
-        training = self._option.follows + self._option.publish
+        training = self._trainer.option.follows + self._trainer.option.publish
         due = seconds(now) + (1 + recipe.staleness) * self._expected - training
         while self._groups < self._steps * recipe.prompts and admission.may_start() and self._has_room():
             name = str(self._groups)
@@ -287,82 +240,25 @@ class _Run:
         if self._replan is not None:
             self._finished.append(trajectory)
         self._admission.finish(group, trajectory)
-        self._train(now)
+        self._trainer.train(now)
         if self._recipe.concurrency is not None or self._system.start_by_cache:
             self._fill(now)
 
-    # Training
-
-    def _train(self, now: int) -> None:
-        """Begin a step, or go on with it, if there is something to train on and nothing is in its way."""
-        admission = self._admission
-        if self._busy:
-            return
-        if now < self._blocked_until:
-            self._busy = True
-            self._cluster.at(self._blocked_until, self._unblock)
-            return
-        version = admission.taken + 1
-        if self._recipe.early_gradients:
-            groups = admission.take_part(-(-self._recipe.prompts // _PARTS))
-        else:
-            groups = admission.take() if admission.ready() else []
-        if not groups:
-            return
-        batch = self._batch
-        if batch is None:
-            assert self._layout is not None
-            batch = self._batch = _Batch(version, now, self._layout)
-        part = [trajectory for _, group in groups for trajectory in group]
-        complete = admission.taken == version
-        waited = seconds(now - self._idle_since) - batch.training
-        needed = self._price.seconds([it.final_context for it in part], batch.layout, update=complete)
-        batch.trajectories += part
-        batch.training += needed
-        self._busy = True
-        if not complete:
-            self._cluster.at(now + ticks(needed), self._unblock)
-            return
-        step = batch.record(seconds(now) + needed, waited, self._generating_devices())
-        self._batch = None
-        self._cluster.at(now + ticks(needed + self._switch), lambda at: self._stepped(step, at))
-
-    def _count_service(self, now: int) -> None:
-        """Before engines come or go, and at the end."""
-        self._in_service += self._generating_devices() * (now - self._counted_until)
-        self._counted_until = now
-
-    def _generating_devices(self) -> int:
-        specs = self._cluster.specs
-        return sum(specs[instance.engine.index].devices for instance in self._cluster.fleet.instances)
-
-    @property
-    def _switch(self) -> float:
-        """Seconds for colocated devices to change sides, once."""
-        if self._recipe.mode != "colocated":
-            return 0.0
-        return self._system.request.switch_seconds
-
-    def _unblock(self, now: int) -> None:
-        self._busy = False
-        self._train(now)
+    # Versions
 
     def _stepped(self, step: StepRecord, now: int) -> None:
         """The optimiser has made a version; its weights go to the engines while the trainer goes on."""
         self._trained.append(step)
-        self._busy = False
-        self._idle_since = now
         if self._progress is not None:
             self._progress(step)
         # Versions arrive in their order, also when another layout sends them faster.
-        there = max(now + ticks(self._option.publish + self._switch), self._publishing_until)
+        there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)
         self._publishing_until = there
         stall = min(ticks(self._stall), there - now)
         self._cluster.at(there - stall, lambda at: self._load(at, stall))
         self._cluster.at(there, lambda at: self._publish(step.version, at))
         if self._replan is not None and step.version < self._steps and step.version % self._replan.period == 0:
             self._decide(step.version, now)
-        self._train(now)
 
     def _load(self, now: int, stall: int) -> None:
         refresh = self._recipe.kv_on_update == "refresh" or self._recipe.mode == "colocated"
@@ -374,7 +270,7 @@ class _Run:
         self._expected = latest if version == 1 else _RECENT * latest + (1 - _RECENT) * self._expected
         self._published_at = now
         self._fill(now)
-        self._train(now)
+        self._trainer.train(now)
 
     # Another plan
 
@@ -395,79 +291,8 @@ class _Run:
         return caller.so_far(generated, waits=request.arrival > now)
 
     def _change(self, plan: Plan, version: int, now: int) -> None:
-        """Engines and replicas of the old plan that are not in the new one end, the others go on; new ones come into
-        service when they are ready. Nobody waits but who has to: trainers where the layout changes."""
-        cluster, switch = self._cluster, self._system.switch
-        wanted = {spec.name: spec for spec in self._specs(plan)}
-        # An engine's name says which GPUs it has, so one of the same name goes on, with the seats that it has.
-        here = {instance.id for instance in cluster.fleet.instances}
-        self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
-        self._count_service(now)
-        closing = sorted(here - wanted.keys())
-        for name in closing:
-            cluster.close(name)
-        cluster.reallocate(_limits(plan), {name: wanted[name].bucket for name in here & wanted.keys()})
-        starting = [spec for name, spec in wanted.items() if name not in here and name not in self._pending]
-        for spec in starting:
-            self._pending[spec.name] = (spec, now + ticks(switch.engine_start))
-            cluster.at(now + ticks(switch.engine_start), partial(self._ready, spec.name))
-        self._relayout(plan, now)
+        stopped, started, used = self._service.change(plan, now)
+        self._trainer.relayout(plan, now)
         self._plan = plan
-        used = sum(spec.devices for spec in wanted.values())
-        assert self._layout is not None and plan.layout is not None
-        self._changes.append(PlanChange(version, seconds(now), len(closing), len(starting), plan.layout.devices, used))
-
-    def _ready(self, name: str, now: int) -> None:
-        # A later plan may want it in another bucket, or not at all, or again and later.
-        if name in self._pending and self._pending[name][1] == now:
-            self._count_service(now)
-            self._cluster.add(self._pending.pop(name)[0])
-
-    def _relayout(self, plan: Plan, now: int) -> None:
-        """Replicas of the same layout leave at once and join when they are ready; another layout stops training."""
-        old, new = self._layout, plan.layout
-        assert old is not None and new is not None
-        if self._joining is not None and self._joining[0] == new:
-            return
-        self._joining = None
-        moves = _nodes(plan) != self._price.nodes
-        if old == new and not moves:
-            return
-        join = now + ticks(self._system.switch.trainer_join)
-        same = replace(old, dp=new.dp) == new and not moves
-        if same and new.dp > old.dp:
-            self._joining = new, join
-            self._cluster.at(join, partial(self._joined, _option(plan)))
-            return
-        if not same:
-            self._blocked_until = join
-            self._price = replace(self._price, nodes=_nodes(plan))
-        self._layout, self._option = new, _option(plan)
-
-    def _joined(self, option: TrainingOption, now: int) -> None:
-        # A later plan may have been without these replicas.
-        if self._joining is not None and self._joining[1] == now:
-            (self._layout, _), self._joining, self._option = self._joining, None, option
-
-    def _specs(self, plan: Plan) -> tuple[EngineSpec, ...]:
-        specs = planned_engines(plan)
-        if not self._system.serve_by_priority:
-            return specs
-        return tuple(replace(spec, config=replace(spec.config, policy="priority")) for spec in specs)
-
-
-def _limits(plan: Plan) -> tuple[int, ...]:
-    return tuple(bucket.up_to for bucket in plan.allocation.buckets)
-
-
-def _option(plan: Plan) -> TrainingOption:
-    assert isinstance(plan.request, ClusterRequest)
-    option = training_option(plan.request.menu().problem, plan.allocation)
-    assert option is not None
-    return option
-
-
-def _nodes(plan: Plan) -> NodeClass:
-    """That train."""
-    assert isinstance(plan.request, ClusterRequest)
-    return plan.request.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))
+        assert plan.layout is not None
+        self._changes.append(PlanChange(version, seconds(now), stopped, started, plan.layout.devices, used))

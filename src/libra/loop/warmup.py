@@ -1,0 +1,131 @@
+"""The supervised start: a policy that acts, if poorly, made from demonstrations.
+
+Invariant: the warm model depends on its configuration, the environment and the seed alone, so it can be kept and
+reused: three runs that differ in their learning rate start from the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from libra.backends.launch.handles import Handle
+from libra.backends.launch.launcher import Launcher
+from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
+from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
+from libra.config.cache import cache_directory
+from libra.config.run import RunConfig
+from libra.environments.protocol import Environment
+from libra.loop.rollout import Codec
+
+_RECIPE = 2  # counts up when the way of training changes, so that no older warm model is taken for this one
+_RAMP_STEPS = 50  # of the learning rate
+_FINAL_RATE = 0.05  # of the learning rate, reached linearly
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpProgress:
+    step: int
+    steps: int
+    loss: float
+
+
+async def warm_model(
+    config: RunConfig,
+    environment: Environment,
+    launcher: Launcher,
+    precision: Precision,
+    progress: Callable[[WarmUpProgress], None],
+) -> Path:
+    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run."""
+    if config.model.directory is not None and config.warm_up.steps == 0:
+        return config.model.directory
+    target = cache_directory() / "warm" / _key(config, environment, precision)
+    if target.is_dir():
+        return target
+    work = target.with_name(f"{target.name}.part{os.getpid()}")
+    try:
+        if config.model.directory is not None:
+            shutil.copytree(config.model.directory, work)
+        else:
+            longest = max(shape.max_model_len for shape in config.engines.values())
+            write_tiny_model(work, config.model, environment.alphabet, longest)
+        await _train(config, environment, launcher, precision, work, progress)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+async def _train(
+    config: RunConfig,
+    environment: Environment,
+    launcher: Launcher,
+    precision: Precision,
+    directory: Path,
+    progress: Callable[[WarmUpProgress], None],
+) -> None:
+    """Supervised steps with the whole machine: nothing else runs yet."""
+    settings, training = config.warm_up, config.training
+    codec = TokenizerCodec(directory)
+    rng = random.Random(f"warm-up:{config.seed}")
+    trainer = Handle(await launcher.spawn("warm-up", 0), lambda name, why: None)
+    cores = trainer.link.cores
+    await trainer.start(
+        StartTrainer(
+            model_directory=str(directory),
+            learning_rate=settings.learning_rate,
+            clip=training.clip,
+            denominator=training.denominator,
+            token_constant=training.token_constant,
+            temperature=training.temperature,
+            micro_batch_tokens=training.micro_batch_tokens,
+            precision=precision,
+            seed=config.seed,
+            share=float(len(cores)),
+            cores=cores,
+            processes=training.processes,
+            sharding=training.sharding,
+        )
+    )
+    for step in range(settings.steps):
+        ramp = min(1.0, (step + 1) / _RAMP_STEPS) * max(_FINAL_RATE, 1 - step / settings.steps)
+        batch = [_encode(environment, codec, rng) for _ in range(settings.batch)]
+        done = await trainer.ask(WarmUp(batch, settings.learning_rate * ramp), WarmedUp)
+        progress(WarmUpProgress(step + 1, settings.steps, done.loss))
+    await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
+    await trainer.stop()
+
+
+def _encode(environment: Environment, codec: Codec, rng: random.Random) -> tuple[list[int], list[bool]]:
+    tokens: list[int] = []
+    generated: list[bool] = []
+    for span in environment.demonstration(rng):
+        ids = codec.encode(span.text)
+        tokens += ids
+        generated += [span.generated] * len(ids)
+    return tokens, generated
+
+
+def _key(config: RunConfig, environment: Environment, precision: Precision) -> str:
+    source = inspect.getsource(inspect.getmodule(type(environment)) or type(environment))
+    parts = {
+        "recipe": _RECIPE,
+        "seed": config.seed,
+        "model": config.model.model_dump(mode="json"),
+        "warm_up": config.warm_up.model_dump(),
+        "precision": precision,
+        "processes": config.training.processes,
+        "sharding": config.training.sharding,
+        "environment": {"kind": config.environment.kind, "options": config.environment.options, "source": source},
+        "torch": version("torch"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

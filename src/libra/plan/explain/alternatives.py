@@ -1,0 +1,166 @@
+"""The same question with one thing changed: a constraint relaxed, a decision forbidden, another split of the devices.
+
+Invariant: an alternative differs from the problem in the one thing that is named. A relaxed problem allows every plan
+that the given one allows, a restricted one no other. Of each split, training and generation are the fastest there are,
+each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from libra.plan.model.solve import solve
+from libra.plan.options.price import fixed_seconds, training_option
+from libra.plan.problem import Allocation, Family, InfeasiblePlanError, Problem, TrainingOption
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    what: str
+    problem: Problem
+    relaxes: Family | None = None  # None: it forbids a decision
+    node_of: str | None = None  # the pool, if it has one more node
+
+
+def relaxations(
+    problem: Problem, larger: Mapping[str, Problem], staler: Problem | None = None
+) -> Iterator[Alternative]:
+    """Every constraint that can be relaxed, by one unit or, where it has none, altogether.
+
+    `larger[pool]` is the problem priced anew with one more node in the pool; for a pool without it the node is added
+    and the menu stays, so that larger training layouts are missing. `staler` is the problem priced anew with one more
+    version of staleness; without it the menu stays, though more trajectories are then under way.
+    """
+    for pool in problem.pools:
+        pools = tuple(replace(p, nodes=p.nodes + (p == pool)) for p in problem.pools)
+        each = f"one more node of {pool.name} ({pool.devices_per_node:,} devices)"
+        more = f"one more device of {pool.name}" if pool.devices_per_node == 1 else each
+        yield Alternative(more, larger.get(pool.name, replace(problem, pools=pools)), "devices", pool.name)
+    if not problem.colocated:
+        yield Alternative(
+            f"staleness {problem.staleness + 1} instead of {problem.staleness}",
+            replace(problem, staleness=problem.staleness + 1) if staler is None else staler,
+            "latency",
+        )
+    if problem.most_buckets is not None:
+        more = f"at most {problem.most_buckets + 1} buckets instead of {problem.most_buckets}"
+        yield Alternative(more, replace(problem, most_buckets=problem.most_buckets + 1), "most_buckets")
+    if problem.one_bucket_per_shape:
+        yield Alternative(
+            "more than one bucket of a shape", replace(problem, one_bucket_per_shape=False), "one_bucket_per_shape"
+        )
+    longest = problem.longest_context
+    shorter = max((peak for peak in problem.peaks if peak < longest), default=longest)
+    # The work stays, and so do the classes: what it would be were trajectories cut is another problem.
+    if any(shorter <= option.holds < longest for option in problem.engines):
+        what = f"longest context {shorter:,} instead of {longest:,} tokens, for the same work"
+        yield Alternative(what, _holding(problem, shorter), "longest_context")
+    if any(option.holds < longest for option in problem.engines):
+        yield Alternative("memory for the longest context on every engine", _holding(problem, 0), "longest_context")
+    yield Alternative("no waiting for a step's longest trajectories", _without_longest(problem), "latency")
+
+
+def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternative]:
+    """The decisions of an allocation that fits, each forbidden."""
+    option = training_option(problem, allocation)
+    others = tuple(other for other in problem.training if other != option)
+    yield Alternative("train on other devices or in another layout", replace(problem, training=others))
+    for shape in dict.fromkeys(bucket.shape for bucket in allocation.buckets):
+        engines = tuple(engine for engine in problem.engines if engine.shape != shape)
+        yield Alternative(f"no {shape}", replace(problem, engines=engines))
+    buckets = len(allocation.buckets)
+    for fewer in sorted({1, buckets - 1} - {0, buckets}, reverse=True):
+        what = "a single bucket" if fewer == 1 else f"{fewer} buckets"
+        yield Alternative(what, replace(problem, most_buckets=fewer))
+
+
+def without_strays(problem: Problem) -> Problem:
+    """The problem with a router that brings all work to its own bucket."""
+    everything = ((1.0,) * len(problem.peaks),)
+    return replace(problem, reach_tried=everything, reach_untried=everything)
+
+
+def _without_longest(problem: Problem) -> Problem:
+    """The problem in which engines have their work, and no trajectory takes longer than its share of it."""
+    engines = tuple(replace(option, generates=0.0, waits=0.0) for option in problem.engines)
+    return replace(problem, engines=engines, met=(False,) * len(problem.met))
+
+
+def _holding(problem: Problem, at_least: int) -> Problem:
+    """The problem in which every engine that holds so many tokens holds the longest context, too."""
+    longest = problem.longest_context
+    engines = tuple(replace(o, holds=max(o.holds, longest if o.holds >= at_least else 0)) for o in problem.engines)
+    return replace(problem, engines=engines)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One training option, and the best generation on the devices that it leaves.
+
+    `generation` is the step that engines and the longest trajectory would keep if training bounded nothing, but
+    delayed publication as it does. Synchronous training waits for it, `step` is then a sum; else `step` is the larger.
+    """
+
+    layout: str
+    pool: str
+    devices: int  # that train
+    training: float
+    generation: float
+    step: float
+
+
+def splits(
+    problem: Problem,
+    most: int,
+    own: TrainingOption | None = None,
+    *,
+    deterministic_limit: float = 30.0,
+    seed: int = 0,
+) -> tuple[Split, ...]:
+    """By pool and devices that train; where there are more than `most` splits, evenly spread ones, ends included, and
+    the one of the plan's `own` option.
+
+    Splits that leave no engine for the longest context are left out.
+    """
+    found = []
+    for option in _spread(_fastest(problem), most, own):
+        try:
+            generation = _generation(problem, option, deterministic_limit, seed)
+        except InfeasiblePlanError:
+            continue
+        step = max(option.seconds, generation)
+        if problem.staleness == 0:
+            step = max(step, generation + fixed_seconds(problem, option))
+        found.append(Split(option.layout, option.pool, option.devices, option.seconds, generation, step))
+    return tuple(found)
+
+
+def _generation(problem: Problem, option: TrainingOption, deterministic_limit: float, seed: int) -> float:
+    # No step is shorter than its share of what follows generation: seconds that bound nothing, and start the search.
+    fixed = option.follows + option.publish
+    floor = fixed / (1 + problem.staleness)
+    unbound = replace(option, seconds=floor, publish=fixed - floor, tail=None)
+    alone = replace(problem, training=(unbound,))
+    step = solve(alone, deterministic_limit=deterministic_limit, seed=seed, tie_break=False).predicted.step
+    return step if problem.staleness else step - fixed_seconds(problem, option)
+
+
+def _fastest(problem: Problem) -> list[TrainingOption]:
+    """One option for each pool and number of devices."""
+    pools = [pool.name for pool in problem.pools]
+    fastest: dict[tuple[int, int], TrainingOption] = {}
+    for option in problem.training:
+        key = (pools.index(option.pool), option.devices)
+        if key not in fastest or option.seconds < fastest[key].seconds:
+            fastest[key] = option
+    return [fastest[key] for key in sorted(fastest)]
+
+
+def _spread(options: Sequence[TrainingOption], most: int, own: TrainingOption | None) -> Sequence[TrainingOption]:
+    if len(options) <= most:
+        return options
+    last = len(options) - 1
+    kept = {round(k * last / (most - 1)) for k in range(most)}
+    same = (k for k, o in enumerate(options) if own is not None and (o.pool, o.devices) == (own.pool, own.devices))
+    return [options[k] for k in sorted(kept.union(same))]

@@ -1,0 +1,90 @@
+"""Waiting requests become running ones: in the order of the queue, while budget, `max_num_seqs` and blocks last.
+
+Invariant: the first that does not fit ends admission; nothing overtakes it.
+"""
+
+from __future__ import annotations
+
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import Chunk
+from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Scheduler
+
+
+def admit(state: Scheduler, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> None:
+    """Requests that are admitted add their first chunks, and what the prefix cache had of them."""
+    config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
+    size = config.block_size
+    state.blocked = False
+    while waiting and budget > 0 and len(running) < config.max_num_seqs:
+        request = waiting.head
+        room = _room(state, request, budget)
+        if room is None:
+            # It stays so while free blocks only become fewer: unless other prompts took from the budget, another
+            # request writes its context, or its first chunk alone counts, which needs the more the more is found.
+            state.blocked = not chunks and config.reserve_full_prompt and not state.is_written(request)
+            break
+        waiting.pop()
+        found, new = room
+        tokens = found * size
+        if found:
+            pool.hold(request.path, found)
+        pool.take(-(-(tokens + new) // size) - found)
+        if request.scheduled is None:
+            request.scheduled = now
+            request.cached_tokens = tokens
+        state.admissions += 1
+        request.admission = state.admissions
+        request.status = "running"
+        request.written = found
+        request.computed = tokens
+        request.target = request.prompt_tokens + request.generated
+        running[request] = None
+        chunks.append((new, tokens))
+        cached.append((request.number, tokens))
+        budget -= new
+        state.compute(request, new)
+
+
+def may_admit(state: Scheduler) -> bool:
+    """Whether the head of the queue fits an iteration of its own."""
+    if not state.waiting or len(state.running) >= state.config.max_num_seqs:
+        return False
+    return _room(state, state.waiting.head, state.config.max_num_batched_tokens) is not None
+
+
+def refusal(request: Request, config: EngineConfig) -> str:
+    """Why the engine can never run a request."""
+    if request.prompt_tokens < 1:
+        return f"prompt_tokens is {request.prompt_tokens}; a prompt has 1 token or more"
+    if request.output_tokens < 1:
+        return f"output_tokens is {request.output_tokens}; a request generates 1 token or more"
+    return (
+        f"a prompt of {request.prompt_tokens} tokens leaves no room to generate within max_model_len"
+        f" {config.max_model_len}"
+    )
+
+
+def _room(state: Scheduler, request: Request, budget: int) -> tuple[int, int] | None:
+    """(blocks found, tokens to compute now) of a request that can be admitted."""
+    config, pool = state.config, state.pool
+    size = config.block_size
+    tokens = request.prompt_tokens + request.generated
+    found = unheld = 0
+    # A request without a chain finds only what it computed itself, before it was preempted, or what it brought.
+    if pool.caching and (request.chain is not None or pool.knows(request)):
+        if state.writers:
+            state.write_all(request.path)
+        found, unheld = pool.find(request.path, (tokens - 1) // size)
+    new = tokens - found * size
+    needed = -(-tokens // size)
+    if new > budget:
+        if not config.enable_chunked_prefill:
+            return None
+        new = budget
+        if not config.reserve_full_prompt:
+            needed = -(-(found * size + new) // size)
+    free = pool.free
+    if config.watermark and state.running:
+        free -= config.watermark_blocks
+    return None if needed - found + unheld > free else (found, new)

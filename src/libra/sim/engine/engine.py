@@ -1,0 +1,325 @@
+"""One engine, seen from outside: what is asked of it, what it plans, and what it has done.
+
+Invariant: the rules are those of vLLM's V1 scheduler, iteration by iteration; they are in the modules of an iteration's
+phases. As long as nothing can change but the number of tokens, iterations are not visited but advanced together, and
+nobody outside can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from libra.sim.clock import TICKS
+from libra.sim.engine.admission import may_admit, refusal
+from libra.sim.engine.arriving import cached_blocks, take_in
+from libra.sim.engine.chain import Chain
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settle
+from libra.sim.engine.preemption import leave, mark, refresh
+from libra.sim.engine.request import Request
+from libra.sim.engine.running import complete, schedule
+from libra.sim.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """An engine stops between two iterations, for new weights."""
+
+    until: Callable[[int], int]  # tick at which it goes on, told the tick at which it stopped
+    refresh: bool  # contexts are computed again, with the new weights
+
+
+class Engine(Scheduler):
+    """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
+
+    `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when
+    they moved the end forward. What ends at a tick is committed before they come, and they come before what is planned
+    at that tick. After any of them but `ask` an engine that is not busy, or is open, is to be planned; after `adopt`
+    too.
+
+    `asked` are the running requests that reached their `ask_at` with the last commit; `interrupted` those that left,
+    unfinished, with the last plan. Both are cleared by the next commit or plan, whichever comes first.
+    """
+
+    __slots__ = ("_due", "_pause", "closed", "closing", "open", "paused_ticks")
+
+    def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
+        super().__init__(config, cost, index, exact=exact)
+        self.open = False  # may decide on more before `end`
+        self.closing = False  # takes no more work
+        self.closed = False  # and has none
+        self.paused_ticks = 0
+        self._due: list[Pause] = []
+        self._pause: Pause | None = None
+
+    # What comes from outside
+
+    def submit(self, request: Request, now: int) -> bool:
+        """Queue a request, or refuse it (its status says so).
+
+        Raises ValueError if the engine closes, or if the request has generated its `ask_at` tokens already.
+        """
+        config = self.config
+        if self.closing:
+            raise ValueError(f"engine {self.index} is closing: submit request {request.number} to another one")
+        if request.ask_at is not None and request.ask_at <= request.generated:
+            raise ValueError(_too_late(request, request.ask_at, request.generated))
+        request.engine = self.index
+        room = config.max_model_len - request.prompt_tokens
+        if room < 1 or request.prompt_tokens < 1 or request.output_tokens < 1:
+            request.status, request.reason, request.finish = "refused", refusal(request, config), now
+            return False
+        if request.output_tokens > room:
+            request.output_tokens = room
+        if self.pool.caching:
+            request.path = self.pool.path(request)
+        self.load_tokens += request.prompt_tokens
+        if not self.waiting.push(request) and self.blocked:
+            return False  # it waits behind one that does not fit
+        self.blocked = False
+        if len(self.running) >= config.max_num_seqs:
+            return False
+        return cut_stretch(self, now)
+
+    def cancel(self, request: Request, now: int) -> bool:
+        """Stop a request at the end of the iteration that is under way, unless it finishes with that one; `generated`
+        is right then."""
+        if not self._has(request):
+            return False
+        mark(self, request, "cancelled")
+        return cut_stretch(self, now)
+
+    def interrupt(self, request: Request, now: int) -> bool:
+        """Stop a request at the end of the iteration that is under way, to go on elsewhere.
+
+        Unless it finishes with that one, it is in `interrupted` of the plan that follows, and `generated` says how many
+        tokens its owner keeps: a new request has them in its prompt. Nothing happens to one that is cancelled already.
+        """
+        if not self._has(request) or request in self.leaving:
+            return False
+        mark(self, request, "interrupted")
+        return cut_stretch(self, now)
+
+    def release_leaving(self, now: int) -> None:
+        """Let go of those who leave, at a boundary, before the plan that would do so: others at that instant may need
+        to know."""
+        if not self.busy and self.leaving:
+            leave(self, sorted(self.leaving, key=lambda it: it.number), now)
+
+    def pause(self, pause: Pause, now: int) -> bool:
+        """Stop at the end of the iteration that is under way, until the pause is over. One that closes does not come
+        to it."""
+        if self.closing:
+            return False
+        self._due.append(pause)
+        return cut_stretch(self, now)
+
+    def close(self, now: int) -> bool:
+        """Take no more work, and stop for good at the end of the iteration (or the pause) that is under way.
+
+        The plan that follows is None, and lets go of all requests that have not finished: they are in `interrupted`,
+        those that ran first. Nobody is asked about any more. What the cache holds can still be looked up.
+        """
+        if self.closing:
+            return False
+        self.closing = True
+        for request in self.unfinished:
+            request.ask_at = None
+        return cut_stretch(self, now)
+
+    def ask(self, request: Request, tokens: int, now: int) -> bool:
+        """Stop at the end of the iteration with which a request has generated `tokens` tokens: it is in `asked` then.
+
+        This replaces what its `ask_at` was. Who finishes with that token or before it is not asked about. Raises
+        ValueError for a request that neither runs nor waits here, or leaves, or has generated as many already.
+        """
+        if not self._has(request):
+            raise ValueError(f"request {request.number} neither runs nor waits on engine {self.index}: ask its own")
+        if self.closing or request in self.leaving:
+            raise ValueError(f"request {request.number} leaves engine {self.index} with this iteration: do not ask")
+        generated = self.generated_by(request, now)
+        if tokens <= generated:
+            raise ValueError(_too_late(request, tokens, generated))
+        request.ask_at = tokens
+        generation = self.generation_of(request)
+        if generation is None:
+            return False
+        generation.ask(request)
+        steps = generation.steps_to(request, tokens)
+        return self.busy and steps < self.steps and cut_stretch(self, end_of(self.pieces, steps))
+
+    def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
+        """The KV of a context's first `tokens` tokens has come from another engine. Returns how many of them are here
+        now and were not before.
+
+        Full blocks that are missing become findable; nobody holds them. The least recently let go give way to them, but
+        nothing that is held: where too little is free, as many as fit are taken from the beginning. What a running
+        request is about to compute itself counts as being here, and nothing is taken that follows it; so does
+        everything without prefix caching. All that is here of these tokens counts as let go last. The end may move
+        forward, as with `submit`, for a request that waits may fit now: compare `end`.
+
+        Raises ValueError if the engine closes, and for a request that has ended or has less than so many tokens.
+        """
+        if self.closing:
+            raise ValueError(f"engine {self.index} is closing: send KV to another one")
+        new = take_in(self, context, tokens, now)
+        if new:
+            self.blocked = False
+            if self.waiting and len(self.running) < self.config.max_num_seqs:
+                cut_stretch(self, now)
+        return new * self.config.block_size
+
+    # What can be seen from outside
+
+    @property
+    def paused(self) -> bool:
+        return self._pause is not None
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Requests accepted and not finished: running ones first."""
+        return [*self.running, *self.waiting]
+
+    def generated_by(self, request: Request, now: int) -> int:
+        """Tokens that a request which runs or waits here has generated at tick `now`."""
+        ended = settle(self, now)
+        generation = self.generation_of(request)
+        return request.generated if generation is None else generation.generated(request) + ended
+
+    def cached_tokens(self, context: Chain | Request, now: int) -> int:
+        """How many tokens of a context's beginning have KV that could be found: of a chain all that there are, of a
+        request those that it would not compute if it were admitted."""
+        return cached_blocks(self, context, now) * self.config.block_size
+
+    def token_seconds(self, now: int) -> float:
+        """Of an iteration that one more sequence, as long as the others are on average, takes part in."""
+        generation = self.flight.generation
+        count = generation.count
+        context = generation.context + count * ended_by(self, now)
+        more = context + context // count if count else 1
+        batch = generation.batch(min(count + 1, self.config.max_num_seqs))
+        base, slope, _ = self.cost.line(batch, more)
+        return (base + slope * more) / TICKS
+
+    # What happens next
+
+    def plan(self, now: int) -> int | None:
+        """Decide at an iteration's boundary what to do until when. None: there is nothing to do, and if the engine
+        closes, it is closed now."""
+        if self.asked or self.interrupted:
+            self._forget_told()
+        if now > self.seen:
+            self.count_held(now)
+        self.steps = 0
+        if self.closing and not self.flights.under_way and self._pause is None:
+            self._close(now)
+            return None
+        if self.leaving:
+            leave(self, sorted(self.leaving, key=lambda it: it.number), now)
+        if self._due or self.closing or self._pause is not None:
+            return self._drain(now)
+        if self.overlapping:
+            return self._fill(now)
+        if not self.running and not self.waiting:
+            self.busy = False
+            return None
+        self.start = now
+        self.busy = True
+        self.events += 1
+        if not schedule(self, now):
+            raise AssertionError(f"engine {self.index}: nothing fits, and nothing will be let go")
+        return self.end
+
+    def _drain(self, now: int) -> int:
+        """No batch is sent until those under way have landed; then the pause begins."""
+        if self.flights.under_way:
+            self.end = self.flights.under_way[0].end
+        elif self._pause is None:
+            self._pause = self._due.pop(0)
+            self.start = now
+            self.end = self._pause.until(now)
+        self.busy, self.open = True, False
+        return self.end
+
+    def _fill(self, now: int) -> int | None:
+        """Every pipeline stage that has no batch gets one, as by vLLM's batch queue."""
+        flights = self.flights
+        for flight in flights.free:
+            self.flight = flight
+            if not (flight.generation.count or self.partial is not None or may_admit(self)):
+                continue
+            self.start = now
+            self.events += 1
+            schedule(self, now)  # what does not fit waits for the batches that hold the blocks
+            if flight.generation.count or flight.finishing or self.partial is not None:
+                flights.depart(flight, now, self.end)
+        under_way = flights.under_way
+        self.busy, self.open = bool(under_way), len(under_way) < len(flights.all)
+        if under_way:
+            self.end = under_way[0].end
+            return self.end
+        if self.waiting:
+            raise AssertionError(f"engine {self.index}: nothing fits, and nothing will be let go")
+        return None
+
+    def commit(self) -> list[Request]:
+        """Make happen what was planned; returns the requests that finished with it, in order."""
+        if self.asked or self.interrupted:
+            self._forget_told()
+        self.busy = False
+        if self._pause is not None:
+            self.count_held(self.end)
+            self.paused_ticks += self.end - self.start
+            if self._pause.refresh:
+                refresh(self)
+            self._pause = None
+            return []
+        if self.overlapping:
+            self.flight = flight = self.flights.land()
+            # A full pipeline is busy all the time, and not as many times as it has stages.
+            self.start = flight.end - (flight.end - flight.start) // len(self.flights.all)
+            self.end = flight.end
+        return complete(self)
+
+    def stop(self, now: int) -> None:
+        """Time is up: iterations that have ended by `now` count, and of the one under way its time until now."""
+        if self.busy and self.steps > 1:
+            catch_up(self, now + 1)
+        self.count_held(now)
+        if self._pause is not None:
+            self.paused_ticks += now - self.start
+        elif self.busy and not self.overlapping:
+            self.busy_ticks += now - self.start
+        for request in self.running:
+            generation = self.generation_of(request)
+            if generation is not None:
+                request.generated = generation.generated(request)
+        for request, status in self.leaving.items():
+            if status == "cancelled":
+                request.status, request.finish = status, now
+
+    def _has(self, request: Request) -> bool:
+        return request.engine == self.index and request.status in ("waiting", "running")
+
+    def _forget_told(self) -> None:
+        """New lists: whoever has the old ones keeps them."""
+        self.asked, self.interrupted = [], []
+
+    def _close(self, now: int) -> None:
+        """It is the boundary, and the last one."""
+        for request in self.unfinished:
+            if request not in self.leaving:
+                mark(self, request, "interrupted")
+        leave(self, self.unfinished, now)
+        self.leaving.clear()  # of those that finished
+        self.closed, self.busy, self.open = True, False, False
+        self.start = now
+
+
+def _too_late(request: Request, tokens: int, generated: int) -> str:
+    return (
+        f"request {request.number} has generated {generated} tokens; ask for {generated + 1} or more of them, not"
+        f" {tokens}"
+    )

@@ -1,0 +1,63 @@
+"""Batches under way: one at a time, or one in each pipeline stage.
+
+Invariant: a request is in one batch at a time; a batch passes all stages, in the order in which batches were
+scheduled, and a stage works on one batch at a time. Waiting requests, KV blocks and `max_num_seqs` are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from libra.sim.engine.generation import Generation
+from libra.sim.engine.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Requests that are always scheduled together."""
+
+    index: int
+    generation: Generation
+    finishing: list[Request] = field(default_factory=list)  # their prompts are computed with the iteration under way
+    under_way: bool = False
+    start: int = 0  # ticks, of the iteration under way
+    end: int = 0
+
+
+class Flights:
+    """The batches of an engine: as many as it has pipeline stages.
+
+    A stage takes its share of an iteration's time: layers are taken to be divided evenly, and what is sent from stage
+    to stage to take no time.
+    """
+
+    __slots__ = ("_stages", "all", "under_way")
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.all = [Flight(index, generation) for index, generation in enumerate(generations)]
+        self.under_way: list[Flight] = []  # oldest first
+        self._stages = [0] * len(self.all)  # tick at which each stage has worked off what was sent to it
+
+    @property
+    def free(self) -> list[Flight]:
+        return [flight for flight in self.all if not flight.under_way]
+
+    def end_of(self, now: int, ticks: int) -> int:
+        """When an iteration that takes so long leaves the last stage, if it is sent to the first one now."""
+        share, rest = divmod(ticks, len(self._stages))
+        at = now
+        for stage, free in enumerate(self._stages):
+            at = max(at, free) + share + (rest if stage == 0 else 0)
+            self._stages[stage] = at
+        return at
+
+    def depart(self, flight: Flight, start: int, end: int) -> None:
+        flight.under_way, flight.start, flight.end = True, start, end
+        self.under_way.append(flight)
+
+    def land(self) -> Flight:
+        """The oldest batch under way has ended."""
+        flight = self.under_way.pop(0)
+        flight.under_way = False
+        return flight

@@ -1,0 +1,161 @@
+"""Consecutive iterations that only generate: planned together, cut short, and brought up to date without a visit.
+
+Invariant: the end of the k-th iteration is one formula in whole numbers, wherever it is asked for; so a stretch that is
+cut short ends exactly where an iteration would have, and whoever asks in between is told what had been seen in visiting
+each.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from libra.sim.engine.iteration_cost import Batch, IterationCost
+from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration, Piece, Scheduler
+
+
+def plan_stretch(state: Scheduler, now: int, taken: int = 0) -> None:
+    """Until one of the requests is done or blocks run out. `taken` blocks of the first iteration are held already."""
+    generation = state.flight.generation
+    steps = min(generation.steps_to_end(), state.most_steps)
+    if steps > 1:
+        steps = generation.affordable(steps, state.pool.free + taken)
+        if generation.asks:
+            steps = generation.steps_to_ask(steps)
+    state.taken = taken
+    state.pieces, state.end = stretch(state.cost, now, generation.batch(generation.count), generation.context, steps)
+    state.steps = steps
+
+
+def cut_stretch(state: Scheduler, now: int) -> bool:
+    """End the planned iterations at the first boundary at or after `now`. True: that is sooner."""
+    before = state.steps
+    if before <= 1 or not state.busy:
+        return False
+    state.steps, state.end = cut(state.pieces, before, now)
+    return state.steps < before
+
+
+def count_stretch(state: Scheduler) -> list[Request]:
+    """The planned iterations have ended. Returns whose last one was among them."""
+    if state.trace is not None:
+        _tell(state)
+    generation, pool, steps, end = state.flight.generation, state.pool, state.steps, state.end
+    demand = generation.demand(steps) - state.taken
+    held = pool.blocks - pool.blank - pool.findable
+    state.held_ticks += (2 * held + demand) * (end - state.seen)
+    state.seen = end
+    state.busy_ticks += end - state.start
+    state.iterations += steps
+    if demand:
+        pool.take(demand)
+    return generation.advance(steps)
+
+
+def catch_up(state: Scheduler, now: int) -> None:
+    """Count those of the planned iterations that ended before now, but not the last one: the rest stays planned as it
+    is."""
+    steps, pieces, generation = state.steps, state.pieces, state.flight.generation
+    ended = cut([*pieces], steps, now)[0] - 1
+    if not ended:
+        return
+    state.steps, state.end = cut(pieces, steps, end_of(pieces, ended))
+    count_stretch(state)
+    state.start, state.steps, state.taken = state.end, steps - ended, 0
+    state.pieces, state.end = stretch(
+        state.cost, state.start, generation.batch(generation.count), generation.context, state.steps
+    )
+
+
+def settle(state: Scheduler, now: int) -> int:
+    """Bring counts and blocks to where they are if every iteration is visited; the plan stays as it is.
+
+    Returns 1 if one has ended that is not counted yet, for it ends now, and the plan may still be cut there.
+    """
+    if not state.busy or not state.steps:
+        return 0
+    if state.steps > 1:
+        catch_up(state, now)
+    if now > state.start:  # the one that is under way has its blocks
+        demand = state.flight.generation.demand() - state.taken
+        state.pool.take(demand)
+        state.taken += demand
+    return int(end_of(state.pieces, 1) <= now)
+
+
+def ended_by(state: Scheduler, now: int) -> int:
+    """Planned iterations that have ended by now, and are not counted yet."""
+    if not state.busy or not state.steps:
+        return 0
+    steps, end = cut([*state.pieces], state.steps, now)
+    return steps if end <= now else steps - 1
+
+
+def _tell(state: Scheduler) -> None:
+    """One `Iteration` each, as if they had been visited."""
+    assert state.trace is not None
+    free = state.pool.free + state.taken
+    scheduled = tuple((request.number, 1) for request in state.running)
+    following = [piece[0] for piece in state.pieces[1:]] + [state.steps]
+    for (before, at, first, growth), after in zip(state.pieces, following, strict=True):
+        for step in range(after - before):
+            start = at + ticks_of(step, first, growth)
+            left = free - state.flight.generation.demand(before + step + 1)
+            state.trace(Iteration(state.index, start, start + first + step * growth, scheduled, (), (), left))
+
+
+# The arithmetic
+
+
+def stretch(cost: IterationCost, now: int, batch: Batch, context: int, steps: int) -> tuple[list[Piece], int]:
+    """Pieces in which the ticks of an iteration grow evenly, and the tick at which `steps` >= 1 iterations end."""
+    pieces: list[Piece] = []
+    before, decoding = 0, batch.requests
+    while True:
+        base, slope, limit = cost.line(batch, context)
+        first, growth = base + slope * context, slope * decoding
+        count = steps - before
+        if context + count * decoding > limit:
+            count = -(-(limit - context) // decoding)
+        pieces.append((before, now, first, growth))
+        now += count * first + growth * (count * (count - 1) // 2)
+        before += count
+        if before == steps:
+            return pieces, now
+        context += count * decoding
+
+
+def cut(pieces: list[Piece], steps: int, now: int) -> tuple[int, int]:
+    """(iterations, end) of a stretch of `steps` that stops at its first end at or after `now`, which is in it. Pieces
+    after that are removed."""
+    while len(pieces) > 1 and pieces[-1][1] >= now:
+        steps = pieces.pop()[0]
+    before, start, first, growth = pieces[-1]
+    count = _least_steps(first, growth, now - start, steps - before)
+    return before + count, start + ticks_of(count, first, growth)
+
+
+def end_of(pieces: list[Piece], steps: int) -> int:
+    """The tick at which the first `steps` >= 1 iterations have ended."""
+    before, start, first, growth = next(piece for piece in reversed(pieces) if piece[0] < steps)
+    return start + ticks_of(steps - before, first, growth)
+
+
+def ticks_of(steps: int, first: int, growth: int) -> int:
+    """Of iterations of which the first takes `first` ticks and each other `growth` more than the one before."""
+    return steps * first + growth * (steps * (steps - 1) // 2)
+
+
+def _least_steps(first: int, growth: int, ticks: int, most: int) -> int:
+    """Least steps from 1 to `most` that take `ticks` or more; `most` if none does. A guess, mended in whole numbers."""
+    if growth:
+        half = first - growth / 2
+        steps = int(2.0 * ticks / (half + sqrt(max(0.0, half * half + 2.0 * growth * ticks))))
+    else:
+        steps = ticks // first
+    steps = min(max(steps, 1), most)
+    while steps > 1 and ticks_of(steps - 1, first, growth) >= ticks:
+        steps -= 1
+    while steps < most and ticks_of(steps, first, growth) < ticks:
+        steps += 1
+    return steps

@@ -1,0 +1,130 @@
+"""Requests that stop running before they finish: preempted to make room, or because they leave.
+
+Invariant: whoever stops keeps the tokens it generated and loses its blocks; what others may find of them stays
+findable. When blocks run out the last admitted request (or the one of lowest priority) is preempted, to compute its
+context again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from libra.sim.engine.request import Request, Status
+from libra.sim.engine.scheduler import Scheduler
+
+
+def make_room(state: Scheduler) -> tuple[list[Request], set[Request], int]:
+    """Give blocks to the running requests in order. Returns who was preempted, who runs but is not in this iteration,
+    and the chunk of the partial prompt."""
+    config, pool, generation = state.config, state.pool, state.flight.generation
+    budget = config.max_num_batched_tokens
+    scheduled: set[Request] = set()
+    preempted: list[Request] = []
+    chunk = 0
+    for request in state.members():
+        if request.admission < 0:
+            continue
+        if budget <= 0:
+            break
+        if request is state.partial:
+            new = min(request.target - request.computed, budget)
+            needed = config.blocks(request.computed + new) - config.blocks(request.computed)
+        else:
+            new, needed = 1, generation.needs(request)
+        while needed > pool.free:
+            victim = _victim(state)
+            if victim in scheduled:
+                scheduled.remove(victim)
+                budget += 1
+                _preempt(state, victim, 1)
+            else:
+                _preempt(state, victim, 0)
+            preempted.append(victim)
+            if victim is request:
+                break
+        if request.admission < 0:
+            break
+        pool.take(needed)
+        budget -= new
+        if request is state.partial:
+            chunk = new
+        else:
+            scheduled.add(request)
+    skipped = {request for request in state.members() if request is not state.partial} - scheduled
+    return preempted, skipped, chunk
+
+
+def _victim(state: Scheduler) -> Request:
+    """Of the same batch: vLLM would also preempt one whose batch is under way."""
+    members = state.members()
+    if state.config.policy == "fcfs":
+        return members[-1]
+    return max(members, key=lambda it: (it.priority, it.arrival))
+
+
+def _preempt(state: Scheduler, request: Request, scheduled: int) -> None:
+    """Back to the queue. `scheduled` tokens of it, 0 or 1, have their place in this iteration already."""
+    state.preemptions += 1
+    request.preemptions += 1
+    _let_go(state, request, scheduled)
+    request.status = "waiting"
+    state.waiting.push_back(request)
+
+
+def _let_go(state: Scheduler, request: Request, scheduled: int = 0) -> None:
+    """Stop running a request that is not finished."""
+    if request.flight < 0:
+        state.partial = None
+        tokens = request.computed
+    else:
+        flight = state.flight = state.flights.all[request.flight]
+        if request in flight.finishing:  # its last chunk is under way
+            flight.finishing.remove(request)
+            tokens = request.computed
+        else:
+            request.generated = flight.generation.generated(request)
+            # While its batch is under way its next token has a place already.
+            tokens = stop_generating(state, request) + (1 if flight.under_way else scheduled)
+    if state.pool.caching:
+        state.write(request, tokens)
+    state.release(request, tokens)
+
+
+def stop_generating(state: Scheduler, request: Request) -> int:
+    """Returns its computed tokens."""
+    if request.chain is not None and state.pool.caching:
+        del state.writers[request.chain]
+    return state.flight.generation.remove(request)
+
+
+def refresh(state: Scheduler) -> None:
+    """All running requests go back to the queue, in their order, and every computed token is forgotten."""
+    for request in reversed(list(state.running)):
+        _let_go(state, request)
+        request.status = "waiting"
+        state.waiting.push_back(request)
+    state.pool.clear()
+
+
+def mark(state: Scheduler, request: Request, status: Status) -> None:
+    """It leaves at the next boundary."""
+    if request not in state.leaving:
+        state.load_tokens -= request.prompt_tokens
+    state.leaving[request] = status
+    request.ask_at = None
+
+
+def leave(state: Scheduler, requests: Iterable[Request], now: int) -> None:
+    """It is the boundary. Some of those marked may have finished with the iteration that was under way."""
+    for request in requests:
+        status = state.leaving.pop(request)
+        if request.status == "running":
+            _let_go(state, request)
+        elif request.status == "waiting":
+            state.waiting.remove(request)
+            state.blocked = False
+        else:
+            continue
+        request.status, request.finish, request.path = status, now, ()
+        if status == "interrupted":
+            state.interrupted.append(request)

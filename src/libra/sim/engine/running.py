@@ -1,0 +1,138 @@
+"""One iteration: what each running request computes in it, and what has come of it at its end.
+
+Invariant: running requests come first, in the order of their admission, a token each or the next chunk of a prompt.
+Waiting ones are admitted only if nothing was preempted for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libra.sim.engine.admission import admit
+from libra.sim.engine.iteration_cost import Chunk
+from libra.sim.engine.jump import count_stretch, plan_stretch
+from libra.sim.engine.preemption import make_room, stop_generating
+from libra.sim.engine.request import Request
+from libra.sim.engine.scheduler import Iteration, Scheduler
+
+
+def schedule(state: Scheduler, now: int) -> bool:
+    """An iteration of the batch that is looked at, of any kind, or several that only generate; `state.end` is when they
+    end. False: nothing fits."""
+    config, pool, generation = state.config, state.pool, state.flight.generation
+    demand, partial = generation.demand(), state.partial
+    if (
+        state.most_steps
+        and partial is None
+        and (not state.waiting or state.blocked or len(state.running) >= config.max_num_seqs)
+        and demand <= pool.free
+    ):
+        plan_stretch(state, now)
+        return True
+    order = state.members() if state.trace is not None else ()
+    batch, context = generation.batch(generation.count), generation.context
+    chunk = blocks = 0
+    if partial is not None:
+        chunk = min(partial.target - partial.computed, config.max_num_batched_tokens - batch.requests)
+        blocks = config.blocks(partial.computed + chunk) - config.blocks(partial.computed)
+    preempted: Sequence[Request] = ()
+    skipped: set[Request] = set()
+    if demand + blocks <= pool.free:
+        pool.take(demand + blocks)
+    else:
+        preempted, skipped, chunk = make_room(state)
+        partial = state.partial
+        batch = generation.batch(generation.count - len(skipped))
+        context = generation.context - generation.attended(skipped)
+        if batch.requests or chunk:
+            generation.stall(skipped)
+    generating = batch.requests
+    chunks: list[Chunk] = []
+    if partial is not None and chunk:
+        chunks.append((chunk, partial.computed))
+        state.compute(partial, chunk)
+    cached: list[tuple[int, int]] = []
+    if not preempted:
+        admit(state, config.max_num_batched_tokens - generating - chunk, now, chunks, cached)
+    if chunks:
+        ticks = state.cost.mixed(batch, context, chunks)
+    elif not generating:
+        ticks = 0
+    elif not preempted and state.most_steps:
+        plan_stretch(state, now, demand)
+        return True
+    else:
+        base, slope, _ = state.cost.line(batch, context)
+        ticks = base + slope * context
+    state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + ticks
+    if state.trace is not None:
+        gone = {*preempted, *skipped, partial}
+        scheduled = [(request.number, 1) for request in order if request not in gone]
+        new = [tokens for tokens, _ in chunks]
+        if partial is not None and chunk:
+            scheduled.append((partial.number, new.pop(0)))
+        scheduled += zip((number for number, _ in cached), new, strict=True)
+        numbers = tuple(request.number for request in preempted)
+        state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))
+    if generating or chunks:
+        return True
+    return bool(preempted) and schedule(state, now)  # the only one that was looked at was preempted
+
+
+def complete(state: Scheduler) -> list[Request]:
+    """What was planned has ended. Returns the requests that finished with it, in order."""
+    now, flight = state.end, state.flight
+    generation = flight.generation
+    if state.steps:
+        done = count_stretch(state)
+    else:
+        pool = state.pool
+        state.held_ticks += 2 * (pool.blocks - pool.blank - pool.findable) * (now - state.seen)
+        state.seen = now
+        state.busy_ticks += now - state.start
+        state.iterations += 1
+        done = generation.advance(1)
+    if generation.asks:
+        state.asked = generation.reached()
+    for request in done:
+        finish(state, request, stop_generating(state, request), now)
+    if flight.finishing:
+        finishing, flight.finishing = flight.finishing, []
+        for request in finishing:
+            if request.first_token is None:
+                request.prefill_end = request.first_token = now
+            request.generated += 1
+            if request.generated < request.output_tokens:
+                if request.generated == request.ask_at:
+                    request.ask_at = None
+                    state.asked.append(request)
+                start_generating(state, request)
+            else:
+                finish(state, request, request.target, now)
+                done.append(request)
+    return done
+
+
+def start_generating(state: Scheduler, request: Request) -> None:
+    """Its prompt is computed. Raises ValueError where another request generates on its chain."""
+    state.flight.generation.add(request)
+    chain = request.chain
+    if chain is not None and state.pool.caching:
+        other = state.writers.setdefault(chain, request)
+        if other is not request:
+            raise ValueError(
+                f"requests {other.number} and {request.number} generate on {chain} at the same time: give each a fork"
+            )
+
+
+def finish(state: Scheduler, request: Request, tokens: int, now: int) -> None:
+    """It has generated all its tokens; so many are computed."""
+    request.generated = request.output_tokens
+    request.status = "finished"
+    request.finish = now
+    if request not in state.leaving:
+        state.load_tokens -= request.prompt_tokens
+    if state.pool.caching and (request.chain is not None or request.written):
+        state.write(request, tokens)
+    state.release(request, tokens)
+    request.path = ()

@@ -1,0 +1,176 @@
+"""Which engine gets a request: the engines in service as a routing policy sees them, and what it is asked and told.
+
+Invariant: a policy is told of each tool return and of each end once, and only of engines in service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from libra.route import policy
+from libra.route.policy import Placement, Policy
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.engine import Engine
+from libra.sim.engine.request import Request
+from libra.sim.workload.caller import Caller
+
+
+class Clock(Protocol):
+    """Whose present it is."""
+
+    now: int  # tick
+
+
+class EngineInstance:
+    """An engine as a routing policy sees it: always the present."""
+
+    __slots__ = ("_clock", "bucket", "capacity_tokens", "engine", "id")
+
+    def __init__(self, spec: EngineSpec, engine: Engine, clock: Clock) -> None:
+        self._clock = clock
+        self.id = spec.name
+        self.bucket = spec.bucket
+        self.capacity_tokens = spec.config.max_model_len
+        self.engine = engine
+
+    @property
+    def load_tokens(self) -> int:
+        return self.engine.load_tokens
+
+    @property
+    def token_seconds(self) -> float:
+        return self.engine.token_seconds(self._clock.now)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFleet:
+    """All engines in service, as a routing policy sees them."""
+
+    instances: tuple[EngineInstance, ...]
+    limits: tuple[int, ...]
+    turn_tokens: int
+
+
+class Placer:
+    """Asks the policy, if there is one, for the engine of each request; without one there is one engine."""
+
+    __slots__ = ("_by_name", "_destined", "_route", "fleet", "migrated_tokens", "migrations", "placements")
+
+    def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
+        self.fleet = EngineFleet((), limits, turn_tokens)
+        self.placements = self.migrations = self.migrated_tokens = 0
+        self._route = route
+        self._by_name: dict[str, Engine] = {}
+        self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
+
+    # Engines in service
+
+    def engines(self) -> list[Engine]:
+        return list(self._by_name.values())
+
+    def serves(self, name: str, engine: Engine) -> bool:
+        """Whether it is this engine that has the name."""
+        return self._by_name.get(name) is engine
+
+    def add(self, spec: EngineSpec, engine: Engine, clock: Clock) -> None:
+        """Raises ValueError where another one has the name."""
+        if spec.name in self._by_name:
+            raise ValueError(f"there is an engine {spec.name} already: close it first")
+        self._by_name[spec.name] = engine
+        instances = (*self.fleet.instances, EngineInstance(spec, engine, clock))
+        self.fleet = replace(self.fleet, instances=instances)
+
+    def remove(self, name: str) -> Engine:
+        engine = self._by_name.pop(name)
+        self.fleet = replace(self.fleet, instances=tuple(it for it in self.fleet.instances if it.id != name))
+        if self._route is not None:
+            self._route.instance_gone(name)
+        return engine
+
+    def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
+        """From now on the engines, by name, serve these buckets."""
+        for instance in self.fleet.instances:
+            instance.bucket = buckets[instance.id]
+        self.fleet = replace(self.fleet, limits=limits)
+
+    # Requests
+
+    def place(self, request: Request, *, again: bool) -> Engine | None:
+        """The engine that it goes to, or None where none holds it. `again`: the policy has been asked about the request
+        before, and was told of the return that it follows."""
+        route = self._route
+        assert route is not None
+        placement = self._destined.pop(request.number, None)
+        if placement is not None and placement.instance not in self._by_name:
+            placement = None
+        if placement is None:
+            placement = self._ask(request, route, again)
+        if placement is None:
+            return None
+        self.placements += 1
+        if placement.migrated:
+            self.migrations += 1
+            self.migrated_tokens += request.prompt_tokens
+        request.priority = placement.priority
+        request.ask_at = None  # of an earlier placement, on an engine that closed before it got there
+        if placement.ask_again is not None:
+            owner = request.owner
+            since = owner.generated_since if isinstance(owner, Caller) else 0
+            if placement.ask_again > since:
+                request.ask_at = placement.ask_again - since
+        return self._by_name[placement.instance]
+
+    def ask_again(self, engine: Engine, now: int) -> None:
+        """Requests that have generated as much as their placement foresaw: the policy says what becomes of them."""
+        route = self._route
+        assert route is not None
+        for request in engine.asked:
+            owner = request.owner
+            if not isinstance(owner, Caller):
+                continue
+            since = owner.generated_since
+            placement = route.outlived(owner.routing_request(), since + request.generated, self.fleet)
+            if placement is None:
+                continue
+            if self.serves(placement.instance, engine):
+                if placement.ask_again is not None:
+                    engine.ask(request, placement.ask_again - since, now)
+            else:
+                self._destined[request.number] = placement
+                engine.interrupt(request, now)
+        engine.release_leaving(now)
+
+    def goes_on(self, stopped: Request, following: Request) -> None:
+        """What is left of a request goes where that was to go."""
+        placement = self._destined.pop(stopped.number, None)
+        if placement is not None:
+            self._destined[following.number] = placement
+
+    def ended(self, request: Request) -> None:
+        """Finished, given up or refused: tell the policy."""
+        owner, route = request.owner, self._route
+        if route is None:
+            return
+        if not isinstance(owner, Caller):
+            route.forget(str(request.number))
+        elif request.status != "finished":
+            route.forget(owner.trajectory.id)
+        elif owner.last:
+            route.finished(owner.trajectory)
+
+    def refusal(self, request: Request) -> str:
+        return f"no engine holds its {request.prompt_tokens} tokens and a turn of {self.fleet.turn_tokens} more"
+
+    def _ask(self, request: Request, route: Policy, again: bool) -> Placement | None:
+        owner = request.owner
+        if not isinstance(owner, Caller):
+            name = str(request.number)
+            prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
+            return route.place(policy.Request(name, prompt, request.prompt_tokens, request.prompt_tokens), self.fleet)
+        owner.placed_before = owner.generated_before
+        asked, returned = owner.routing_request(), None if again else owner.returned()
+        if returned is None:
+            return route.place(asked, self.fleet)
+        return route.tool_returned(asked, returned, self.fleet)

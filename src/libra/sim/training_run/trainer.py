@@ -1,0 +1,220 @@
+"""The trainer of a simulated run: when a step begins, what it is made of, and how long it takes.
+
+Invariant: a step has one layout from its first gradient to its update: who trains changes between two steps. Its price
+is the planner's (`libra.cost.train_step`); only the lengths are the batch's own instead of those that were expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from libra.config.recipe import Recipe
+from libra.cost.collectives import fabric
+from libra.cost.sources.train_rates import training_rates
+from libra.cost.train_batch import Batch
+from libra.cost.train_passes import Work
+from libra.cost.train_step import train_step
+from libra.hardware.cluster import NodeClass
+from libra.hardware.model import ModelSpec
+from libra.hardware.parallel import ParallelLayout
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.price import training_option
+from libra.plan.plan import Plan
+from libra.plan.problem import TrainingOption
+from libra.route.admission import Admission
+from libra.sim.clock import seconds, ticks
+from libra.sim.cluster import Cluster
+from libra.sim.training_run.outcome import StepRecord
+from libra.sim.training_run.system import System
+from libra.trajectory import Trajectory
+
+_PARTS = 8  # of a batch, at most: few trajectories keep some of the replicas waiting for the one with the longest
+_BINS_PER_OCTAVE = 8  # lengths that are as near are priced as their mean: the sum of tokens stays the same
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrice:
+    """What training costs on one class of nodes."""
+
+    model: ModelSpec
+    recipe: Recipe
+    nodes: NodeClass
+
+    def seconds(self, lengths: Sequence[int], layout: ParallelLayout, *, update: bool = True) -> float:
+        """Of one step over trajectories of these final contexts, in tokens; without `update` only of their gradients,
+        to which others are added."""
+        work = Work(
+            model=self.model,
+            batch=batch_of_lengths(lengths),
+            state=self.recipe.training_bytes,
+            reference=self.recipe.reference,
+            gpu=self.nodes.gpu,
+            rates=training_rates(self.nodes.gpu, self.recipe.dtype),
+            fabric=fabric(self.nodes),
+        )
+        step = train_step(work, layout)
+        return step.total if update else step.total - step.optimiser
+
+
+def batch_of_lengths(lengths: Sequence[int]) -> Batch:
+    """Trajectories of these lengths, neighbouring ones as their mean. Raises ValueError for none, or an empty one."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"{len(lengths)} lengths, shortest {min(lengths, default=0)}: give trajectories with tokens")
+    sizes = np.asarray(lengths, dtype=float)
+    bins = np.floor(np.log2(sizes) * _BINS_PER_OCTAVE).astype(int)
+    kinds, at = np.unique(bins, return_inverse=True)
+    counts = np.bincount(at, minlength=len(kinds))
+    means = np.bincount(at, weights=sizes, minlength=len(kinds)) / counts
+    return Batch(tuple(means[::-1].tolist()), tuple(counts[::-1].astype(float).tolist()))
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that has begun."""
+
+    version: int  # that it makes
+    began: int  # tick
+    layout: ParallelLayout  # one for the whole step: who trains changes between two steps
+    trajectories: list[Trajectory] = field(default_factory=list)
+    training: float = 0.0  # seconds
+
+    def record(self, ended: float, waited: float, generating_devices: int) -> StepRecord:
+        batch = self.trajectories
+        stale = [self.version - 1 - trajectory.policy_version for trajectory in batch]
+        return StepRecord(
+            version=self.version,
+            started=seconds(self.began),
+            ended=ended,
+            waited=waited,
+            training=self.training,
+            trajectories=len(batch),
+            generated_tokens=sum(trajectory.generated_tokens for trajectory in batch),
+            final_context_tokens=sum(trajectory.final_context for trajectory in batch),
+            longest_context=max(trajectory.final_context for trajectory in batch),
+            staleness=sum(stale) / len(stale),
+            worst_staleness=max(stale),
+            training_devices=self.layout.devices,
+            generating_devices=generating_devices,
+        )
+
+
+class Trainer:
+    """Trains on what admission gives, and calls `stepped` with each step when it is made.
+
+    With `early_gradients` a batch is trained on in parts, as its groups are complete, and only the last part follows
+    the last trajectory.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        admission: Admission[Trajectory],
+        cluster: Cluster,
+        generating_devices: Callable[[], int],
+        stepped: Callable[[StepRecord, int], None],
+    ) -> None:
+        plan = system.plan
+        assert plan.layout is not None
+        self.option = training_option_of(plan)
+        self.layout = plan.layout
+        self._system, self._recipe = system, system.request.recipe
+        self._admission, self._cluster = admission, cluster
+        self._generating_devices, self._stepped = generating_devices, stepped
+        self._price = TrainingPrice(system.request.model, self._recipe, training_nodes(plan))
+        self._busy = False
+        self._step: _Step | None = None  # of which a part is trained on
+        self._idle_since = 0
+        self._blocked_until = 0  # tick before which no step begins: trainers change their layout
+        self._joining: tuple[ParallelLayout, int] | None = None  # more replicas that get ready, until which tick
+
+    @property
+    def switch(self) -> float:
+        """Seconds for colocated devices to change sides, once."""
+        return self._system.request.switch_seconds if self._recipe.mode == "colocated" else 0.0
+
+    def train(self, now: int) -> None:
+        """Begin a step, or go on with it, if there is something to train on and nothing is in its way."""
+        admission = self._admission
+        if self._busy:
+            return
+        if now < self._blocked_until:
+            self._busy = True
+            self._cluster.at(self._blocked_until, self._unblock)
+            return
+        version = admission.taken + 1
+        if self._recipe.early_gradients:
+            groups = admission.take_part(-(-self._recipe.prompts // _PARTS))
+        else:
+            groups = admission.take() if admission.ready() else []
+        if not groups:
+            return
+        step = self._step
+        if step is None:
+            step = self._step = _Step(version, now, self.layout)
+        part = [trajectory for _, group in groups for trajectory in group]
+        complete = admission.taken == version
+        waited = seconds(now - self._idle_since) - step.training
+        needed = self._price.seconds([it.final_context for it in part], step.layout, update=complete)
+        step.trajectories += part
+        step.training += needed
+        self._busy = True
+        if not complete:
+            self._cluster.at(now + ticks(needed), self._unblock)
+            return
+        record = step.record(seconds(now) + needed, waited, self._generating_devices())
+        self._step = None
+        self._cluster.at(now + ticks(needed + self.switch), partial(self._made, record))
+
+    def relayout(self, plan: Plan, now: int) -> None:
+        """Replicas of the same layout leave at once and join when they are ready; another layout stops training."""
+        old, new = self.layout, plan.layout
+        assert new is not None
+        if self._joining is not None and self._joining[0] == new:
+            return
+        self._joining = None
+        moves = training_nodes(plan) != self._price.nodes
+        if old == new and not moves:
+            return
+        join = now + ticks(self._system.switch.trainer_join)
+        same = replace(old, dp=new.dp) == new and not moves
+        if same and new.dp > old.dp:
+            self._joining = new, join
+            self._cluster.at(join, partial(self._joined, training_option_of(plan)))
+            return
+        if not same:
+            self._blocked_until = join
+            self._price = replace(self._price, nodes=training_nodes(plan))
+        self.layout, self.option = new, training_option_of(plan)
+
+    def _made(self, record: StepRecord, now: int) -> None:
+        self._busy = False
+        self._idle_since = now
+        self._stepped(record, now)
+        self.train(now)
+
+    def _unblock(self, now: int) -> None:
+        self._busy = False
+        self.train(now)
+
+    def _joined(self, option: TrainingOption, now: int) -> None:
+        # A later plan may have been without these replicas.
+        if self._joining is not None and self._joining[1] == now:
+            (self.layout, _), self._joining, self.option = self._joining, None, option
+
+
+def training_option_of(plan: Plan) -> TrainingOption:
+    """What the plan's allocation trains with, as the planner priced it."""
+    assert isinstance(plan.request, ClusterRequest)
+    option = training_option(plan.request.menu().problem, plan.allocation)
+    assert option is not None
+    return option
+
+
+def training_nodes(plan: Plan) -> NodeClass:
+    """The nodes that train."""
+    assert isinstance(plan.request, ClusterRequest)
+    return plan.request.cluster.node_class(next(group.pool for group in plan.placement if group.role == "train"))
