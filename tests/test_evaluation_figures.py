@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.evaluation.figures import Bars, Line, Range, grouped_bars, heights, lines, ranges
 from benchmarks.evaluation.palette import PALETTE, PAPER, colour
-from benchmarks.evaluation.scale import LogAxis, doubling_axis, log_axis
-from libra.report.axes import measured_axis
+from benchmarks.evaluation.scale import LogAxis, doubling_axis, log_axis, measured_axis
 
 HEIGHTS = st.just(0.0) | st.floats(1e-6, 1e7)
 SVG = "{http://www.w3.org/2000/svg}"

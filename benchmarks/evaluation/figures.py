@@ -10,10 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.evaluation.palette import INK, colour
-from benchmarks.evaluation.sheet import Key, box, file, legend, mark, path, sheet, stroke, y_grid
-from libra.report.axes import Axis, measured_axis, round_step
-from libra.report.markup import Markup, join, tag, text
-from libra.report.paper import Paper, draw_label, draw_x_ticks, text_width
+from benchmarks.evaluation.scale import Axis, measured_axis, round_step
+from benchmarks.evaluation.sheet import (
+    Key,
+    Markup,
+    Paper,
+    box,
+    draw_label,
+    draw_x_ticks,
+    file,
+    join,
+    legend,
+    mark,
+    path,
+    sheet,
+    stroke,
+    tag,
+    text,
+    text_width,
+    y_grid,
+)
 
 _INSET = 12  # px, between the first and last points and the ends of the grid
 _MARKS = 30  # of a line, at most: more would hide it

@@ -14,9 +14,9 @@ from benchmarks.evaluation.page import markdown_table
 from benchmarks.evaluation.palette import number_of
 from benchmarks.evaluation.posttraining_cell import run
 from benchmarks.evaluation.runs import QUICK, Runs, key, model_name, run_cell, with_searches, words_of
+from benchmarks.evaluation.scale import measured_axis
 from benchmarks.evaluation.setting import Setting
 from benchmarks.rows import Row
-from libra.report.axes import measured_axis
 
 MODEL, WORKLOAD = "Qwen/Qwen3-14B", "search_r1"
 SYSTEMS = ("colocated", "even", "static", "ours")

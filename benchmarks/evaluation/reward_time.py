@@ -17,10 +17,10 @@ from benchmarks.evaluation.page import markdown_table
 from benchmarks.evaluation.palette import SYSTEMS, number_of
 from benchmarks.evaluation.reward_curve import reward, seconds_to, worth
 from benchmarks.evaluation.runs import Runs, Values, model_name, words_of
+from benchmarks.evaluation.scale import measured_axis
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.throughput import cells, file_name
 from benchmarks.rows import Row
-from libra.report.axes import measured_axis
 
 DISCOUNTS = (0.0, 0.1, 0.3)  # assumed
 _DRAWN = 0.1  # in figures

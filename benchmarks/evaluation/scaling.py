@@ -14,12 +14,11 @@ from benchmarks.evaluation.figures import Line, lines
 from benchmarks.evaluation.page import markdown_table
 from benchmarks.evaluation.palette import number_of
 from benchmarks.evaluation.runs import Values, model_name
-from benchmarks.evaluation.scale import doubling_axis, log_axis
+from benchmarks.evaluation.scale import doubling_axis, log_axis, measured_axis
 from benchmarks.evaluation.scaling_cell import scale
 from benchmarks.evaluation.searches import search, search_cell
 from benchmarks.evaluation.setting import Setting
 from benchmarks.rows import Row
-from libra.report.axes import measured_axis
 
 MODEL, WORKLOAD = "Qwen/Qwen3-14B", "search_r1"
 NODES = (2, 4, 8, 16, 32, 64, 128)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import NewType
 
 from benchmarks.evaluation.palette import GRID, INK, MUTED, PAPER, colour
-from libra.report.axes import Axis
-from libra.report.markup import Markup, join, tag, text
-from libra.report.paper import Paper, draw_label, draw_rect, text_width
+from benchmarks.evaluation.scale import Axis
+
+Markup = NewType("Markup", str)  # text becomes markup only through `text`, which escapes it
 
 WIDTH, HEIGHT = 720, 400  # px: what a page shows without scaling it
 _TITLE, _LEGEND, _LINE = 24, 48, 20  # px: baselines of the title and the legend, and from line to line
 _SWATCH = 24  # px
+_LETTER = 7.2  # px, of a letter of the figures' 13 px text, on the generous side of the mean
 
 # Fonts by kind alone: a file must not depend on what the reader has installed.
 _STYLE = Markup(
@@ -34,6 +37,26 @@ _CORNERS: tuple[tuple[tuple[float, float], ...] | None, ...] = (
     ((-1.2, -0.4), (1.2, -0.4), (1.2, 0.4), (-1.2, 0.4)),
     ((-0.4, -1.2), (0.4, -1.2), (0.4, 1.2), (-0.4, 1.2)),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """The sheet a chart is drawn on, and the plot area in it, in px."""
+
+    width: float
+    height: float
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    @property
+    def x_end(self) -> float:
+        return self.width - self.right
+
+    @property
+    def y_end(self) -> float:
+        return self.height - self.bottom
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +148,47 @@ def mark(x: float, y: float, key: Key, words: str, radius: float = 4.5) -> Marku
 
 def path(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def draw_x_ticks(axis: Axis, paper: Paper) -> Markup:
+    pieces = [draw_label((paper.left + paper.x_end) / 2, paper.height - 8, axis.label, "middle", "unit")]
+    for tick, label in zip(axis.ticks, axis.tick_labels(), strict=True):
+        x = axis.place(tick, paper.left, paper.x_end)
+        pieces.append(tag("line", x1=x, x2=x, y1=paper.y_end, y2=paper.y_end + 4, class_="zero"))
+        pieces.append(draw_label(x, paper.y_end + 18, label, "middle"))
+    return join(*pieces)
+
+
+def text_width(words: str) -> float:
+    """Px that a label takes, as near as one can know without the reader's font."""
+    return len(words) * _LETTER
+
+
+def draw_label(x: float, y: float, words: str, anchor: str, kind: str = "tick", colour: str | None = None) -> Markup:
+    # The page's style gives labels their usual colour, and would win over a `fill` attribute.
+    own = {} if colour is None else {"style": f"fill:{colour}"}
+    return tag("text", text(words), x=x, y=y, text_anchor=anchor, class_=kind, **own)
+
+
+def draw_rect(x: float, y: float, width: float, height: float, **attributes: str | float) -> Markup:
+    return tag("rect", x=x, y=y, width=width, height=max(0.0, height), **attributes)
+
+
+def text(value: str) -> Markup:
+    return Markup(escape(value))
+
+
+def join(*pieces: Markup) -> Markup:
+    return Markup("".join(pieces))
+
+
+def tag(name: str, *children: Markup, **attributes: str | float) -> Markup:
+    """An element. Attribute names take `_` for `-`, and a trailing `_` where Python has the word for itself."""
+    written = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
+    return Markup(f"<{name}{written}>{''.join(children)}</{name}>")
+
+
+def _value(value: str | float) -> str:
+    if isinstance(value, str):
+        return escape(value, quote=True)
+    return f"{value:.2f}".rstrip("0").rstrip(".")  # a hundredth of a pixel is enough

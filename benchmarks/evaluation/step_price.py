@@ -17,12 +17,10 @@ from benchmarks.evaluation.intervals import mean_interval
 from benchmarks.evaluation.page import markdown_table
 from benchmarks.evaluation.palette import MUTED
 from benchmarks.evaluation.scale import log_axis
-from benchmarks.evaluation.sheet import Key, file, legend, mark, path, sheet, y_grid
+from benchmarks.evaluation.sheet import Key, draw_x_ticks, file, join, legend, mark, path, sheet, tag, y_grid
 from benchmarks.evaluation.step_price_cell import FIRST_SEED, step
 from benchmarks.rollout_price_cases import MODELS, TESTED
 from benchmarks.rows import Row
-from libra.report.markup import join, tag
-from libra.report.paper import draw_x_ticks
 
 STALENESS = (0, 1, 4)
 MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent

@@ -54,8 +54,8 @@ from libra.loop.run import run
 from libra.plan.problem import InfeasiblePlanError
 from libra.records.run_log import prediction_error
 from libra.records.schema import PeriodRecord, RunSummary, read_records
-from libra.report.html import render_report
 from libra.report.live import PlainDisplay
+from libra.report.run_page import render_report
 from libra.trajectory import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3

@@ -91,6 +91,10 @@ def test_a_decision_is_in_force_until_the_next_one_taken(made_run: MadeRun) -> N
     first, second = outcomes(log)
     assert (first.steps, second.steps) == (90 - 40, 120 - 90)
     assert first.net_seconds == pytest.approx(0.5 * 50 - 11.4)
+    error = prediction_error(log.periods)
+    assert error is not None
+    assert first.error_seconds == pytest.approx(error * (2.29 + 0.5) * 50)  # of what the old allocation would take
+    assert second.error_seconds is None
     assert second.net_seconds is None  # not measured is not zero
     assert outcomes(replace(log, decisions=(DECISIONS[0],))) == ()
     assert outcomes(replace(log, steps=()))[1].steps == 0

@@ -5,6 +5,7 @@ Invariant: one line on standard error, and an exit status that says whose turn i
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import NoReturn
 
 import typer
@@ -23,3 +24,14 @@ def bad_input(error: Exception) -> NoReturn:
 def no_plan(error: Exception) -> NoReturn:
     typer.echo(f"libra: no plan exists: {printable(' '.join(str(error).split()))}", err=True)
     raise typer.Exit(3) from None
+
+
+def require_pages() -> None:
+    """What pages are made with is installed, or the command ends before it has done any work."""
+    try:
+        for library in ("libra.report.page", "libra.report.vega"):
+            import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name not in ("altair", "jinja2", "markupsafe", "vl_convert"):
+            raise
+        bad_input(ValueError(f"{error.name} is not installed, and pages need it: pip install 'libra-rl[report]'"))

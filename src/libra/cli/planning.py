@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from libra.cli.errors import bad_input, no_plan
+from libra.cli.errors import bad_input, no_plan, require_pages
 from libra.cli.output import STDOUT, check_writable, reading, write_text
 from libra.report.words import printable
 
@@ -247,10 +247,11 @@ def explain(
     from libra.plan.explain.explained import explain_plan
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.explain_html import explain_page
     from libra.report.explain_table import explain_tables, headline, routing_sentence
 
     change = ""
+    if html is not None:
+        require_pages()
     try:
         check_writable(html, reads=(plan,))
         found = parse_plan(plan.read_bytes(), where=str(plan))
@@ -259,6 +260,8 @@ def explain(
             change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
         explanation = explain_plan(found)
         if html is not None:
+            from libra.report.explain_page import explain_page
+
             write_text(html, explain_page(explanation, _title(found), _distribution(found)))
     except InfeasiblePlanError as error:
         no_plan(error)
@@ -323,7 +326,7 @@ def calibrate(
     from libra.config.yaml_file import ConfigError, unknown
     from libra.cost.sources.grid_file import save_calibration
     from libra.hardware.cluster import GPUS
-    from libra.report.calibration_table import calibration_table
+    from libra.report.tables import calibration_table
 
     try:
         if gpu is not None and gpu not in GPUS:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from libra.cli.errors import bad_input
+from libra.cli.errors import bad_input, require_pages
 from libra.config.run import ConfigError, RunConfig, load_config
 from libra.environments.protocol import Environment
 
@@ -83,6 +83,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     from libra.loop.run_lock import locked
     from libra.records.disk import DiskError
 
+    require_pages()
     environment = load_environment(settings.environment, beside)
     check(settings, resume, overwrite)
     try:
@@ -105,8 +106,8 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.loop.run import run as run_session
     from libra.plan.problem import InfeasiblePlanError
     from libra.records.disk import DiskError, writing
-    from libra.report.html import render_report
     from libra.report.live import make_display
+    from libra.report.run_page import render_report
 
     settings = prepare_run_directory(settings, resume, overwrite)
     run_directory = settings.run_directory

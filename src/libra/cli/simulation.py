@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from libra.cli.errors import bad_input
+from libra.cli.errors import bad_input, require_pages
 from libra.cli.output import check_writable, write_text, writing
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def simulate(
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.cli.simulation_input import asked
     from libra.cli.training_run import refuse_unfit, run_of_plan
-    from libra.report.simulation_progress import SimulationProgress
+    from libra.report.live import SimulationProgress
     from libra.sim.of_plan import teach
     from libra.sim.simulate import simulate as run
     from libra.trajectory import read_trajectories
@@ -103,6 +103,8 @@ def simulate(
         "--start": start,
     }
     given = {name: value for name, value in options.items() if value is not None}
+    if report is not None:
+        require_pages()
     try:
         check_writable(output, requests_out, timeline, report, reads=(what, trajectories, requests, learn_from))
         _check_numbers(seed, time_limit, given)
@@ -230,9 +232,8 @@ def _write(
     report: Path | None,
     title: str,
 ) -> None:
-    from libra.report.simulation_html import simulation_page
     from libra.report.simulation_trace import write_simulation_trace
-    from libra.report.simulation_verdict import simulation_view
+    from libra.report.simulation_view import simulation_view
     from libra.sim.outcome.outcome_file import write_outcomes
 
     if output is not None:
@@ -244,6 +245,8 @@ def _write(
         with writing(timeline):
             write_simulation_trace(result, timeline)
     if report is not None:
+        from libra.report.simulation_page import simulation_page
+
         write_text(report, simulation_page(simulation_view(result), f"Simulation of {title}"))
 
 
@@ -251,7 +254,7 @@ def _show(result: SimulationResult, forecast: Forecast | None) -> None:
     from rich.console import Console
 
     from libra.report.simulation_table import simulation_tables
-    from libra.report.simulation_verdict import headline, notices, simulation_view
+    from libra.report.simulation_view import headline, notices, simulation_view
 
     view = simulation_view(result)
     console = Console()

@@ -30,7 +30,7 @@ def stats(
 
     Exit status: 0 done, 2 the file cannot be read (the message names file, line and field).
     """
-    from libra.report.trace_table import trace_tables
+    from libra.report.tables import trace_tables
     from libra.trajectory.statistics import trace_stats
 
     try:

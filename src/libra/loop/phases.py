@@ -5,8 +5,6 @@ Invariant: what is shown is a view of the run like any other, with a phase and w
 
 from __future__ import annotations
 
-import time
-
 from libra.config.run import RunConfig
 from libra.loop.warmup import WarmUpProgress
 from libra.report.live import Display, RunView
@@ -15,8 +13,8 @@ from libra.report.live import Display, RunView
 class Phases:
     """Words about what happens before the first step."""
 
-    def __init__(self, config: RunConfig, display: Display, began: float) -> None:
-        self._config, self._display, self._began = config, display, began
+    def __init__(self, config: RunConfig, display: Display) -> None:
+        self._config, self._display = config, display
 
     def show(self, phase: str, step: int = 0) -> None:
         self._display.show(
@@ -24,8 +22,8 @@ class Phases:
                 name=self._config.name,
                 step=step,
                 steps=self._config.training.steps,
-                elapsed=time.monotonic() - self._began,
                 reward=None,
+                reward_steps=0,
                 tokens_per_second=None,
                 staleness_mean=None,
                 staleness_max=None,
@@ -36,7 +34,7 @@ class Phases:
         )
 
     def line(self, text: str) -> None:
-        self._display.line(f"[{time.monotonic() - self._began:6.1f} s] {text}")
+        self._display.line(text)
 
     def warm_up(self, progress: WarmUpProgress) -> None:
         self.show(f"supervised warm-up {progress.step}/{progress.steps}, loss {progress.loss:.3f}")

@@ -215,6 +215,7 @@ class ReplanController:
             measured_before=self.periods.measured_before,
         )
         self.periods.decided(record)
-        verb = "changed" if decision.taken else "kept"
-        self.last_decision = f"step {self._step}: {verb}: {decision.reason}"
+        which = f"{record.before} → {record.after}" if decision.taken else "kept"
+        limits = " (no worker changes its role)" if decision.taken and not decision.transition.moves else ""
+        self.last_decision = f"step {self._step}: {which}{limits}: {decision.reason}"
         self._display.line(f"decision at {self.last_decision}")

@@ -78,7 +78,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         _launcher(config) as launcher,
         MemoryWatch(launcher.processes) as memory,
     ):
-        phase = Phases(config, display, began)
+        phase = Phases(config, display)
         if metrics.address is not None:
             phase.line(f"metrics for Prometheus: {metrics.address}")
         phase.show("starting: importing torch and vLLM")

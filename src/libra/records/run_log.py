@@ -95,19 +95,21 @@ def prediction_error(periods: Iterable[PeriodRecord]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DecisionOutcome:
     """What came of a taken decision while it was in force: until the next one, or the end of the run."""
 
     decision: DecisionRecord
     steps: int  # in force
-    net_seconds: float | None  # saved over these steps, the cost paid; None: the run did not live to measure it
+    net_seconds: float | None  # estimated to be saved over these steps, the cost paid; None: not known
+    error_seconds: float | None  # of that estimate: the cost model's mean error in this run; None: not known
 
 
-def outcomes(log: RunLog) -> tuple[Outcome, ...]:
+def outcomes(log: RunLog) -> tuple[DecisionOutcome, ...]:
     """One outcome for each taken decision, in order."""
     last_step = max([step.step for step in log.steps] + [decision.step for decision in log.taken], default=0)
     ends = [decision.step for decision in log.taken[1:]] + [last_step]
-    return tuple(_outcome(decision, end - decision.step) for decision, end in zip(log.taken, ends, strict=False))
+    error = prediction_error(log.periods)
+    return tuple(_outcome(decision, end - decision.step, error) for decision, end in zip(log.taken, ends, strict=False))
 
 
 def _read_lines(kind: type[R], path: Path, cut_off: list[str]) -> tuple[R, ...]:
@@ -124,9 +126,13 @@ def _read_lines(kind: type[R], path: Path, cut_off: list[str]) -> tuple[R, ...]:
     return tuple(records)
 
 
-def _outcome(decision: DecisionRecord, steps: int) -> Outcome:
-    gain, cost = decision.realised_gain_per_step, decision.measured_cost
-    return Outcome(decision, steps, None if gain is None or cost is None else gain * steps - cost)
+def _outcome(decision: DecisionRecord, steps: int, error: float | None) -> DecisionOutcome:
+    gain, cost, after = decision.realised_gain_per_step, decision.measured_cost, decision.measured_after
+    net = None if gain is None or cost is None else gain * steps - cost
+    if net is None or gain is None or after is None or error is None:
+        return DecisionOutcome(decision, steps, net, None)
+    # The step of the allocation that was left is priced by the model, and all that the model is wrong is in the gain.
+    return DecisionOutcome(decision, steps, net, error * (after + gain) * steps)
 
 
 def _read_json(path: Path) -> Any:

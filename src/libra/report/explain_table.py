@@ -13,8 +13,7 @@ from rich.table import Table
 
 from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, PlanView, SmallerCluster
-from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import cell, duration, percent, signed_percent
+from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
 MOST_SPLITS = 8  # rows of the table of splits

@@ -1,21 +1,39 @@
-"""A swim-lane chart: who did what over time.
-
-Invariant: a lane shows a span exactly where one was recorded; where a worker had no role the lane stays empty.
-"""
+"""Charts of lanes: who did what over time, or what serves which lengths."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from libra.report.axes import Axis
-from libra.report.markup import Markup, tag, text
-from libra.report.paper import Marker, Paper, draw_label, draw_markers, draw_rect, draw_sheet, draw_x_ticks, text_width
+import altair as alt
+from markupsafe import Markup
+
+from libra.report.vega import (
+    ALARM,
+    FULL,
+    LETTER,
+    Axis,
+    Marker,
+    chart_of,
+    draw,
+    marker_layers,
+    number_on,
+    own_colour,
+    rects,
+    unchecked,
+    x_axis,
+)
+
+_DENSITY = "#8a949e80"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    start: float  # in the unit of the x axis, as is `end`
+class Bar:
+    """A piece of a lane: `label` is written in it if there is room, or beside it."""
+
+    start: float
     end: float
     label: str
     title: str
@@ -26,56 +44,111 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Lane:
     name: str
-    spans: tuple[Span, ...]
-    crosses: tuple[tuple[float, str], ...]  # moments at which the worker was lost, with what is known of it
+    spans: Sequence[Bar]
+    crosses: Sequence[tuple[float, str]] = ()  # (moment, what was lost then)
 
 
-_CROSS = "#b3261e"
-_ARM = 6  # px, of a cross
+@dataclass(frozen=True, slots=True)
+class Density:
+    """A share of something between two places on the x axis."""
+
+    start: float
+    end: float
+    share: float
+    title: str
 
 
-def lane_chart(lanes: Sequence[Lane], x_axis: Axis, markers: Sequence[Marker] = ()) -> Markup:
-    height = 28 if len(lanes) <= 16 else 16
-    left = min(190.0, max(text_width(lane.name) for lane in lanes) + 20)
-    top = 40 if markers else 6  # room for the labels of markers
-    paper = Paper(width=1120, height=top + height * len(lanes) + 50, left=left, top=top, bottom=50)
-    pieces = []
-    for index, lane in enumerate(lanes):
-        pieces.append(_lane(lane, paper.top + index * height, height, x_axis, paper))
-    return draw_sheet(paper, *pieces, draw_markers(markers, x_axis, paper), draw_x_ticks(x_axis, paper))
-
-
-def _lane(lane: Lane, y: float, height: float, x_axis: Axis, paper: Paper) -> Markup:
-    bar = height - 6
-    pieces = [
-        tag("title", text(lane.name)),
-        draw_label(paper.left - 8, y + height / 2 + 4, _shortened(lane.name, paper.left - 16), "end", "lane"),
-        draw_rect(paper.left, y + 3, paper.x_end - paper.left, bar, class_="empty"),
+@unchecked
+def lane_chart(
+    lanes: Sequence[Lane], x: Axis, markers: Sequence[Marker] = (), density: Sequence[Density] = ()
+) -> Markup:
+    """Who did what over time, or what serves which lengths: where nothing was recorded, a lane stays empty. Lanes
+    without names write the labels of their spans beside them where there is no room inside. A density is drawn above.
+    """
+    assert x.ends is not None
+    named = any(lane.name for lane in lanes)
+    room = 3.4 if density else 0.0  # lanes above the first one
+    y = _lane_axis(lanes, room)
+    empty = [
+        {"x": x.ends[0], "x2": x.ends[1], "y": n + 0.12, "y2": n + 0.88, "t": it.name} for n, it in enumerate(lanes)
     ]
-    for span in lane.spans:
-        start, end = (x_axis.place(x, paper.left, paper.x_end) for x in (span.start, span.end))
-        inner = [tag("title", text(span.title)), draw_rect(start, y + 3, max(1.0, end - start), bar, fill=span.colour)]
-        if end - start > text_width(span.label) + 8 and height > 20:
-            inner.append(draw_label(start + 6, y + height / 2 + 4.5, span.label, "start", "span", span.ink))
-        pieces.append(tag("g", *inner, class_="role"))
-    for moment, title in lane.crosses:
-        pieces.append(_cross(title, x_axis.place(moment, paper.left, paper.x_end), y + height / 2))
-    return tag("g", *pieces)
+    spans = [
+        {"x": span.start, "x2": span.end, "y": n + 0.12, "y2": n + 0.88, "c": span.colour, "t": span.title}
+        for n, lane in enumerate(lanes)
+        for span in lane.spans
+    ]
+    crosses = [{"x": at, "y": n + 0.5, "t": title} for n, lane in enumerate(lanes) for at, title in lane.crosses]
+    layers = [
+        rects(empty, x, y, color="var(--empty)").encode(description="t:N"),
+        rects(spans, x, y).encode(color=own_colour(), description="t:N"),
+        *_span_labels(lanes, x, y, beside=not named),
+        chart_of(crosses)
+        .mark_text(text="✕", fontSize=18, fontWeight="bold", color=ALARM)
+        .encode(x=x_axis(x), y=y, description="t:N"),
+        *_density(density, x, y),
+    ]
+    height = (28 if len(lanes) <= 16 else 16) * (len(lanes) + room)
+    return draw(alt.layer(*layers, *marker_layers(markers, x, FULL)), "", FULL, round(height))
 
 
-def _cross(title: str, x: float, y: float) -> Markup:
-    path = f"M{x - _ARM:.1f} {y - _ARM:.1f} l{2 * _ARM} {2 * _ARM} m0 {-2 * _ARM} l{-2 * _ARM} {2 * _ARM}"
-    return tag(
-        "g",
-        tag("title", text(title)),
-        tag("path", d=path, stroke="#ffffff", stroke_width=7, fill="none"),
-        tag("path", d=path, stroke=_CROSS, stroke_width=3.4, fill="none"),
-        class_="cross",
+def _lane_axis(lanes: Sequence[Lane], room: float) -> alt.Y:
+    """Lane n from n to n + 1, downwards."""
+    scale = alt.Scale(domain=[-room, len(lanes)], reverse=True, nice=False, zero=False)
+    if not any(lane.name for lane in lanes):
+        return alt.Y("y:Q", scale=scale, axis=None)
+    # The end of a long name is what tells workers of one host apart.
+    names = [lane.name if len(lane.name) < 22 else f"…{lane.name[-20:]}" for lane in lanes]
+    axis = alt.Axis(
+        domain=False,
+        grid=False,
+        ticks=False,
+        values=[number + 0.5 for number in range(len(lanes))],
+        labelExpr=f"{json.dumps(names)}[datum.value - 0.5]",
+        labelColor="var(--ink)",
+        labelLimit=180,
+        labelOverlap=False,
+        labelPadding=8,
     )
+    return alt.Y("y:Q", title=None, scale=scale, axis=axis)
 
 
-def _shortened(name: str, width: float) -> str:
-    """The name, or its end where it is too long: workers of one host differ there."""
-    while text_width(name) > width:
-        name = "…" + name.lstrip("…")[1:]
-    return name
+def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list[alt.Chart]:
+    """In the spans where there is room, else beside them or nowhere; the titles have them all."""
+    if len(lanes) > 16:
+        return []
+    assert x.ends is not None
+    start, end = (number_on(value, x) for value in x.ends)
+    px = (FULL - (20 if beside else 190)) / (end - start)  # of one on the axis
+    places: dict[str, list[dict[str, Any]]] = {"inside": [], "right": [], "left": []}
+    for number, lane in enumerate(lanes):
+        for span in lane.spans:
+            width = (len(span.label) * LETTER + 8) / px
+            row = {"y": number + 0.5, "label": span.label, "c": "var(--ink)"}
+            if number_on(span.end, x) - number_on(span.start, x) > width:
+                places["inside"].append({**row, "x": span.start, "c": span.ink})
+            elif beside and number_on(span.end, x) + width <= end:
+                places["right"].append({**row, "x": span.end})
+            elif beside:
+                places["left"].append({**row, "x": span.start})
+    return [
+        chart_of(rows)
+        .mark_text(
+            align="right" if place == "left" else "left", dx=-6 if place == "left" else 6, fontSize=13, aria=False
+        )
+        .encode(x=x_axis(x), y=y, text="label:N", color=own_colour())
+        for place, rows in places.items()
+        if rows
+    ]
+
+
+def _density(columns: Sequence[Density], x: Axis, y: alt.Y) -> list[alt.Chart]:
+    """Columns whose area, not height, is the share: they are not equally wide."""
+    heights = [
+        it.share / (number_on(it.end, x) - number_on(it.start, x)) if it.end > it.start else 0.0 for it in columns
+    ]
+    rows = [
+        {"x": it.start, "x2": it.end, "y": -0.3, "y2": -0.3 - 3 * height / max(heights), "t": it.title}
+        for it, height in zip(columns, heights, strict=True)
+        if height
+    ]
+    return [rects(rows, x, y, color=_DENSITY, stroke="var(--paper)").encode(description="t:N")] if rows else []

@@ -1,17 +1,22 @@
-"""A run as it happens, in a terminal or a log file.
+"""A run or a simulation as it happens, in a terminal or a log file.
 
-Invariant: a display only shows; it keeps no thread and reads no clock, so what it costs is bounded by how often it is
-asked and by the pace of `RunView.elapsed`. Every line and message reaches the reader, whatever the pace; of the views
-between two refreshes only the latest is shown.
+A display only shows. It keeps no thread, so what it costs is bounded by how often it is asked and by its pace. Every
+time that it shows is of one clock: seconds since the display was made, which is when the command began. Every line and
+message reaches the reader, whatever the pace; of the views between two refreshes only the latest is shown.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +24,13 @@ from libra.plan.transition import Role
 from libra.records.roles import role_of
 from libra.report.words import count, duration, plain
 
+if TYPE_CHECKING:  # a run needs no simulator
+    from libra.sim.simulate import Moment
+
 REFRESH_SECONDS = 0.25  # one refresh costs a few milliseconds: about 1 % of a core
 PLAIN_SECONDS = 5.0  # a log file wants a sign of life, not a film
+FIRST_SECONDS = 1.0  # of a simulation before anything is shown: most are over by then
+LOG_SECONDS = 10.0  # between lines about a simulation
 
 _COLOURS = {
     Role.TRAIN: "yellow",
@@ -39,8 +49,8 @@ class RunView:
     name: str
     step: int
     steps: int
-    elapsed: float  # seconds since the run began
-    reward: float | None  # mean over the last steps
+    reward: float | None  # mean over the last `reward_steps`
+    reward_steps: int
     tokens_per_second: float | None
     staleness_mean: float | None
     staleness_max: int | None
@@ -71,10 +81,14 @@ def make_display(stream: TextIO) -> Display:
 class PlainDisplay:
     """One line for each step, and a sign of life when a step takes long."""
 
-    def __init__(self, stream: TextIO, every_seconds: float = PLAIN_SECONDS) -> None:
+    def __init__(
+        self, stream: TextIO, every_seconds: float = PLAIN_SECONDS, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._stream = stream
         self._every = every_seconds
+        self._clock, self._began = clock, clock()
         self._shown: RunView | None = None
+        self._shown_at = 0.0
         self._latest: RunView | None = None
         self._messages: tuple[str, ...] = ()
 
@@ -85,26 +99,26 @@ class PlainDisplay:
         self._messages = view.messages
         self._latest = view
         shown = self._shown
-        if shown is None or view.step != shown.step or view.elapsed - shown.elapsed >= self._every:
+        if shown is None or view.step != shown.step or self._clock() - self._shown_at >= self._every:
             self._write(view)
 
     def line(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        write_line(self._stream, f"{duration(self._clock() - self._began)}  {text}")
 
     def close(self) -> None:
         if self._latest is not None and self._latest is not self._shown:
             self._write(self._latest)
 
     def _write(self, view: RunView) -> None:
-        self._shown = view
+        self._shown, self._shown_at = view, self._clock()
         self.line(summary_line(view))
 
 
 class RichDisplay:
     """A panel at the bottom of the terminal, with lines scrolling above it."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+        self._clock, self._began = clock, clock()
         self._live = Live(console=Console(file=stream), auto_refresh=False, transient=False)
         self._live.start()
         self._shown_at = float("-inf")
@@ -112,12 +126,11 @@ class RichDisplay:
 
     def show(self, view: RunView) -> None:
         self._latest = view
-        # A resumed run may start its clock again: time that goes back is a reason to refresh, not to wait.
-        if not 0 <= view.elapsed - self._shown_at < REFRESH_SECONDS:
+        if self._clock() - self._shown_at >= REFRESH_SECONDS:
             self._refresh(view)
 
     def line(self, text: str) -> None:
-        self._live.console.print(Text(text))
+        self._live.console.print(Text(f"{duration(self._clock() - self._began)}  {text}"))
 
     def close(self) -> None:
         if self._latest is not None:
@@ -126,28 +139,41 @@ class RichDisplay:
         self._live.stop()
 
     def _refresh(self, view: RunView) -> None:
-        self._shown_at = view.elapsed
-        self._live.update(panel(view), refresh=True)
+        self._shown_at = self._clock()
+        self._live.update(panel(view, self._shown_at - self._began), refresh=True)
+
+
+def write_line(stream: TextIO, text: str) -> None:
+    """Write a line at once. When nobody reads any more, as `| head` does, what follows is discarded: it is no reason to
+    end a run."""
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except BrokenPipeError:
+        # Python flushes what is left at exit, and would fail then.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def summary_line(view: RunView) -> str:
     """The view in one line without colours.
 
-    >>> summary_line(RunView("demo", 3, 20, 12.0, 0.41, 4200.0, 0.5, 1, (("w0", "train", ""),), "", "training"))
-    '12.0 s  step 3/20  training  reward 0.41  4,200 tokens/s  staleness 0.5, max 1  w0 train'
+    >>> summary_line(RunView("demo", 3, 20, 0.41, 3, 4200.0, 0.5, 1, (("w0", "train", ""),), "", "training"))
+    'step 3/20  training  reward 0.41 (mean of 3 steps)  4,200 tokens/s  staleness 0.5, max 1  w0 train'
     """
-    parts = [duration(view.elapsed), f"step {view.step}/{view.steps}", view.phase, *_measures(view)]
+    parts = [f"step {view.step}/{view.steps}", view.phase, *_measures(view)]
     workers = ", ".join(f"{worker} {role}" for worker, role, _ in view.workers)
     return "  ".join(part for part in (*parts, workers) if part)
 
 
-def panel(view: RunView) -> RenderableType:
+def panel(view: RunView, elapsed: float) -> RenderableType:
     """The view as a block of lines: progress, measures, workers, last decision, messages."""
     head = Text.assemble(
         (view.name, "bold"),
         f"  step {view.step}/{view.steps} ",
         *_bar(view.step, view.steps),
-        f"  {duration(view.elapsed)}  ",
+        f"  {duration(elapsed)}  ",
         (view.phase, "italic"),
     )
     workers = Table.grid(padding=(0, 2))
@@ -165,7 +191,8 @@ def panel(view: RunView) -> RenderableType:
 def _measures(view: RunView) -> list[str]:
     measures = []
     if view.reward is not None:
-        measures.append(f"reward {plain(view.reward)}")
+        over = f" (mean of {view.reward_steps} steps)" if view.reward_steps > 1 else ""
+        measures.append(f"reward {plain(view.reward)}{over}")
     if view.tokens_per_second is not None:
         measures.append(f"{count(view.tokens_per_second)} tokens/s")
     if view.staleness_mean is not None:
@@ -177,3 +204,71 @@ def _measures(view: RunView) -> list[str]:
 def _bar(step: int, steps: int, width: int = 24) -> tuple[tuple[str, str], tuple[str, str]]:
     done = 0 if steps == 0 else min(width, width * step // steps)
     return ("━" * done, "green"), ("━" * (width - done), "bright_black")
+
+
+class SimulationProgress:
+    """Told a `Moment` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
+
+    `clock` gives seconds. A context manager: at its end the terminal is as it was.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+        live = stream.isatty()
+        self._display: _Spinner | _Lines = _Spinner(stream) if live else _Lines(stream)
+        self._pace = REFRESH_SECONDS if live else LOG_SECONDS
+        self._clock = clock
+        self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
+
+    def __call__(self, moment: Moment) -> None:
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + self._pace
+            self._display.show(progress_words(moment))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.close()
+
+
+def progress_words(moment: Moment) -> str:
+    """
+    >>> from libra.sim.simulate import Moment
+    >>> progress_words(Moment(seconds=61.2, arrived=1500, ended=1400))
+    'simulated 1 min 01 s: 1,400 of 1,500 requests that came have ended'
+    """
+    return (
+        f"simulated {duration(moment.seconds)}: {count(moment.ended)} of {count(moment.arrived)} requests that came"
+        " have ended"
+    )
+
+
+class _Spinner:
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._status: Status | None = None
+
+    def show(self, text: str) -> None:
+        if self._status is None:
+            self._status = Status(text, console=self._console)
+            self._status.start()
+        else:
+            self._status.update(text)
+
+    def close(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+class _Lines:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def show(self, text: str) -> None:
+        write_line(self._stream, text)
+
+    def close(self) -> None:
+        pass

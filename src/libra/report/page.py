@@ -1,71 +1,71 @@
-"""The parts that pages are made of: the page itself, tiles, figures and sections.
+"""What all pages share: figures and tiles, and the templates that they are put in.
 
-Invariant: a page needs nothing but itself (no script, no address, no font to fetch), and follows the reader's choice of
-light or dark.
+A page needs nothing but itself: no script, no address, no font to fetch. Everything that is not markup already is
+escaped, so nothing that a run wrote can end up as a tag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from json import dumps
+from typing import Any
 
-from libra.report.figures import Figure
-from libra.report.markup import NOTHING, Markup, join, tag, text
-from libra.report.page_style import STYLE
-from libra.report.verdict import Tile
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-_DARK = """
-.bar { display: inline-block; height: 10px; border-radius: 3px; margin-right: 8px; vertical-align: 0; }
-@media (prefers-color-scheme: dark) {
-  :root { color-scheme: dark; --ink: #e4e9ee; --soft: #9aa7b4; --line: #2f3a45; --paper: #1a222a; --ground: #12181e;
-    --alarm: #ff8a80; }
-  .chart .zero { stroke: #5a6673; }
-  .notices li { background: #3a2422; }
-}
-"""
+from libra.report import words
 
-_BAR = 120.0  # px, of the largest bar in a table
+Legend = tuple[tuple[str, str], ...]  # (name, colour)
+
+_NONE = Markup("")
 
 
-def page(title: str, sections: Iterable[Markup], style: str = "") -> str:
-    """A whole document; `style` is added to that of all pages."""
-    head = join(
-        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        tag("title", text(f"{title} · Libra")),
-        tag("style", Markup(STYLE + _DARK + style)),
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart with something in it, or without one a note that says what is missing and why."""
+
+    title: str
+    note: str
+    chart: Markup = _NONE
+    legend: Legend = ()
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    label: str
+    value: str
+    detail: str
+    alarming: bool = False
+
+
+def render(template: str, title: str, **facts: Any) -> str:
+    """The page that is made of this template of `templates/` and these facts."""
+    environment = Environment(
+        loader=PackageLoader("libra.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    document = tag("html", tag("head", head), tag("body", tag("main", *sections)), lang="en")
-    return f"<!DOCTYPE html>\n{document}\n"
+    shown = ("count", "duration", "fine_duration", "percent", "plain", "plural", "signed_duration", "worded")
+    environment.filters |= {name: getattr(words, name) for name in shown}
+    return environment.get_template(template).render(title=title, **facts)
 
 
-def tile_row(shown: Iterable[Tile]) -> Markup:
-    return tag("div", *(_tile(tile) for tile in shown), class_="tiles")
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Leaves of a JSON value with their dotted paths.
 
-
-def cards(figures: Iterable[Figure]) -> Markup:
-    return tag("div", *(_card(figure) for figure in figures), class_="cards")
-
-
-def section(title: str, body: Markup, note: str = "") -> Markup:
-    head = tag("h3", text(title)) if title else NOTHING
-    said = tag("p", text(note), class_="note") if note else NOTHING
-    return tag("section", head, said, body, class_="card table")
-
-
-def bar(part: float, largest: float, colour: str) -> Markup:
-    """A bar in the cell of a table, before its number."""
-    if largest <= 0:
-        return NOTHING
-    return tag("i", class_="bar", style=f"width:{_BAR * part / largest:.0f}px;background:{colour}")
-
-
-def _tile(tile: Tile) -> Markup:
-    kind = "tile alarm" if tile.alarming else "tile"
-    return tag(
-        "div", tag("span", text(tile.label)), tag("b", text(tile.value)), tag("span", text(tile.detail)), class_=kind
-    )
-
-
-def _card(figure: Figure) -> Markup:
-    note = tag("p", text(figure.note), class_="note") if figure.note else NOTHING
-    body = tag("div", figure.body, class_="scroll") if figure.wide else figure.body
-    return tag("figure", tag("h3", text(figure.title)), note, body, class_="card wide" if figure.wide else "card")
+    >>> list(flatten({"train": {"lr": 3e-5}, "seeds": [1, 2]}))
+    [('train.lr', '3e-05'), ('seeds', '[1, 2]')]
+    """
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from flatten(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        for index, inner in enumerate(value):
+            yield from flatten(inner, f"{path}[{index}]")
+    else:
+        yield path, value if isinstance(value, str) else dumps(value)

@@ -17,8 +17,7 @@ from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
-from libra.report.verdict import BOTTLENECK_WORDS
-from libra.report.words import cell, duration, percent, plain, plural
+from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, plain, plural
 
 _PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
 

@@ -10,9 +10,8 @@ from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
-from libra.report.simulation_verdict import SimulationView
-from libra.report.simulation_words import MISSING, fine_duration, worded
-from libra.report.words import percent
+from libra.report.simulation_view import SimulationView
+from libra.report.words import MISSING, fine_duration, percent, worded
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
 from libra.sim.outcome.metrics import EngineMetrics, Spread
 

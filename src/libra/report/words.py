@@ -1,14 +1,23 @@
-"""Numbers as a person reads them.
-
-Invariant: every function returns the number with its unit, rounded to what the reader can use.
-"""
+"""Numbers as a person reads them: with their unit, rounded to what the reader can use."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+if TYPE_CHECKING:  # every command reads this, to say what is wrong
+    from libra.plan.problem import Bottleneck
+    from libra.sim.outcome.definitions import Unit
+
+MISSING = "-"
+BOTTLENECK_WORDS: dict[Bottleneck, str] = {
+    "rollout": "generation",
+    "training": "training",
+    "latency": "the longest episodes",
+    "publication": "publication of weights",
+}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -92,6 +101,38 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
     ('1 step', '2 losses')
     """
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def fine_duration(seconds: float) -> str:
+    """
+    >>> [fine_duration(s) for s in (0, 3.2e-8, 0.00082, 0.0123, 12.34, 7500)]
+    ['0 s', '0.032 µs', '820 µs', '12.3 ms', '12.3 s', '2 h 05 min']
+    """
+    if seconds == 0:
+        return "0 s"
+    if abs(seconds) < 0.9995e-3:
+        return f"{plain(seconds * 1e6)} µs"
+    return f"{plain(seconds * 1e3)} ms" if abs(seconds) < 0.9995 else duration(seconds)
+
+
+def worded(value: float | None, unit: Unit) -> str:
+    """
+    >>> worded(0.5, "share"), worded(7595.9, "tokens/s"), worded(3, "count"), worded(None, "s")
+    ('50.0 %', '7,596 tokens/s', '3', '-')
+    """
+    if value is None:
+        return MISSING
+    match unit:
+        case "s":
+            return fine_duration(value)
+        case "share":
+            return percent(value)
+        case "tokens/s" | "requests/s":
+            return f"{plain(value)} {unit}"
+        case "ratio":
+            return plain(value)
+        case "count" | "tokens":
+            return count(value)
 
 
 def _three_digits(number: float) -> str:

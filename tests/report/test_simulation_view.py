@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from made_simulation import busy, cut_short, open_loop, run, trajectories
 
-from libra.report import simulation_words
-from libra.report.simulation_verdict import (
-    Phase,
+from libra.report import words
+from libra.report.simulation_page import headline_tiles
+from libra.report.simulation_view import (
+    LatencyPart,
     SimulationView,
     Waiting,
     headline,
-    headline_tiles,
     notices,
     simulation_view,
 )
-from libra.report.simulation_words import fine_duration, worded
+from libra.report.words import fine_duration, worded
 from libra.sim.outcome.definitions import DEFINITIONS
 from libra.sim.workload.protocol import Requests
 
@@ -27,7 +27,7 @@ def viewed(queueing: float, prefill: float, decode: float, busy_share: float) ->
     """One engine, with these seconds of a mean request."""
     view = simulation_view(run(open_loop(20), watched=False))
     phases = tuple(
-        Phase(name, seconds, seconds / (queueing + prefill + decode))
+        LatencyPart(name, seconds, seconds / (queueing + prefill + decode))
         for name, seconds in (("queueing", queueing), ("prefill", prefill), ("decode", decode))
     )
     return replace(view, phases=phases, tail=0.1, metrics=replace(view.metrics, busy_share=busy_share))
@@ -122,7 +122,7 @@ def test_tiles_name_the_busiest_engine_and_alarm_where_requests_are_lost() -> No
 
 
 def test_examples_of_words_are_true() -> None:
-    assert doctest.testmod(simulation_words).failed == 0
+    assert doctest.testmod(words).failed == 0
 
 
 def test_every_unit_has_words() -> None:

@@ -1,36 +1,21 @@
-"""What a run came to, in a sentence and a handful of numbers.
+"""What a run came to, in a paragraph and a handful of numbers.
 
-Invariant: every statement follows from the log alone; what the log cannot tell is said to be unknown.
+Every statement follows from the log alone; what the log cannot tell is said to be unknown.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from libra.plan.problem import Bottleneck
 from libra.records.causes import WAITED_FOR, WORK, total
-from libra.records.run_log import RunLog, outcomes, prediction_error
+from libra.records.run_log import DecisionOutcome, RunLog, outcomes, prediction_error
 from libra.records.schema import Evaluation, PeriodRecord, StepRecord
-from libra.report.words import count, duration, percent, plain, plural, signed_duration, size
-
-BOTTLENECK_WORDS: dict[Bottleneck, str] = {
-    "rollout": "generation",
-    "training": "training",
-    "latency": "the longest episodes",
-    "publication": "publication of weights",
-}
+from libra.report.page import Tile
+from libra.report.words import BOTTLENECK_WORDS, count, duration, percent, plain, plural, signed_duration, size
 
 LOSSES = "Lost workers"  # the table of them
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    label: str
-    value: str
-    detail: str
-    alarming: bool = False
 
 
 def headline(log: RunLog) -> str:
@@ -46,9 +31,10 @@ def tiles(log: RunLog) -> tuple[Tile, ...]:
         rate = tokens_per_second(log.steps)
         made += [
             Tile("Generated", f"{count(rate)} tokens/s", f"{count(sum(s.generated_tokens for s in log.steps))} in all"),
+            _speed_tile(log),
             _bottleneck_tile(log),
         ]
-    made += [_decisions_tile(log), _prediction_tile(log), _losses_tile(log), _trust_tile(log)]
+    made += [_decisions_tile(log), _prediction_tile(log), _losses_tile(log), _memory_tile(log), _gap_tile(log)]
     return tuple(made)
 
 
@@ -180,17 +166,19 @@ def _devices(log: RunLog) -> str:
 def _decided(log: RunLog) -> str:
     if not log.taken:
         return "The allocation never changed."
-    nets = _measured_nets(log)
+    known = [outcome for outcome in outcomes(log) if outcome.net_seconds is not None]
     changed = f"Libra changed the allocation {'once' if len(log.taken) == 1 else f'{len(log.taken)} times'}"
-    if not nets:
-        return f"{changed}; what that gained was not measured."
-    net = sum(nets)
-    measured = "" if len(nets) == len(log.taken) else f"; the {plural(len(nets), 'change')} measured"
-    return f"{changed}{measured or ', which'} {'saved' if net >= 0 else 'cost'} {duration(abs(net))}, switching paid."
+    if not known:
+        return f"{changed}; what that gained is not known."
+    net = sum(outcome.net_seconds or 0.0 for outcome in known)
+    which = ", which" if len(known) == len(log.taken) else f"; the {len(known)} that could be judged"
+    verb = "saved" if net >= 0 else "cost"
+    return f"{changed}{which} {verb} an estimated {duration(abs(net))}{_error(known)}, switching paid."
 
 
-def _measured_nets(log: RunLog) -> list[float]:
-    return [outcome.net_seconds for outcome in outcomes(log) if outcome.net_seconds is not None]
+def _error(known: Sequence[DecisionOutcome]) -> str:
+    errors = [outcome.error_seconds for outcome in known if outcome.error_seconds is not None]
+    return f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"
 
 
 def _accuracy_tile(log: RunLog) -> Tile:
@@ -205,8 +193,7 @@ def _accuracy_tile(log: RunLog) -> Tile:
 
 def _steps_tile(log: RunLog) -> Tile:
     state = "interrupted" if log.summary is None else "finished" if log.summary.finished else "ended early"
-    value = f"{len(log.steps)} in {duration(wall_seconds(log))}"
-    return Tile("Steps", value, state, alarming=state != "finished")
+    return Tile("Steps", count(len(log.steps)), f"{state} after {duration(wall_seconds(log))}", state != "finished")
 
 
 def _bottleneck_tile(log: RunLog) -> Tile:
@@ -221,10 +208,12 @@ def _decisions_tile(log: RunLog) -> Tile:
     value = f"{len(log.taken)} taken, {len(log.refused)} not"
     if not log.taken:
         return Tile("Decisions", value, "the first allocation stayed")
-    nets = _measured_nets(log)
-    unmeasured = len(log.taken) - len(nets)
-    gain = f"net gain realised {signed_duration(sum(nets))}" if nets else "gain not measured"
-    return Tile("Decisions", value, f"{gain}; {unmeasured} not measured" if nets and unmeasured else gain)
+    known = [outcome for outcome in outcomes(log) if outcome.net_seconds is not None]
+    unknown = len(log.taken) - len(known)
+    if not known:
+        return Tile("Decisions", value, "gain not known")
+    gain = f"net gain, estimated: {signed_duration(sum(it.net_seconds or 0.0 for it in known))}{_error(known)}"
+    return Tile("Decisions", value, f"{gain}; {unknown} not known" if unknown else gain)
 
 
 def _prediction_tile(log: RunLog) -> Tile:
@@ -242,9 +231,20 @@ def _losses_tile(log: RunLog) -> Tile:
     return Tile("Workers lost", str(len(named)), ", ".join(sorted(named)), alarming=True)
 
 
-def _trust_tile(log: RunLog) -> Tile:
+def _speed_tile(log: RunLog) -> Tile:
+    before, after = (duration(seconds) for seconds in edges([step.step_seconds for step in log.steps]))
+    return Tile("Seconds of a step", f"{before} → {after}", "measured; means of the first and the last tenth")
+
+
+def _memory_tile(log: RunLog) -> Tile:
     if log.summary is None:
-        return Tile("Memory", "unknown", "the run wrote no summary")
+        return Tile("Peak memory", "unknown", "the run wrote no summary")
+    return Tile("Peak memory", size(log.summary.peak_memory_bytes), "all processes together")
+
+
+def _gap_tile(log: RunLog) -> Tile:
+    label, detail = "Largest log-prob gap", "maximum over tokens, engine against trainer"
+    if log.summary is None:
+        return Tile(label, "unknown", "the run wrote no summary")
     gap = log.summary.logprob_gap
-    agreement = "engine and trainer never compared" if gap is None else f"engine–trainer log-prob gap {plain(gap)}"
-    return Tile("Peak memory", size(log.summary.peak_memory_bytes), agreement)
+    return Tile(label, "never compared", detail) if gap is None else Tile(label, plain(gap), detail)

@@ -1,6 +1,6 @@
 """The charts of a simulation: how latencies distribute, and how full the engines were over time.
 
-Invariant: as for all charts, what is drawn is all there is to see; what does not fit on a chart is said in its note.
+What does not fit on a chart is said in its note.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.report.axes import Axis, measured_axis, running_axis, time_unit
-from libra.report.charts import MAX_POINTS, Series, legend, line_chart
-from libra.report.figures import Figure
-from libra.report.markup import join
-from libra.report.paper import FULL, HALF, Marker
-from libra.report.simulation_verdict import SimulationView
-from libra.report.simulation_words import fine_duration
-from libra.report.words import count
+from libra.report.charts import MAX_POINTS, Series, line_chart, time_unit
+from libra.report.page import Figure, Legend
+from libra.report.simulation_view import SimulationView
+from libra.report.vega import FULL, HALF, Axis, Marker
+from libra.report.words import count, fine_duration
 from libra.sim.clock import TICKS, seconds
 from libra.sim.outcome.metrics import (
     Spread,
@@ -33,13 +30,13 @@ from libra.sim.outcome.metrics import (
 Durations = NDArray[np.int64] | NDArray[np.float64]
 Rows = NDArray[np.float64]  # [engine, bin]
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("var(--blue)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _MOST_LINES = len(COLOURS)  # engines with a line each; more are told by their mean and extremes
 _MOST_MARKERS = 12
 _NEUTRAL = "#8a949e"
 _LONG = 2.5  # times P99: a longer maximum would flatten the curve
 
-_SHARES = Axis("share that takes no longer (%)", 0.0, 100.0, (0.0, 25.0, 50.0, 75.0, 100.0))
+_SHARES = Axis("share that takes no longer (%)", (0.0, 100.0))
 
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
@@ -72,7 +69,7 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
         np.linspace(result.start, result.start + result.makespan, MAX_POINTS + 1).round().astype(np.int64)
     )
     scale, unit = time_unit(seconds(result.makespan))
-    x_axis = running_axis(f"time since the first arrival ({unit})", 0.0, seconds(result.makespan) / scale)
+    x_axis = Axis(f"time since the first arrival ({unit})", (0.0, seconds(result.makespan) / scale))
     since = (edges - result.start) / (TICKS * scale)
     middles = (since[:-1] + since[1:]) / 2
     names = [engine.name for engine in result.engines]
@@ -125,19 +122,23 @@ def _distribution(title: str, curves: Sequence[tuple[str, Durations]], *, wide: 
     limit = found.max if found.max <= _LONG * found.p99 else found.p99 * _LONG
     scale, unit = _fine_unit(limit)
     series = [
-        Series(name, colour, tuple((x / scale, y) for x, y in _cumulative(values) if x <= limit))
+        Series(name, colour, [(x / scale, y) for x, y in _cumulative(values) if x <= limit])
         for (name, values), colour in zip(curves, COLOURS, strict=False)
     ]
-    x_axis = measured_axis(f"time ({unit})", [x for one in series for x, _ in one.points])
+    longest = max((x for one in series for x, _ in one.points), default=0.0)
+    x_axis = Axis(f"time ({unit})", (0.0, 1.02 * longest or 1.0))
     markers = [
-        Marker(value / scale, name, f"{name}: {fine_duration(value)}", _NEUTRAL)
+        Marker(value / scale, name, f"{name}: {fine_duration(value)}")
         for name, value in (("P50", found.p50), ("P99", found.p99))
     ]
     beyond = "" if limit == found.max else f" Up to {fine_duration(found.max)}, beyond the chart."
     note = f"Mean {fine_duration(found.mean)}, P50 {fine_duration(found.p50)}, P99 {fine_duration(found.p99)}.{beyond}"
     drawn = line_chart([one for one in series if one.points], x_axis, _SHARES, markers, FULL if wide else HALF)
-    shown = legend((one.name, one.colour) for one in series)
-    return Figure(title, note, join(shown, drawn) if len(series) > 1 else drawn, wide)
+    return Figure(title, note, drawn, _legend(series), wide)
+
+
+def _legend(series: Sequence[Series]) -> Legend:
+    return tuple((one.name, one.colour) for one in series) if len(series) > 1 else ()
 
 
 def _cumulative(values: Durations) -> list[tuple[float, float]]:
@@ -165,17 +166,15 @@ def _flow_figure(view: SimulationView, edges: NDArray[np.int64], since: NDArray[
         Series(
             name,
             colour,
-            tuple(zip(since[1:].tolist(), np.searchsorted(ticks, edges[1:], "right").tolist(), strict=True)),
+            list(zip(since[1:].tolist(), np.searchsorted(ticks, edges[1:], "right").tolist(), strict=True)),
         )
         for name, colour, ticks in curves
     ]
-    y_axis = measured_axis("requests so far", [y for one in series for _, y in one.points])
     note = "Between the two lines: requests that queue, run, or will not finish."
     if view.tail is not None and not view.result.partial:
         last = fine_duration(view.tail * view.metrics.makespan)
         note += f" The last tenth of those that finish takes {last}."
-    drawn = line_chart(series, x_axis, y_axis)
-    return Figure("Arrived and finished", note, join(legend((one.name, one.colour) for one in series), drawn))
+    return Figure("Arrived and finished", note, line_chart(series, x_axis, Axis("requests so far")), _legend(series))
 
 
 def _engines_figure(
@@ -206,13 +205,10 @@ def _engines_figure(
     if markers:
         note += " Dashed: engines stopped for new weights."
     series = [
-        Series(name, colour, tuple(zip(middles.tolist(), line.tolist(), strict=True)))
+        Series(name, colour, list(zip(middles.tolist(), line.tolist(), strict=True)))
         for (name, line), colour in zip(lines, COLOURS, strict=False)
     ]
-    y_axis = measured_axis(label, [y for one in series for _, y in one.points])
-    drawn = line_chart(series, x_axis, y_axis, markers)
-    shown = legend((one.name, one.colour) for one in series)
-    return Figure(title, note, join(shown, drawn) if len(series) > 1 else drawn)
+    return Figure(title, note, line_chart(series, x_axis, Axis(label), markers), _legend(series))
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:
@@ -227,4 +223,4 @@ def _pauses(view: SimulationView, scale: float) -> list[Marker]:
     if len(moments) > _MOST_MARKERS:
         return []
     since = [seconds(moment - result.start) for moment in moments]
-    return [Marker(it / scale, "", f"new weights after {fine_duration(it)}", _NEUTRAL) for it in since]
+    return [Marker(it / scale, "", f"new weights after {fine_duration(it)}") for it in since]

@@ -1,7 +1,6 @@
 """What a simulation comes to, in words: how fast it was, what bounds it, and what a reader must know first.
 
-Invariant: every claim is a comparison of metrics with a bound that is written here; none is a guess at a cause that was
-not observed.
+Every claim compares metrics with a bound that is written here; none is a guess at a cause that was not observed.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra.report.simulation_words import MISSING, fine_duration, worded
-from libra.report.verdict import Tile
-from libra.report.words import count, percent, plain, plural
+from libra.report.words import count, fine_duration, percent, plain, plural, worded
 from libra.sim.clock import seconds
 from libra.sim.outcome.metrics import Ending, EngineMetrics, Metrics, endings, engine_metrics, metrics_of
 from libra.sim.outcome.result import SimulationResult
@@ -26,7 +23,7 @@ FULL = 0.95  # of seats or blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LatencyPart:
     """A part of the mean latency of finished requests."""
 
     name: str
@@ -50,7 +47,7 @@ class SimulationView:
     metrics: Metrics
     engines: tuple[EngineMetrics, ...]
     endings: tuple[Ending, ...]
-    phases: tuple[Phase, ...]  # none where no request finished
+    phases: tuple[LatencyPart, ...]  # none where no request finished
     waiting: Waiting | None  # None: nobody watched, or nothing waited
     tail: float | None  # share of the makespan after nine in ten of the finished requests had finished
 
@@ -103,60 +100,7 @@ def notices(view: SimulationView) -> tuple[str, ...]:
     return tuple(said)
 
 
-def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
-    metrics = view.metrics
-    ended = [
-        f"{count(getattr(metrics, status))} {status}"
-        for status in ("cancelled", "refused", "unfinished")
-        if getattr(metrics, status)
-    ]
-    busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
-    peak = f"peak {worded(metrics.kv_peak_share, 'share')}, " if metrics.kv_peak_share is not None else ""
-    partial = view.result.partial
-    made = [
-        Tile(
-            "Makespan", fine_duration(metrics.makespan), f"first arrival to {'time limit' if partial else 'last end'}"
-        ),
-        Tile(
-            "Finished",
-            f"{count(metrics.finished)} of {count(metrics.requests)}",
-            ", ".join(ended) or worded(metrics.request_rate, "requests/s"),
-            alarming=bool(metrics.refused or metrics.unfinished),
-        ),
-        Tile(
-            "Generated",
-            worded(metrics.generated_rate, "tokens/s"),
-            f"{count(metrics.generated_tokens)} tokens; prompts {worded(metrics.prompt_rate, 'tokens/s')}",
-        ),
-        Tile(
-            "Engines busy",
-            worded(metrics.busy_share, "share"),
-            f"busiest: {busiest.name}, {worded(busiest.busy_share, 'share')}",
-        ),
-        _spread_tile(view, "TTFT", "ttft"),
-        _spread_tile(view, "TPOT", "tpot"),
-        Tile(
-            "KV held",
-            worded(metrics.kv_share, "share"),
-            f"{peak}{plural(metrics.preemptions, 'preemption')}",
-            alarming=metrics.preemptions > metrics.finished,
-        ),
-    ]
-    if metrics.trajectories:
-        made.append(_spread_tile(view, "Trajectory", "trajectory_latency"))
-    else:
-        made.append(_spread_tile(view, "End to end", "latency"))
-    return tuple(made)
-
-
-def _spread_tile(view: SimulationView, label: str, key: str) -> Tile:
-    found = getattr(view.metrics, key)
-    if found is None:
-        return Tile(label, MISSING, "no request has one")
-    return Tile(f"{label}, P50", fine_duration(found.p50), f"P99 {fine_duration(found.p99)}")
-
-
-def _phases(metrics: Metrics) -> tuple[Phase, ...]:
+def _phases(metrics: Metrics) -> tuple[LatencyPart, ...]:
     if metrics.queueing is None or metrics.ttft_prefill is None or metrics.ttft is None or metrics.latency is None:
         return ()
     ends = [
@@ -169,7 +113,7 @@ def _phases(metrics: Metrics) -> tuple[Phase, ...]:
     for name, end in ends:
         if end > before or name != "KV transfer":
             share = (end - before) / metrics.latency.mean if metrics.latency.mean else 0.0
-            made.append(Phase(name, end - before, share))
+            made.append(LatencyPart(name, end - before, share))
         before = end
     return tuple(made)
 
@@ -210,7 +154,7 @@ def _bound(view: SimulationView) -> str:
     return f"{longest.name[0].upper()}{longest.name[1:]} bounds it: {_of_time(longest)}, and {works}."
 
 
-def _of_time(phase: Phase) -> str:
+def _of_time(phase: LatencyPart) -> str:
     return f"{percent(phase.share, 0)} of a request's time"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from libra.report.trace_table import trace_tables
+from libra.report.tables import trace_tables
 from libra.trajectory import Trajectory, Turn, read_trajectories
 from libra.trajectory.statistics import TraceStats, trace_stats
 

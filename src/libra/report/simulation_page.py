@@ -1,0 +1,161 @@
+"""A simulation as one HTML page: the numbers of its result with their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import NamedTuple
+
+from libra.report.page import Figure, Tile, flatten, render
+from libra.report.simulation_figures import latency_figures, time_figures
+from libra.report.simulation_table import (
+    ENGINE_NUMBERS,
+    PERCENTILES,
+    engine_cells,
+    shown_engines,
+    shown_numbers,
+    shown_spreads,
+)
+from libra.report.simulation_view import SimulationView, headline, notices
+from libra.report.words import MISSING, count, fine_duration, percent, plural, worded
+from libra.sim.engine.config import EngineConfig
+from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
+from libra.sim.outcome.metrics import EngineMetrics
+
+MOST_ENGINES = 64  # rows of the page's table of engines
+_LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may be millions
+
+
+class _Cell(NamedTuple):
+    """`part` is the length of the bar before the words, of 1."""
+
+    words: str
+    part: float = 0.0
+
+
+def simulation_page(view: SimulationView, title: str) -> str:
+    """The page; `title` names what was simulated."""
+    engines, left_out = shown_engines(view, MOST_ENGINES)
+    return render(
+        "simulation.html",
+        title,
+        headline=headline(view),
+        notices=notices(view),
+        tiles=headline_tiles(view) if view.metrics.requests else (),
+        came=bool(view.metrics.requests),
+        latencies=latency_figures(view) if view.phases else (),
+        percentiles=("", *(column.capitalize() for column in PERCENTILES), "Of"),
+        spreads=[
+            (name, *(fine_duration(getattr(spread, column)) for column in PERCENTILES), count(spread.count))
+            for name, spread in shown_spreads(view)
+        ],
+        phases=_phases(view),
+        over_time=_over_time(view),
+        engine_columns=("Engine", "Bucket", *(_capital(DEFINITIONS[key].name) for key in ENGINE_NUMBERS)),
+        engines=[_engine(engine) for engine in engines],
+        left_out=left_out,
+        endings=[(ending.status, count(ending.count), ending.reason) for ending in view.endings],
+        numbers=shown_numbers(view),
+        settings=list(_settings(view)),
+        definitions=[(it.name, it.unit, it.text) for it in DEFINITIONS.values()],
+        completed=COMPLETED,
+    )
+
+
+def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
+    metrics = view.metrics
+    ended = [
+        f"{count(getattr(metrics, status))} {status}"
+        for status in ("cancelled", "refused", "unfinished")
+        if getattr(metrics, status)
+    ]
+    busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
+    peak = f"peak {worded(metrics.kv_peak_share, 'share')}, " if metrics.kv_peak_share is not None else ""
+    partial = view.result.partial
+    made = [
+        Tile(
+            "Makespan", fine_duration(metrics.makespan), f"first arrival to {'time limit' if partial else 'last end'}"
+        ),
+        Tile(
+            "Finished",
+            f"{count(metrics.finished)} of {count(metrics.requests)}",
+            ", ".join(ended) or worded(metrics.request_rate, "requests/s"),
+            alarming=bool(metrics.refused or metrics.unfinished),
+        ),
+        Tile(
+            "Generated",
+            worded(metrics.generated_rate, "tokens/s"),
+            f"{count(metrics.generated_tokens)} tokens; prompts {worded(metrics.prompt_rate, 'tokens/s')}",
+        ),
+        Tile(
+            "Engines busy",
+            worded(metrics.busy_share, "share"),
+            f"busiest: {busiest.name}, {worded(busiest.busy_share, 'share')}",
+        ),
+        _spread_tile(view, "TTFT", "ttft"),
+        _spread_tile(view, "TPOT", "tpot"),
+        Tile(
+            "KV held",
+            worded(metrics.kv_share, "share"),
+            f"{peak}{plural(metrics.preemptions, 'preemption')}",
+            alarming=metrics.preemptions > metrics.finished,
+        ),
+    ]
+    if metrics.trajectories:
+        made.append(_spread_tile(view, "Trajectory", "trajectory_latency"))
+    else:
+        made.append(_spread_tile(view, "End to end", "latency"))
+    return tuple(made)
+
+
+def _spread_tile(view: SimulationView, label: str, key: str) -> Tile:
+    found = getattr(view.metrics, key)
+    if found is None:
+        return Tile(label, MISSING, "no request has one")
+    return Tile(f"{label}, P50", fine_duration(found.p50), f"P99 {fine_duration(found.p99)}")
+
+
+def _phases(view: SimulationView) -> list[tuple[_Cell, ...]]:
+    longest = max((phase.seconds for phase in view.phases), default=0.0) or 1.0
+    return [
+        (
+            _Cell(phase.name),
+            _Cell(fine_duration(phase.seconds), phase.seconds / longest),
+            _Cell(percent(phase.share)),
+        )
+        for phase in view.phases
+    ]
+
+
+def _engine(engine: EngineMetrics) -> list[_Cell]:
+    cells = [_Cell(engine.name), _Cell(str(engine.bucket))]
+    for key, words in zip(ENGINE_NUMBERS, engine_cells(engine), strict=True):
+        # Half as long as other bars: there are many columns.
+        cells.append(_Cell(words, (engine.busy_share or 0.0) / 2 if key == "busy_share" else 0.0))
+    return cells
+
+
+def _over_time(view: SimulationView) -> tuple[Figure, ...]:
+    figures = time_figures(view)
+    if not figures:
+        return (Figure("Over time", "Everything happened at one instant."),)
+    if not view.result.series:
+        why = "Nobody watched the engines: give the simulation a watcher."
+        return (*figures, Figure("Requests and KV of the engines", why))
+    return figures
+
+
+def _settings(view: SimulationView) -> Iterator[tuple[str, str]]:
+    for key, value in flatten(dict(view.result.workload), "workload"):
+        yield key, value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]} …"
+    configs: dict[EngineConfig, list[str]] = {}
+    for engine in view.result.engines:
+        configs.setdefault(engine.config, []).append(engine.name)
+    for config, names in configs.items():
+        whose = "engines" if len(configs) == 1 else names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        yield whose, count(len(names))
+        yield from flatten(asdict(config), whose)
+
+
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]

@@ -1,0 +1,163 @@
+"""Vega-Lite charts as SVG elements of a page: axes, markers and the drawing itself, without a browser or a network.
+
+No script, font or address is loaded, and each mark explains itself in a `<title>`. Text and lines take the colours of
+the page (`var(--ink)`), so that charts are dark where the page is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import vl_convert
+from altair.utils.schemapi import debug_mode
+from markupsafe import Markup
+
+HALF, FULL = 540, 1120  # px: widths of a chart beside another one, and of one that has the page for itself
+SIDES = 76  # px of a chart's width that its plot has not, about
+LETTER = 7.2  # px, of a letter of the charts' 13 px text, on the generous side of the mean
+NEUTRAL, ALARM = "var(--marker)", "var(--alarm)"
+
+unchecked = debug_mode(False)  # checking a chart against the schema takes longer than drawing it
+
+Layers = alt.LayerChart | alt.FacetChart  # what `alt.layer` says it returns
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis shows, with its unit. Without `ends` it holds zero and the values, and ends at round numbers."""
+
+    label: str
+    ends: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A moment worth a vertical line: a decision, an evaluation, a loss."""
+
+    x: float
+    label: str
+    title: str
+    colour: str = NEUTRAL
+
+
+def ends(low: float, high: float) -> tuple[float, float]:
+    """Of an axis that ends where its values do, and has a length also where there is only one."""
+    return (low, high) if low < high else (low - 0.5, low + 0.5)
+
+
+def draw(chart: Layers, y_label: str, width: int, height: int, marked: bool = False) -> Markup:
+    """`height` is that of the plot."""
+    titled = (
+        {"title": alt.Title(y_label, anchor="start", frame="bounds", offset=8 if marked else 14)} if y_label else {}
+    )
+    return _svg(chart.properties(width=width, height=height, **titled))
+
+
+def _svg(chart: Layers) -> Markup:
+    """The chart as an element of a page: without a font and names of its own, numbers to a hundredth of a pixel."""
+    words: dict[str, Any] = {"fontSize": 13, "fontWeight": "normal"}
+    styled = chart.configure(
+        background="transparent",
+        padding={"left": 6, "right": 4, "top": 2, "bottom": 2},
+        autosize=alt.AutoSizeParams(type="fit-x", contains="padding"),
+        view=alt.ViewConfig(stroke=None),
+        title=alt.TitleConfig(color="var(--ink)", **words),
+        axis=alt.AxisConfig(
+            labelColor="var(--soft)",
+            titleColor="var(--ink)",
+            labelFontSize=13,
+            titleFontSize=13,
+            titleFontWeight="normal",
+            gridColor="var(--line)",
+            domainColor="var(--axis)",
+            tickColor="var(--axis)",
+        ),
+    )
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    drawn = vl_convert.vegalite_to_svg(styled.to_dict(validate=False), vl_version=version)
+    size = re.search(r'viewBox="([^"]*)"', drawn)
+    assert size is not None
+    drawn = re.sub(r"<svg[^>]*>", f'<svg viewBox="{size[1]}" class="chart" role="img">', drawn, count=1)
+    drawn = re.sub(
+        r' (?:role="graphics-[a-z]*"|(?:aria-roledescription|font-family|pointer-events)="[^"]*")', "", drawn
+    )
+    drawn = re.sub(r' (?:d|transform|x2|y2)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), drawn)
+    drawn = re.sub(r'<(path|line) aria-label="([^"]*)"([^>]*)/>', r"<\1\3><title>\2</title></\1>", drawn)
+    drawn = re.sub(r'<text aria-label="([^"]*)"([^>]*)>', r"<text\2><title>\1</title>", drawn)
+    return Markup(drawn)
+
+
+def marker_layers(markers: Sequence[Marker], x: Axis, width: int) -> list[alt.Chart]:
+    """Vertical lines with their labels above the plot, in two rows; where both are taken, the title must do."""
+    if not markers:
+        return []
+    assert x.ends is not None
+    low, high = x.ends
+    px = (width - SIDES) / ((high - low) or 1.0)
+    rows, labels, free_from = [], [], [-math.inf, -math.inf]
+    for marker in sorted(markers, key=lambda marker: marker.x):
+        at = min(max(marker.x, low), high)
+        rows.append({"x": at, "c": marker.colour, "t": marker.title})
+        half = len(marker.label) * LETTER * 1.2 / 2  # they are bold
+        row = next((row for row in (0, 1) if at * px - half >= free_from[row]), None)
+        if row is not None:
+            labels.append({"x": at, "y": -10 - 16 * row, "label": marker.label, "c": marker.colour})
+            free_from[row] = at * px + half + 4
+    lines = chart_of(rows).mark_rule(strokeDash=[4, 3], aria=False).encode(x=x_axis(x), color=own_colour())
+    to_point_at = chart_of(rows).mark_rule(strokeWidth=9, opacity=0).encode(x=x_axis(x), description="t:N")
+    words = [
+        chart_of([label for label in labels if label["y"] == y])
+        .mark_text(fontWeight=600, fontSize=13, aria=False)
+        .encode(x=x_axis(x), y=alt.value(y), text="label:N", color=own_colour())
+        for y in (-10, -26)
+    ]
+    return [lines, to_point_at, *words]
+
+
+def chart_of(rows: Sequence[dict[str, Any]]) -> alt.Chart:
+    return alt.Chart(alt.InlineData(values=list(rows)))
+
+
+def own_colour() -> alt.Color:
+    return alt.Color("c:N", scale=None, legend=None)
+
+
+def x_axis(axis: Axis) -> alt.X:
+    kind: dict[str, Any] = {"type": "log", "base": 2} if axis.logarithmic else {}
+    shown = alt.Axis(grid=False, tickCount=6, labelOverlap="greedy", labelFlush=False, **_format(axis))
+    return alt.X("x:Q", title=axis.label, axis=shown, scale=alt.Scale(**kind, **_ends(axis)))
+
+
+def y_axis(axis: Axis) -> alt.Y:
+    """The chart's title is the label: it is read without turning one's head."""
+    shown = alt.Axis(domain=False, ticks=False, tickCount=5, labelPadding=6, **_format(axis))
+    return alt.Y("y:Q", title=None, axis=shown, scale=alt.Scale(**_ends(axis)), stack=None)
+
+
+def _ends(axis: Axis) -> dict[str, Any]:
+    return {"zero": True, "nice": 5} if axis.ends is None else {"zero": False, "nice": False, "domain": list(axis.ends)}
+
+
+def _format(axis: Axis) -> dict[str, Any]:
+    if not axis.logarithmic:
+        return {}
+    return {
+        "values": [2**power for power in range(64)],
+        "labelExpr": "datum.value < 1024 ? datum.value : datum.value / 1024 + 'K'",
+    }
+
+
+def rects(rows: Sequence[dict[str, Any]], x: Axis, y: alt.Y, **look: Any) -> alt.Chart:
+    drawn: alt.Chart = chart_of(rows).mark_rect(**look).encode(x=x_axis(x), x2="x2:Q", y=y, y2="y2:Q")
+    return drawn
+
+
+def number_on(value: float, axis: Axis) -> float:
+    """Where a value is on its axis, in steps of equal length."""
+    return math.log2(value) if axis.logarithmic else value

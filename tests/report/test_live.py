@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import replace
+
+import pytest
+
+from libra.report.live import (
+    FIRST_SECONDS,
+    LOG_SECONDS,
+    PlainDisplay,
+    RichDisplay,
+    RunView,
+    SimulationProgress,
+    make_display,
+)
+from libra.sim.simulate import Moment
+
+VIEW = RunView(
+    name="calculator",
+    step=5,
+    steps=20,
+    reward=0.41,
+    reward_steps=10,
+    tokens_per_second=4236.0,
+    staleness_mean=0.6,
+    staleness_max=2,
+    workers=(("w0", "train", "step 6"), ("w1", "rollout:long", "14 turns [bold]")),
+    last_decision="train 2 | short 2 → train 1 | short 3",
+    phase="training",
+    messages=("weights [red]v5[/red]",),
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain_lines(*views: tuple[float, RunView]) -> list[str]:
+    """What is written of views that come so many seconds after the start."""
+    out, clock = io.StringIO(), Clock()
+    display = PlainDisplay(out, clock=clock)
+    for seconds, view in views:
+        clock.now = 100.0 + seconds
+        display.show(view)
+    return out.getvalue().splitlines()
+
+
+def test_the_stream_chooses_the_display() -> None:
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    terminal = make_display(Terminal())
+    assert isinstance(terminal, RichDisplay)
+    terminal.close()
+
+
+def test_a_plain_line_holds_the_view_and_no_ansi() -> None:
+    lines = plain_lines((30.0, VIEW))
+    assert lines == [
+        "30.0 s  weights [red]v5[/red]",
+        "30.0 s  step 5/20  training  reward 0.41 (mean of 10 steps)  4,236 tokens/s  staleness 0.6, max 2"
+        "  w0 train, w1 rollout:long",
+    ]
+
+
+def test_views_lines_and_messages_are_of_one_clock() -> None:
+    """Whatever they tell of: what is before the first step, a step, a decision, the evaluation afterwards."""
+    out, clock = io.StringIO(), Clock()
+    display = PlainDisplay(out, clock=clock)
+    for step in (1, 2):
+        clock.now += 61.0
+        display.show(replace(VIEW, step=step, messages=(f"message {step}",)))
+        clock.now += 61.0
+        display.line("said")
+    times = [line.split("  ")[0] for line in out.getvalue().splitlines()]
+    assert times == ["1 min 01 s"] * 2 + ["2 min 02 s"] + ["3 min 03 s"] * 2 + ["4 min 04 s"]
+
+
+def test_a_reader_that_went_away_does_not_end_the_run() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream:
+        display = PlainDisplay(stream, every_seconds=0.0)
+        for _ in range(3):
+            display.show(VIEW)
+            display.line("said to nobody")
+        display.close()
+
+
+@pytest.mark.parametrize(
+    ("moments", "shown"),
+    [
+        ([(0, 0.0), (0, 1.0), (0, 4.9)], 1),  # nothing new, and not yet time for a sign of life
+        ([(0, 0.0), (0, 5.0), (0, 9.0), (0, 10.0)], 3),
+        ([(0, 0.0), (1, 0.1), (2, 0.2)], 3),  # each step
+        ([(0, 0.0), (1, 4.0), (1, 8.0), (1, 9.5)], 3),
+    ],
+)
+def test_a_plain_display_writes_on_steps_and_signs_of_life(moments: list[tuple[int, float]], shown: int) -> None:
+    views = [(seconds, replace(VIEW, step=step, messages=())) for step, seconds in moments]
+    assert len(plain_lines(*views)) == shown
+
+
+def test_a_plain_display_repeats_no_message_and_loses_none() -> None:
+    views = [
+        (30.0 + i / 10, replace(VIEW, messages=window)) for i, window in enumerate([("a",), ("a", "b"), ("b", "c")])
+    ]
+    assert [line[-1] for line in plain_lines(*views) if len(line) < 10] == ["a", "b", "c"]
+
+
+def test_closing_shows_the_last_view() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    display.show(VIEW)
+    display.show(replace(VIEW, phase="saving"))
+    assert "saving" not in out.getvalue()
+    display.close()
+    assert "saving" in out.getvalue()
+
+
+def test_a_terminal_shows_everything_as_it_was_written() -> None:
+    out = Terminal()
+    display = RichDisplay(out)
+    display.show(VIEW)
+    display.line("worker w3 [lost]")
+    display.close()
+    shown = out.getvalue()
+    for words in (
+        "calculator",
+        "step 5/20",
+        "reward 0.41",
+        "4,236 tokens/s",
+        "rollout:long",
+        "14 turns [bold]",
+        "train 2 | short 2 → train 1 | short 3",
+        "weights [red]v5[/red]",
+        "worker w3 [lost]",
+    ):
+        assert words in shown, words
+
+
+def test_a_terminal_refreshes_at_most_four_times_a_second() -> None:
+    out, clock = Terminal(), Clock()
+    display = RichDisplay(out, clock)
+    for tick in range(100):
+        clock.now = 100.0 + tick / 100
+        display.show(replace(VIEW, phase=f"tick-{tick}."))
+    shown = out.getvalue()
+    assert [tick for tick in range(100) if f"tick-{tick}." in shown] == [0, 25, 50, 75]
+    display.show(replace(VIEW, phase="the end"))
+    display.close()
+    assert "the end" in out.getvalue()
+
+
+def test_a_view_of_a_run_that_has_not_begun() -> None:
+    view = RunView("r", 0, 0, None, 0, None, None, None, (), "", "warm-up 40/120 loss 0.31")
+    assert plain_lines((0.0, view)) == ["0.00 s  step 0/0  warm-up 40/120 loss 0.31"]
+    out = Terminal()
+    display = RichDisplay(out)
+    display.show(view)
+    display.close()
+    assert "warm-up 40/120 loss 0.31" in out.getvalue()
+
+
+def moments(stream: io.StringIO, clock: Clock, *after: float) -> str:
+    """What is shown of moments so many seconds after the start."""
+    begun = clock.now
+    with SimulationProgress(stream, clock) as progress:
+        for number, seconds in enumerate(after):
+            clock.now = begun + seconds
+            progress(Moment(float(number), 10 * number, 9 * number))
+    return stream.getvalue()
+
+
+def test_a_short_simulation_leaves_no_trace() -> None:
+    assert moments(io.StringIO(), Clock(), 0.0, 0.5 * LOG_SECONDS) == ""
+    assert moments(Terminal(), Clock(), 0.0, 0.5 * FIRST_SECONDS) == ""
+
+
+def test_a_log_file_gets_a_line_now_and_then() -> None:
+    shown = moments(io.StringIO(), Clock(), 1.0, LOG_SECONDS, LOG_SECONDS + 1, 2 * LOG_SECONDS)
+    assert shown.splitlines() == [
+        "simulated 1.00 s: 9 of 10 requests that came have ended",
+        "simulated 3.00 s: 27 of 30 requests that came have ended",
+    ]
+
+
+def test_a_terminal_gets_a_line_that_moves_and_goes() -> None:
+    shown = moments(Terminal(), Clock(), 1.0, 2.0, 3.0)
+    assert "requests that came have ended" in shown
+    assert "requests" not in shown.splitlines()[-1]
