@@ -72,7 +72,7 @@ class Oracle:
         trajectory = self._trajectories[request.trajectory_id]
         return self._put(trajectory, self._own(trajectory), fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:

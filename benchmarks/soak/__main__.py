@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_table(soaked: Soaked) -> Table:
-    table = Table(title=f"{soaked.steps:,} steps in {soaked.sittings} sittings, {soaked.seconds:,.0f} s")
+    table = Table(title=f"{soaked.steps:,} steps in {soaked.sessions} sessions, {soaked.seconds:,.0f} s")
     for name in ("what must hold", "held", "counted, or what contradicts it"):
         table.add_column(name)
     for check in soaked.checks:
@@ -99,7 +99,7 @@ def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
         "hardware": hardware_name(),
         "held": soaked.held,
         "steps": soaked.steps,
-        "sittings": soaked.sittings,
+        "sessions": soaked.sessions,
         "seconds": soaked.seconds,
         "moves": soaked.moves,
         "processes": soaked.processes,

@@ -211,7 +211,7 @@ def _versions(story: Story) -> Iterator[str]:
 
 
 def journal_wrong(rows: Sequence[Row], steps: int) -> Iterator[str]:
-    """Entries that cannot follow those before them. A sitting may end anywhere."""
+    """Entries that cannot follow those before them. A session may end anywhere."""
     if [row["kind"] for row in rows].count("end") != 1 or rows[-1] != {"kind": "end", "step": steps}:
         yield f"it does not end with the end of step {steps}"
     version, newest, checkpoint, plan_open = -1, 0, 0, False
@@ -224,7 +224,7 @@ def journal_wrong(rows: Sequence[Row], steps: int) -> Iterator[str]:
             case "start":
                 # A checkpoint is there a moment before the journal says so.
                 if not checkpoint <= row["version"] <= newest:
-                    yield f"{where}a sitting starts at {row['version']}, the checkpoint is of {checkpoint}"
+                    yield f"{where}a session starts at {row['version']}, the checkpoint is of {checkpoint}"
                 version, plan_open = row["version"], False
                 doing, moving = defaultdict(lambda: idle), {}
             case "plan":

@@ -27,7 +27,7 @@ class Kind(StrEnum):
     INTERRUPT = "interrupt the run"
 
 
-# What ends the sitting; after everything else it must go on.
+# What ends the session; after everything else it must go on.
 ENDING = frozenset({Kind.KILL_CORES, Kind.KILL_FORK_SERVER, Kind.KILL_CONTROLLER, Kind.INTERRUPT})
 
 _DECK = {

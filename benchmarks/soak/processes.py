@@ -21,7 +21,7 @@ _LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 class Sample:
     """The controller at one moment, once all workers have started. `memory` is in bytes."""
 
-    sitting: int
+    session: int
     time: float  # seconds
     descriptors: int
     threads: int
@@ -40,7 +40,7 @@ class Processes:
     def count(self) -> int:
         return len(self._seen)
 
-    def look(self, controller: int, sitting: int, ready: bool) -> None:
+    def look(self, controller: int, session: int, ready: bool) -> None:
         """Remember who is there now; no error where somebody ends meanwhile."""
         try:
             root = psutil.Process(controller)
@@ -49,7 +49,7 @@ class Processes:
                 self._seen.setdefault((process.pid, process.create_time()), process)
             if ready and len(family) > 1:  # it has a fork server until it ends
                 memory, fork_server = root.memory_info().rss, family[1].num_fds()
-                sample = Sample(sitting, time.monotonic(), root.num_fds(), root.num_threads(), memory, fork_server)
+                sample = Sample(session, time.monotonic(), root.num_fds(), root.num_threads(), memory, fork_server)
                 self.samples.append(sample)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return

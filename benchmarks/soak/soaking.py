@@ -1,4 +1,4 @@
-"""A run under faults, from its first start to its last sitting, in which it is left alone.
+"""A run under faults, from its first start to its last session, in which it is left alone.
 
 Invariant: it is bounded in time whatever the run does, and nothing that it started is running when it returns.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.soak.accounts import Check, Sizes, accounts, checked
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
-from benchmarks.soak.sitting import Sitting
+from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
 from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
 from benchmarks.soak.weights import weights
@@ -28,7 +28,7 @@ _SAMPLE_SECONDS = 1.0  # between two looks at the processes
 _START_SECONDS = 300.0  # to the first checkpoint: warm-up and measurement are in it
 _LAST_STEPS = 10  # that are made in peace
 _LAST_SECONDS = 300.0  # for those
-_END_SECONDS = 60.0  # from a fault that ends a sitting to its end
+_END_SECONDS = 60.0  # from a fault that ends a session to its end
 _MOST_WRONG_ENDS = 3  # after which the rest of the faults would find the same
 
 
@@ -44,7 +44,7 @@ class Soaked:
     passed: int  # faults that found nobody to strike
     moves: int  # changes of role or shape that were made
     steps: int
-    sittings: int
+    sessions: int
     processes: int
     seconds: float
 
@@ -67,7 +67,7 @@ class Soak:
         self._processes = Processes()
         self._ends: list[Ended] = []
         self._seen: list[Seen] = []
-        self._sitting: Sitting | None = None
+        self._session: Session | None = None
         self._sampled = 0.0
 
     def run(self, faults: Iterator[Fault], seconds: float) -> Soaked:
@@ -82,8 +82,8 @@ class Soak:
             steps = self._end_in_peace()
         finally:
             storm.calm()
-            if self._sitting is not None:
-                self._sitting.kill()
+            if self._session is not None:
+                self._session.kill()
         self._say(f"shared memory of this machine: {(shared_memory() - memory) / 2**20:+.0f} MiB since the start")
         return Soaked(
             tuple(self._checks(storm, steps, files)),
@@ -97,81 +97,81 @@ class Soak:
             time.monotonic() - began,
         )
 
-    def _start(self, *options: str) -> Sitting:
+    def _start(self, *options: str) -> Session:
         command = [str(self._config), "--directory", str(self._directory), *options]
-        self._sitting = Sitting(len(self._ends) + 1, command, self._directory, self._journal)
+        self._session = Session(len(self._ends) + 1, command, self._directory, self._journal)
         self._sampled = 0.0
-        return self._sitting
+        return self._session
 
-    def _until_checkpoint(self, sitting: Sitting) -> None:
+    def _until_checkpoint(self, session: Session) -> None:
         """Before its first checkpoint a run cannot be resumed."""
         ends = time.monotonic() + _START_SECONDS
         while not any(self._run_directory.glob("checkpoint-*[0-9]/state.json")):
-            if sitting.status is not None or time.monotonic() > ends:
-                raise SoakError(f"the run made no checkpoint: {sitting.last_words()} (see {sitting.output})")
-            self._look(sitting)
+            if session.status is not None or time.monotonic() > ends:
+                raise SoakError(f"the run made no checkpoint: {session.last_words()} (see {session.output})")
+            self._look(session)
 
     def _weather(self, storm: Storm, until: float) -> None:
-        sitting = self._sitting
-        assert sitting is not None
+        session = self._session
+        assert session is not None
         wrong = 0
         while time.monotonic() < until and not storm.over and wrong < _MOST_WRONG_ENDS:
-            self._look(sitting)
-            if sitting.ending is None and sitting.status is None:
-                storm.tick(sitting)
-            if sitting.ending is not None or sitting.status is not None:
-                wrong += not self._ended(sitting).expected
-                storm.sitting_ended()
-                sitting = self._start("--resume")
+            self._look(session)
+            if session.ending is None and session.status is None:
+                storm.tick(session)
+            if session.ending is not None or session.status is not None:
+                wrong += not self._ended(session).expected
+                storm.session_ended()
+                session = self._start("--resume")
 
     def _end_in_peace(self) -> int:
-        """The last sitting, which is told how many steps there are; returns that number."""
-        sitting = self._sitting
-        assert sitting is not None
-        while not sitting.ready and sitting.status is None:
-            self._look(sitting)
-        sitting.ending = Kind.INTERRUPT
-        sitting.signal(signal.SIGINT)
-        self._ended(sitting)
+        """The last session, which is told how many steps there are; returns that number."""
+        session = self._session
+        assert session is not None
+        while not session.ready and session.status is None:
+            self._look(session)
+        session.ending = Kind.INTERRUPT
+        session.signal(signal.SIGINT)
+        self._ended(session)
         steps = len(read_rows(self._run_directory / "metrics.jsonl")) + _LAST_STEPS
         self._say(f"no more faults: the run is to end with step {steps}")
-        sitting = self._start("--resume", "--steps", str(steps))
+        session = self._start("--resume", "--steps", str(steps))
         ends = time.monotonic() + _LAST_SECONDS
-        while sitting.status is None and time.monotonic() < ends:
-            self._look(sitting)
-        self._ended(sitting)
-        self._sitting = None
+        while session.status is None and time.monotonic() < ends:
+            self._look(session)
+        self._ended(session)
+        self._session = None
         return steps
 
-    def _look(self, sitting: Sitting) -> None:
+    def _look(self, session: Session) -> None:
         """Read what is new, and sleep until the next look."""
         time.sleep(LOOK_SECONDS)
-        self._seen += [Seen(found, sitting.number, row) for found, row in sitting.read()]
+        self._seen += [Seen(found, session.number, row) for found, row in session.read()]
         self._segments.look()
         if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
             self._sampled = time.monotonic()
-            self._processes.look(sitting.pid, sitting.number, sitting.ready)
+            self._processes.look(session.pid, session.number, session.ready)
 
-    def _ended(self, sitting: Sitting) -> Ended:
+    def _ended(self, session: Session) -> Ended:
         """Wait for its end, which is made where it does not come; its last entries belong to it."""
-        self._processes.look(sitting.pid, sitting.number, ready=False)
+        self._processes.look(session.pid, session.number, ready=False)
         ends = time.monotonic() + _END_SECONDS
-        while sitting.status is None and time.monotonic() < ends:
-            self._look(sitting)
-        status = sitting.status
-        sitting.kill()
+        while session.status is None and time.monotonic() < ends:
+            self._look(session)
+        status = session.status
+        session.kill()
         left = self._processes.left()
-        self._look(sitting)
+        self._look(session)
         ended = Ended(
-            sitting.number,
-            sitting.ending,
+            session.number,
+            session.ending,
             status,
-            time.monotonic() - sitting.began,
+            time.monotonic() - session.began,
             left,
-            sitting.last_words(),
+            session.last_words(),
         )
         self._ends.append(ended)
-        self._say(f"sitting {ended.sitting} ended with {status} after {ended.seconds:.0f} s")
+        self._say(f"session {ended.session} ended with {status} after {ended.seconds:.0f} s")
         return ended
 
     def _checks(self, storm: Storm, steps: int, files: set[str]) -> Iterator[Check]:

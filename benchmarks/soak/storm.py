@@ -1,7 +1,7 @@
 """Faults as they come: each strikes whom it can strike at its moment, and is written down.
 
 Invariant: a fault that is not of `ENDING` strikes only what a run can lose: from its first allocation on, and never the
-last core trainer that is sound. So a sitting that ends otherwise has ended wrongly.
+last core trainer that is sound. So a session that ends otherwise has ended wrongly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.soak.faults import ENDING, Fault, Kind
-from benchmarks.soak.sitting import Sitting
+from benchmarks.soak.session import Session
 
 _PATIENCE = 3.0  # seconds for which a fault waits for somebody whom it can strike
 
@@ -26,7 +26,7 @@ class Struck:
     """A fault that was done. `time` is of the soak's clock; `worker` and `pid` are empty for those of no worker."""
 
     time: float
-    sitting: int
+    session: int
     kind: Kind
     worker: str
     pid: int
@@ -58,20 +58,20 @@ class Storm:
         """No fault is left."""
         return self._next is None and self._due > 0
 
-    def tick(self, sitting: Sitting) -> None:
+    def tick(self, session: Session) -> None:
         """Let go of whom is held long enough, and do the fault that is due."""
         now = time.monotonic()
         self._let_go(now)
         if self._next is None:
             self._take(now)
         elif now >= self._due:
-            if self._strike(sitting, self._next, now):
+            if self._strike(session, self._next, now):
                 self._take(now)
-            elif sitting.ready and now >= self._due + _PATIENCE:
+            elif session.ready and now >= self._due + _PATIENCE:
                 self.passed += 1
                 self._take(now)
 
-    def sitting_ended(self) -> None:
+    def session_ended(self) -> None:
         """The waits of the next fault begin anew; nobody is left to be let go."""
         self._due = time.monotonic()
         self._stopped.clear()
@@ -93,28 +93,28 @@ class Storm:
             hog.kill()
             hog.wait()
 
-    def _strike(self, sitting: Sitting, fault: Fault, now: float) -> bool:
+    def _strike(self, session: Session, fault: Fault, now: float) -> bool:
         """Whether there was somebody to strike."""
         if fault.kind in ENDING:
-            return self._end(sitting, fault, now)
-        if not sitting.ready:
+            return self._end(session, fault, now)
+        if not session.ready:
             return False
         if fault.kind is Kind.HOG:
             self._hogs.append((subprocess.Popen([sys.executable, "-c", "while True: pass"]), now + fault.seconds))
-            return self._note(sitting, fault, now)
+            return self._note(session, fault, now)
         if fault.kind is Kind.SLOW_CONTROLLER:
-            controller = psutil.Process(sitting.pid)
+            controller = psutil.Process(session.pid)
             _send(controller, signal.SIGSTOP)
             self._stopped.append(_Stopped(controller, now + fault.seconds))
-            return self._note(sitting, fault, now)
-        return self._strike_worker(sitting, fault, now)
+            return self._note(session, fault, now)
+        return self._strike_worker(session, fault, now)
 
-    def _strike_worker(self, sitting: Sitting, fault: Fault, now: float) -> bool:
-        names = sorted(self._candidates(sitting, fault.kind))
+    def _strike_worker(self, session: Session, fault: Fault, now: float) -> bool:
+        names = sorted(self._candidates(session, fault.kind))
         if not names:
             return False
         name = names[int(fault.draw * len(names))]
-        process = sitting.worker(name)
+        process = session.worker(name)
         if process is None:
             return False
         if fault.kind in (Kind.SLOW, Kind.HANG):
@@ -124,43 +124,43 @@ class Storm:
             _send(process, signal.SIGKILL)
         if fault.kind is not Kind.SLOW:
             self._harmed.add(process.pid)
-        return self._note(sitting, fault, now, name, process.pid)
+        return self._note(session, fault, now, name, process.pid)
 
-    def _candidates(self, sitting: Sitting, kind: Kind) -> set[str]:
+    def _candidates(self, session: Session, kind: Kind) -> set[str]:
         if kind is Kind.KILL_MOVING:
-            return {name for name in sitting.moves if name in sitting.pids}
-        sound = {name for name in sitting.roles if sitting.pids[name] not in self._harmed}
+            return {name for name in session.moves if name in session.pids}
+        sound = {name for name in session.roles if session.pids[name] not in self._harmed}
         cores = {name for name in sound if name.startswith("core")}
         if len(cores) < 2 and kind is not Kind.SLOW:
             sound -= cores
         match kind:
             case Kind.KILL_ENGINE:
-                return {name for name in sound if sitting.roles[name] == "rollout"}
+                return {name for name in sound if session.roles[name] == "rollout"}
             case Kind.KILL_HYBRID:
-                return {name for name in sound if sitting.roles[name] == "train" and name not in cores}
+                return {name for name in sound if session.roles[name] == "train" and name not in cores}
             case Kind.KILL_CORE:
                 return sound & cores
         return sound
 
-    def _end(self, sitting: Sitting, fault: Fault, now: float) -> bool:
-        if not sitting.ready and fault.kind is not Kind.KILL_CONTROLLER:
+    def _end(self, session: Session, fault: Fault, now: float) -> bool:
+        if not session.ready and fault.kind is not Kind.KILL_CONTROLLER:
             return False
         self.calm()  # who stands still cannot end
         match fault.kind:
             case Kind.KILL_CONTROLLER:
-                sitting.signal(signal.SIGKILL)
+                session.signal(signal.SIGKILL)
             case Kind.INTERRUPT:
-                sitting.signal(signal.SIGINT)
+                session.signal(signal.SIGINT)
             case Kind.KILL_FORK_SERVER:
-                _send(sitting.fork_server(), signal.SIGKILL)
+                _send(session.fork_server(), signal.SIGKILL)
             case Kind.KILL_CORES:
-                for name in [name for name in sitting.pids if name.startswith("core")]:
-                    _send(sitting.worker(name), signal.SIGKILL)
-        sitting.ending = fault.kind
-        return self._note(sitting, fault, now)
+                for name in [name for name in session.pids if name.startswith("core")]:
+                    _send(session.worker(name), signal.SIGKILL)
+        session.ending = fault.kind
+        return self._note(session, fault, now)
 
-    def _note(self, sitting: Sitting, fault: Fault, now: float, worker: str = "", pid: int = 0) -> bool:
-        struck = Struck(now, sitting.number, fault.kind, worker, pid, fault.seconds)
+    def _note(self, session: Session, fault: Fault, now: float, worker: str = "", pid: int = 0) -> bool:
+        struck = Struck(now, session.number, fault.kind, worker, pid, fault.seconds)
         self.struck.append(struck)
         self._tell(struck)
         return True

@@ -1,6 +1,6 @@
-"""What the faults did to the run: who was lost and why, how each sitting ended, and how long it took to recover.
+"""What the faults did to the run: who was lost and why, how each session ended, and how long it took to recover.
 
-Invariant: nobody is lost without a fault that struck that very process, and a sitting ends only by a fault that ends
+Invariant: nobody is lost without a fault that struck that very process, and a session ends only by a fault that ends
 it. Times are of the soak's clock: of what was found in the journal, looked at every `LOOK_SECONDS`.
 """
 
@@ -28,16 +28,16 @@ _STATUS: Mapping[Kind | None, int] = {
 
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
 _SETTLED = 20.0  # seconds with all workers, after which a controller holds what it needs
-_LONG = 60.0  # seconds of a sitting in which growth shows
+_LONG = 60.0  # seconds of a session in which growth shows
 _LONGER = 120.0  # seconds in which growth of memory does: at first there is some that ends
 _GROWTH = 16.0  # MiB a minute
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a sitting ended. `status` is None for one that did not end in time; `left` are processes that outlived it."""
+    """How a session ended. `status` is None for one that did not end in time; `left` are processes that outlived it."""
 
-    sitting: int
+    session: int
     ending: Kind | None
     status: int | None
     seconds: float
@@ -54,23 +54,23 @@ class Seen:
     """An entry of the journal, and when it was found."""
 
     time: float
-    sitting: int
+    session: int
     row: Row
 
 
 def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Check]:
     yield checked(
-        "every sitting ended by what ends one, with its exit code",
+        "every session ended by what ends one, with its exit code",
         (
-            f"sitting {end.sitting} ended with {end.status} after {end.ending or 'no fault that ends it'}: {end.said}"
+            f"session {end.session} ended with {end.status} after {end.ending or 'no fault that ends it'}: {end.said}"
             for end in ends
             if not end.expected
         ),
-        f"{len(ends)} sittings",
+        f"{len(ends)} sessions",
     )
     yield checked(
         "no process outlived its controller",
-        (f"sitting {end.sitting}: {who}" for end in ends for who in end.left),
+        (f"session {end.session}: {who}" for end in ends for who in end.left),
         f"looked {len(ends)} times",
     )
     lost, unexplained = _losses(struck, seen)
@@ -78,8 +78,8 @@ def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[See
 
 
 def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[str]]:
-    fatal = {(entry.sitting, entry.worker, entry.pid) for entry in struck if entry.kind is not Kind.SLOW}
-    ended = {entry.sitting: entry.time for entry in struck if entry.kind in (Kind.KILL_FORK_SERVER, Kind.KILL_CORES)}
+    fatal = {(entry.session, entry.worker, entry.pid) for entry in struck if entry.kind is not Kind.SLOW}
+    ended = {entry.session: entry.time for entry in struck if entry.kind in (Kind.KILL_FORK_SERVER, Kind.KILL_CORES)}
     pids: dict[str, int] = {}
     lost, unexplained = 0, []
     for entry in seen:
@@ -88,22 +88,22 @@ def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[s
             pids[row["worker"]] = row["pid"]
         elif row["kind"] == "lost":
             lost += 1
-            known = (entry.sitting, row["worker"], pids[row["worker"]]) in fatal
-            if not known and entry.time < ended.get(entry.sitting, float("inf")):
-                unexplained.append(f"{row['worker']} in sitting {entry.sitting}: {row['why']}")
+            known = (entry.session, row["worker"], pids[row["worker"]]) in fatal
+            if not known and entry.time < ended.get(entry.session, float("inf")):
+                unexplained.append(f"{row['worker']} in session {entry.session}: {row['why']}")
     return lost, unexplained
 
 
 def growth(samples: Sequence[Sample]) -> Iterator[Check]:
-    """Of controllers, in sittings that were long enough."""
-    sittings: dict[int, list[Sample]] = {}
+    """Of controllers, in sessions that were long enough."""
+    sessions: dict[int, list[Sample]] = {}
     began: dict[int, float] = {}
     for sample in samples:
-        found = sittings.setdefault(sample.sitting, [])
-        began.setdefault(sample.sitting, sample.time)
-        if sample.time >= began[sample.sitting] + _SETTLED:
+        found = sessions.setdefault(sample.session, [])
+        began.setdefault(sample.session, sample.time)
+        if sample.time >= began[sample.session] + _SETTLED:
             found.append(sample)
-    long = {number: found for number, found in sittings.items() if found and found[-1].time - found[0].time >= _LONG}
+    long = {number: found for number, found in sessions.items() if found and found[-1].time - found[0].time >= _LONG}
     counts: dict[str, Callable[[Sample], int]] = {
         "descriptors": lambda sample: sample.descriptors,
         "threads": lambda sample: sample.threads,
@@ -114,8 +114,8 @@ def growth(samples: Sequence[Sample]) -> Iterator[Check]:
         grown = {n: min(map(held, found[-15:])) - min(map(held, found[:15])) for n, found in long.items()}
         yield checked(
             f"{name} do not become more",
-            (f"sitting {number}: {by:+d}" for number, by in grown.items() if by > _FEW_DESCRIPTORS),
-            f"at most {max(grown.values(), default=0):+d} in {len(long)} sittings of a minute and more",
+            (f"session {number}: {by:+d}" for number, by in grown.items() if by > _FEW_DESCRIPTORS),
+            f"at most {max(grown.values(), default=0):+d} in {len(long)} sessions of a minute and more",
         )
     rates = {
         number: (found[-1].memory - found[0].memory) / 2**20 / ((found[-1].time - found[0].time) / 60)
@@ -124,8 +124,8 @@ def growth(samples: Sequence[Sample]) -> Iterator[Check]:
     }
     yield checked(
         "the controller's memory does not run away",
-        (f"sitting {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH),
-        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sittings of two minutes",
+        (f"session {number}: {rate:+.1f} MiB a minute" for number, rate in rates.items() if rate > _GROWTH),
+        f"at most {max(rates.values(), default=0.0):+.1f} MiB a minute in {len(rates)} sessions of two minutes",
     )
 
 
@@ -140,7 +140,7 @@ class Recovery:
 
 
 def recoveries(struck: Sequence[Struck], seen: Sequence[Seen]) -> Iterator[Recovery]:
-    """Of the faults that were made good in their sitting, or for those that end one, in any later one."""
+    """Of the faults that were made good in their session, or for those that end one, in any later one."""
     for name, kind, sign in (
         ("killed engine: its turns are given to others", Kind.KILL_ENGINE, "lost"),
         ("killed engine: its slot works again", Kind.KILL_ENGINE, "done"),
@@ -162,18 +162,18 @@ def _summed(name: str, seconds: Iterable[float | None]) -> Iterator[Recovery]:
 
 
 def _until(fault: Struck, seen: Sequence[Seen], sign: str) -> float | None:
-    """Seconds until the first entry of this kind in its sitting; of the same worker, where such entries have one."""
+    """Seconds until the first entry of this kind in its session; of the same worker, where such entries have one."""
     found = (
         entry.time - fault.time
         for entry in seen
-        if entry.sitting == fault.sitting and entry.time >= fault.time and entry.row["kind"] == sign
+        if entry.session == fault.session and entry.time >= fault.time and entry.row["kind"] == sign
         if entry.row.get("worker", fault.worker) == fault.worker
     )
     return next(found, None)
 
 
 def _until_new_step(fault: Struck, seen: Sequence[Seen]) -> float | None:
-    """In a later sitting; steps that are made again are none. One that is killed as it starts is a part of the time."""
+    """In a later session; steps that are made again are none. One that is killed as it starts is a part of the time."""
     steps = [entry for entry in seen if entry.row["kind"] == "step"]
-    before = max((entry.row["version"] for entry in steps if entry.sitting <= fault.sitting), default=0)
+    before = max((entry.row["version"] for entry in steps if entry.session <= fault.session), default=0)
     return next((entry.time - fault.time for entry in steps if entry.row["version"] > before), None)

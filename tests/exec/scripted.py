@@ -145,7 +145,7 @@ class FirstInstance:
         self.views.append(view)
         return self._first(view)
 
-    def outlived(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
         raise NotImplementedError
 
     def finished(self, trajectory: Trajectory) -> None:

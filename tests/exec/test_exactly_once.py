@@ -83,8 +83,8 @@ class Heard:
         self.returns[request.trajectory_id] += 1
         return self.inner.tool_returned(request, returned, view)
 
-    def outlived(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
-        placement = self.inner.outlived(request, generated_tokens, view)
+    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+        placement = self.inner.bucket_overrun(request, generated_tokens, view)
         self.moves += placement is not None and placement.migrated
         return placement
 

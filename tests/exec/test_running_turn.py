@@ -33,7 +33,7 @@ class Asking(FirstInstance):
     def __init__(self, ask_again: int, *answers: Outlived | None) -> None:
         super().__init__()
         self._ask_again, self._answers = ask_again, list(answers)
-        self.outlived_at: list[tuple[Request, int, int]] = []  # request, generated tokens, room of a turn
+        self.overrun_at: list[tuple[Request, int, int]] = []  # request, generated tokens, room of a turn
 
     def _first(self, view: View) -> Placement | None:
         if not view.instances:
@@ -41,8 +41,8 @@ class Asking(FirstInstance):
         found = view.instances[0]
         return Placement(found.id, found.bucket, False, "starts", ask_again=self._ask_again)
 
-    def outlived(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
-        self.outlived_at.append((request, generated_tokens, view.turn_tokens))
+    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+        self.overrun_at.append((request, generated_tokens, view.turn_tokens))
         answer = self._answers.pop(0)
         return None if answer is None else Placement(*answer[:2], True, "moves", 7, ask_again=answer[2])
 
@@ -130,7 +130,7 @@ def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one() -> None:
         assert (moved.instance, moved.bucket, moved.priority) == ("long", 1, 7)
         assert scene.turn.over and scene.made == TURN
         # To the policy it is the turn that it placed once.
-        assert policy.outlived_at == [(FIRST, 3, MOST)]
+        assert policy.overrun_at == [(FIRST, 3, MOST)]
         assert [verb for verb, _ in policy.asked] == ["place"]
         return scene
 
@@ -145,7 +145,7 @@ def test_a_turn_that_stays_is_asked_about_when_the_policy_said() -> None:
         await scene.step("short", MOST)
         await part
         assert scene.turn.over and scene.made == TURN
-        assert policy.outlived_at == [(FIRST, 2, MOST), (FIRST, 5, MOST)]
+        assert policy.overrun_at == [(FIRST, 2, MOST), (FIRST, 5, MOST)]
         return scene
 
     play(scenario)
@@ -159,7 +159,7 @@ def test_a_turn_that_is_over_is_not_asked_about() -> None:
         await scene.step("short", 3)
         await part
         assert scene.turn.over and scene.made == TURN[:3]
-        assert policy.outlived_at == []
+        assert policy.overrun_at == []
         return scene
 
     play(scenario)
@@ -172,7 +172,7 @@ def test_a_destination_that_is_gone_is_chosen_anew(again: bool) -> None:
         scene = Scene(policy)
         part = await scene.begin()
         await scene.step("short", 3)
-        assert policy.outlived_at == [(FIRST, 3, MOST)]
+        assert policy.overrun_at == [(FIRST, 3, MOST)]
         scene.fleet.remove("long")
         if again:
             scene.handles["long"].close()
@@ -185,7 +185,7 @@ def test_a_destination_that_is_gone_is_chosen_anew(again: bool) -> None:
         assert (await part).instance == "short"
         assert scene.turn.over and scene.made == TURN
         # It was placed anew, so tokens count from there.
-        assert policy.outlived_at[1:] == [(Request("g0-0", "p", 2, 2 + kept, "ask", 2.5), 3, MOST - kept)]
+        assert policy.overrun_at[1:] == [(Request("g0-0", "p", 2, 2 + kept, "ask", 2.5), 3, MOST - kept)]
         return scene
 
     play(scenario)

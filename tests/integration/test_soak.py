@@ -49,7 +49,7 @@ def test_a_short_soak(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPat
     assert soaked.held, "\n".join([*said, *(f"{check}" for check in soaked.checks if not check.held)])
     struck = {entry.kind for entry in soaked.struck}
     assert Kind.KILL_ENGINE in struck and len(struck) >= 3
-    assert soaked.sittings == 2
+    assert soaked.sessions == 2
     assert {recovery.name for recovery in soaked.recoveries} >= {"killed engine: its turns are given to others"}
     kept, *found = result(soaked, Namespace(minutes=1.0, seed=0, pause=4.0))
     assert len(json.loads(json.dumps(found))) == len(soaked.checks) + len(soaked.recoveries)

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import OK
 
-from libra.route.attained import AttainedService
-from libra.route.bucket import bucket_of
+from libra.route.bucket import AttainedService, bucket_of
 from libra.route.policy import Request
 from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
@@ -32,7 +31,7 @@ def test_it_is_always_where_its_attained_context_belongs(prompt: int, turns: lis
             if context + token >= LIMITS[-1]:
                 return
             if token == ask_again:
-                moved = policy.outlived(request, token, FLEET)
+                moved = policy.bucket_overrun(request, token, FLEET)
                 assert moved is not None and moved.migrated
                 bucket, ask_again = moved.bucket, moved.ask_again
             assert bucket == bucket_of(context + token, LIMITS)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import LIMITS, OK, Event, events, instances, requests, tell, views
 
-from libra.route.attained import AttainedService
-from libra.route.bucket import Bucketed, bucket_of, server
+from libra.route.bucket import AttainedService, Bucketed, bucket_of, server
 from libra.route.by_length import LengthByPrompt
 from libra.route.policy import InstanceView, Placement, Policy, Request, View
 from libra.route.predictor import LengthPredictor
@@ -104,10 +103,10 @@ def test_a_bucket_is_kept_until_it_is_outgrown(rule: type[Bucketed]) -> None:
 def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one(rule: type[Bucketed]) -> None:
     policy, fleet, request = rule(), view(*EVERY), Request("t", "p", 10, 10)
     assert policy.place(request, fleet) == Placement("b0", 0, False, rule.REASON, ask_again=91)
-    early = policy.outlived(request, 90, fleet)
+    early = policy.bucket_overrun(request, 90, fleet)
     assert early == Placement("b0", 0, False, "holds the prefix", ask_again=91)
-    assert policy.outlived(request, 91, fleet) == Placement("d1", 1, True, rule.REASON, ask_again=991)
-    assert policy.outlived(request, 991, fleet) == Placement("e2", 2, True, rule.REASON, ask_again=None)
+    assert policy.bucket_overrun(request, 91, fleet) == Placement("d1", 1, True, rule.REASON, ask_again=991)
+    assert policy.bucket_overrun(request, 991, fleet) == Placement("e2", 2, True, rule.REASON, ask_again=None)
     back = policy.tool_returned(Request("t", "p", 10, 1_020), OK, fleet)
     assert back == Placement("e2", 2, False, "holds the prefix")
 
@@ -116,9 +115,9 @@ def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one(rule: type[Buck
 def test_a_turn_that_nothing_longer_can_take_stays(rule: type[Bucketed]) -> None:
     policy, request = rule(), Request("t", "p", 10, 10)
     policy.place(request, view(A0))
-    there = policy.outlived(request, 91, view(A0, B0))
+    there = policy.bucket_overrun(request, 91, view(A0, B0))
     assert there == Placement("a0", 0, False, "holds the prefix; bucket 1 has no instance that holds it", ask_again=991)
-    assert policy.outlived(request, 991, view(A0, B0)) is None  # neither holds as much
+    assert policy.bucket_overrun(request, 991, view(A0, B0)) is None  # neither holds as much
 
 
 @every_rule
@@ -126,7 +125,7 @@ def test_a_turn_that_nothing_longer_can_take_stays(rule: type[Bucketed]) -> None
 def test_a_turn_under_way_is_not_moved_for_load_alone(rule: type[Bucketed], sticky: bool) -> None:
     policy, request = rule(sticky=sticky), Request("t", "p", 10, 10)
     policy.place(request, view(A0))
-    staying = policy.outlived(request, 50, view(A0, B0))
+    staying = policy.bucket_overrun(request, 50, view(A0, B0))
     assert staying is not None and staying.instance == "a0"
     next_turn = policy.tool_returned(request, OK, view(A0, B0))
     assert next_turn is not None and next_turn.instance == ("a0" if sticky else "b0")
@@ -157,7 +156,7 @@ def test_what_was_never_placed_is_refused(rule: type[Bucketed]) -> None:
         with pytest.raises(ValueError, match="'t' was never placed: call place"):
             policy.tool_returned(request, OK, view(A0))
         with pytest.raises(ValueError, match="'t' was never placed: call place"):
-            policy.outlived(request, 5, view(A0))
+            policy.bucket_overrun(request, 5, view(A0))
         policy.place(request, view(A0))
         policy.forget("t")
         policy.forget("t")
@@ -187,7 +186,7 @@ outlives = st.tuples(requests, st.integers(1, 2_000), views)
 def follow(policy: Policy, event: Event | tuple[Request, int, View]) -> Placement | None:
     if isinstance(event, tuple) and isinstance(event[1], int):
         known = {entry[0] for entry in policy.snapshot()["live"]}
-        return policy.outlived(event[0], event[1], event[2]) if event[0].trajectory_id in known else None
+        return policy.bucket_overrun(event[0], event[1], event[2]) if event[0].trajectory_id in known else None
     return tell(policy, event)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sessions import OK, Event, events, finished, requests, tell, tool_returns, views
 
 from libra.route.causal_tree import ToolState, payload_class
-from libra.route.cmlfq import BLIND, BLIND_STAYS, CMLFQ, MOVES, OUTLIVED, PLACED, STAYS
+from libra.route.cmlfq import BLIND, BLIND_STAYS, BUCKET_OVERRUN, CMLFQ, MOVES, PLACED, STAYS
 from libra.route.policy import InstanceView, Placement, Request, ToolReturn, View
 from libra.route.service_cost import TOKEN_SECONDS, MigrationCost
 from libra.trajectory import Trajectory, Turn
@@ -143,7 +143,7 @@ def test_a_context_beyond_the_bucket_leaves_it_though_the_instance_could_hold_it
     roomy = InstanceView("a", 0, LONG, 0, 0.02)
     policy.place(Request("t", "p", 1_000, 1_000), view(roomy))
     placement = then(policy, view(roomy, long("c")), context=SHORT + 1)
-    assert (placement.instance, placement.reason) == ("c", OUTLIVED)
+    assert (placement.instance, placement.reason) == ("c", BUCKET_OVERRUN)
     assert then(policy, view(roomy), context=SHORT + 50).instance == "a"  # there is no longer bucket
 
 
@@ -170,7 +170,7 @@ def test_nothing_that_can_hold_it_is_no_placement_and_the_return_is_not_forgotte
 
 def test_a_return_for_an_unplaced_trajectory_is_refused() -> None:
     policy, request, now = CMLFQ(), Request("t", "p", 10, 10), view(short("a"))
-    for ask in (lambda: policy.tool_returned(request, OK, now), lambda: policy.outlived(request, 5, now)):
+    for ask in (lambda: policy.tool_returned(request, OK, now), lambda: policy.bucket_overrun(request, 5, now)):
         with pytest.raises(ValueError, match="'t' was never placed"):
             ask()
     policy.place(request, now)
@@ -192,9 +192,9 @@ def test_a_turn_is_asked_again_when_it_leaves_its_bucket_and_then_moves() -> Non
     assert placement.instance == "a"
     assert placement.ask_again == SHORT - 1_000 + 1
     request = Request("t", "p", 1_000, 1_000)
-    moved = policy.outlived(request, placement.ask_again, now)
+    moved = policy.bucket_overrun(request, placement.ask_again, now)
     assert moved is not None and (moved.instance, moved.migrated, moved.ask_again) == ("c", True, None)
-    assert policy.outlived(request, placement.ask_again + 1_000, now) is None
+    assert policy.bucket_overrun(request, placement.ask_again + 1_000, now) is None
 
 
 def test_a_turn_that_outlives_what_was_expected_is_asked_ever_more_rarely() -> None:
@@ -205,7 +205,7 @@ def test_a_turn_that_outlives_what_was_expected_is_asked_ever_more_rarely() -> N
     asked = []
     while placement is not None and placement.instance == "a" and placement.ask_again is not None:
         asked.append(placement.ask_again)
-        placement = policy.outlived(Request("t", "p", 1_000, 1_000), asked[-1], now)
+        placement = policy.bucket_overrun(Request("t", "p", 1_000, 1_000), asked[-1], now)
     assert asked[0] < 1_000 and asked[-1] == 1_000_000 - 1_000 + 1
     assert all(later >= 2 * sooner for sooner, later in pairwise(asked[:-1]))
     assert placement is not None and placement.instance == "b"

@@ -199,4 +199,4 @@ def test_it_does_not_ask_again_what_it_knows() -> None:
     policy = Oracle({"t": it})
     asked = placed(ask(policy, it, 0)).ask_again
     assert asked is None or asked > 150
-    assert policy.outlived(Request("t", "p", 10, 10), 150, FLEET) is None
+    assert policy.bucket_overrun(Request("t", "p", 10, 10), 150, FLEET) is None

@@ -67,9 +67,9 @@ class Recorder:
         answer = self.policy.tool_returned(request, returned, fleet)
         return self._kept("returned", request, request.context_tokens, answer)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        answer = self.policy.outlived(request, generated_tokens, fleet)
-        return self._kept("outlived", request, request.context_tokens + generated_tokens, answer)
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        answer = self.policy.bucket_overrun(request, generated_tokens, fleet)
+        return self._kept("bucket_overrun", request, request.context_tokens + generated_tokens, answer)
 
     def finished(self, trajectory: Trajectory) -> None:
         self.record.append(("finished", trajectory.id, trajectory.final_context, None))
@@ -101,7 +101,7 @@ def count_by_hand(counted: list[Trajectory], record: list[tuple[str, str, int, P
         true = bucket_of(it.peak_context, LIMITS)
         told = [(call, context, answer) for call, id, context, answer in record if id == it.id and answer is not None]
         # A turn that stays where it is was not placed.
-        placements = [entry for entry in told if entry[0] != "outlived" or entry[2].migrated]
+        placements = [entry for entry in told if entry[0] != "bucket_overrun" or entry[2].migrated]
         after_return = [answer for call, _, answer in placements if call == "returned"]
         single[it.id] = (after_return[0] if after_return else placements[0][2]).bucket == true
         recalls.setdefault(true, []).append(single[it.id])
@@ -178,7 +178,7 @@ def test_the_warm_up_is_learned() -> None:
 
 
 class AsksAtOnce(Oracle):
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return Placement("2-0", 2, False, "stays", ask_again=generated_tokens)
 
     def place(self, request: Request, fleet: Fleet) -> Placement | None:

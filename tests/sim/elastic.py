@@ -27,7 +27,7 @@ class Places:
         self.told.append(("tool", request.trajectory_id))
         return self._placed(request, fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:

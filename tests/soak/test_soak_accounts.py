@@ -35,7 +35,7 @@ def episode(group: int, index: int, version: int) -> Row:
 
 
 def made_run() -> Rows:
-    """Four steps in two sittings; the second begins at the checkpoint of step 2 and makes step 3 again."""
+    """Four steps in two sessions; the second begins at the checkpoint of step 2 and makes step 3 again."""
     segments: dict[str, list[Row]] = {"episodes-00000": [{"kind": "segment", "step": 0, "groups": []}]}
     signal = {"groups": SIZES.groups, "groups_without_signal": 0}
     out, metrics, trajectories = segments["episodes-00000"], [], []

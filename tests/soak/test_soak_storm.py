@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.soak.faults import Fault, Kind
-from benchmarks.soak.sitting import Sitting
+from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
 
 
@@ -52,18 +52,18 @@ class MadeSitting:
 
 
 @pytest.fixture
-def sitting() -> Iterator[MadeSitting]:
+def session() -> Iterator[MadeSitting]:
     made = MadeSitting({"core-0": "train", "core-1": "train", "hybrid-0": "train", "rollout-0": "rollout"})
     yield made
     made.end()
 
 
-def weather(sitting: MadeSitting, *faults: Fault) -> list[Struck]:
+def weather(session: MadeSitting, *faults: Fault) -> list[Struck]:
     """All faults, one after the other; those that strike nobody are given up at once."""
     struck: list[Struck] = []
     storm = Storm(iter(faults), struck.append)
     while not storm.over:
-        storm.tick(cast(Sitting, sitting))
+        storm.tick(cast(Session, session))
         storm._due -= 10.0
     storm.calm()
     return struck
@@ -73,53 +73,53 @@ def kills(kind: Kind, draw: float = 0.0) -> Fault:
     return Fault(kind, 0.0, draw, 0.0)
 
 
-def test_one_core_of_two_is_killed_and_no_other_until_it_is_back(sitting: MadeSitting) -> None:
+def test_one_core_of_two_is_killed_and_no_other_until_it_is_back(session: MadeSitting) -> None:
     cores = [kills(Kind.KILL_CORE, 0.9)] * 3
-    first, *others = weather(sitting, *cores, kills(Kind.HANG, 0.9), kills(Kind.KILL_HYBRID))
-    assert (first.worker, sitting.status("core-1")) == ("core-1", -signal.SIGKILL)
+    first, *others = weather(session, *cores, kills(Kind.HANG, 0.9), kills(Kind.KILL_HYBRID))
+    assert (first.worker, session.status("core-1")) == ("core-1", -signal.SIGKILL)
     assert [entry.kind for entry in others] == [Kind.HANG, Kind.KILL_HYBRID]
     assert [entry.worker for entry in others] == ["rollout-0", "hybrid-0"]
-    assert psutil.Process(sitting.pids["core-0"]).status() != psutil.STATUS_STOPPED
+    assert psutil.Process(session.pids["core-0"]).status() != psutil.STATUS_STOPPED
 
 
-def test_a_core_that_is_back_counts_again(sitting: MadeSitting) -> None:
+def test_a_core_that_is_back_counts_again(session: MadeSitting) -> None:
     struck: list[Struck] = []
     storm = Storm(iter([kills(Kind.KILL_CORE)] * 2), struck.append)
     while len(struck) < 1:
-        storm.tick(cast(Sitting, sitting))
-    sitting.status(struck[0].worker)
-    sitting.start(struck[0].worker)
+        storm.tick(cast(Session, session))
+    session.status(struck[0].worker)
+    session.start(struck[0].worker)
     while len(struck) < 2:
-        storm.tick(cast(Sitting, sitting))
+        storm.tick(cast(Session, session))
     assert [entry.kind for entry in struck] == [Kind.KILL_CORE] * 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.KILL_CONTROLLER])
-def test_nothing_happens_before_all_workers_are_there(sitting: MadeSitting, kind: Kind) -> None:
-    sitting.ready = False
+def test_nothing_happens_before_all_workers_are_there(session: MadeSitting, kind: Kind) -> None:
+    session.ready = False
     struck: list[Struck] = []
     storm = Storm(iter([kills(kind)]), struck.append)
     for _ in range(5):
-        storm.tick(cast(Sitting, sitting))
+        storm.tick(cast(Session, session))
         storm._due -= 10.0
     assert (struck, storm.passed) == ([], 0)  # it waits for them
 
 
-def test_who_is_stopped_goes_on(sitting: MadeSitting) -> None:
+def test_who_is_stopped_goes_on(session: MadeSitting) -> None:
     storm = Storm(iter([Fault(Kind.SLOW, 0.0, 0.99, 0.3)]), lambda struck: None)
-    stopped, ends = psutil.Process(sitting.pids["rollout-0"]), time.monotonic() + 10.0
+    stopped, ends = psutil.Process(session.pids["rollout-0"]), time.monotonic() + 10.0
     seen = set()
     while time.monotonic() < ends and seen < {True, False}:
-        storm.tick(cast(Sitting, sitting))
+        storm.tick(cast(Session, session))
         if storm.struck:
             seen.add(stopped.status() == psutil.STATUS_STOPPED)
     assert seen == {True, False}
     os.kill(stopped.pid, 0)
 
 
-def test_a_worker_in_a_move_is_struck_as_one(sitting: MadeSitting) -> None:
-    assert weather(sitting, kills(Kind.KILL_MOVING)) == []
-    del sitting.roles["hybrid-0"]
-    sitting.moves["hybrid-0"] = {}
-    [struck] = weather(sitting, kills(Kind.KILL_MOVING))
-    assert (struck.worker, sitting.status("hybrid-0")) == ("hybrid-0", -signal.SIGKILL)
+def test_a_worker_in_a_move_is_struck_as_one(session: MadeSitting) -> None:
+    assert weather(session, kills(Kind.KILL_MOVING)) == []
+    del session.roles["hybrid-0"]
+    session.moves["hybrid-0"] = {}
+    [struck] = weather(session, kills(Kind.KILL_MOVING))
+    assert (struck.worker, session.status("hybrid-0")) == ("hybrid-0", -signal.SIGKILL)

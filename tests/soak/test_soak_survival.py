@@ -14,8 +14,8 @@ from benchmarks.soak.survival import Ended, Recovery, Seen, growth, recoveries, 
 from benchmarks.soak.written import Row
 
 
-def struck(time: float, kind: Kind, worker: str = "", pid: int = 0, sitting: int = 1) -> Struck:
-    return Struck(time, sitting, kind, worker, pid, 0.0)
+def struck(time: float, kind: Kind, worker: str = "", pid: int = 0, session: int = 1) -> Struck:
+    return Struck(time, session, kind, worker, pid, 0.0)
 
 
 def lost(worker: str) -> Row:
@@ -37,7 +37,7 @@ def contradicted(ends: list[Ended], faults: list[Struck], seen: list[Seen]) -> s
         (struck(1.0, Kind.SLOW, "rollout-0", 7), {"nobody was lost without a fault"}),
         (struck(1.0, Kind.KILL_ENGINE, "rollout-0", 6), {"nobody was lost without a fault"}),  # the one before
         (struck(1.0, Kind.KILL_ENGINE, "rollout-1", 7), {"nobody was lost without a fault"}),
-        (struck(1.0, Kind.KILL_ENGINE, "rollout-0", 7, sitting=2), {"nobody was lost without a fault"}),
+        (struck(1.0, Kind.KILL_ENGINE, "rollout-0", 7, session=2), {"nobody was lost without a fault"}),
         (struck(1.0, Kind.KILL_FORK_SERVER), set()),  # takes everybody
         (struck(9.0, Kind.KILL_FORK_SERVER), {"nobody was lost without a fault"}),
     ],
@@ -60,7 +60,7 @@ def test_a_loss_needs_a_fault_that_struck_that_process(fault: Struck, found: set
         (Kind.KILL_CORES, 3, False),
     ],
 )
-def test_a_sitting_ends_as_its_fault_says(ending: Kind | None, status: int | None, held: bool) -> None:
+def test_a_session_ends_as_its_fault_says(ending: Kind | None, status: int | None, held: bool) -> None:
     end = Ended(1, ending, status, 10.0, [], "")
     assert (contradicted([end], [], []) == set()) == held
 

@@ -3,7 +3,7 @@
 Invariant: whatever ends an engine's part in a turn (loss, a stop, a move to a longer bucket), the next engine goes on
 after the last token that arrived. So every token of the turn is of one engine, and none that arrived is lost. The
 policy hears of the tool return before the turn once, and of the turn itself as a simulation would tell it: placed again
-it is a turn that starts with what it has; moved because it outlived its bucket it is still the one that was placed.
+it is a turn that starts with what it has; moved because it overran its bucket it is still the one that was placed.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class RunningTurn:
         """It has generated what its placement foresaw: the policy says what becomes of it."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
-        placement = self._fleet.policy.outlived(self._request, generated, self._fleet.view(self._room))
+        placement = self._fleet.policy.bucket_overrun(self._request, generated, self._fleet.view(self._room))
         if placement is None:
             return
         engine = self._fleet.handle(placement.instance)

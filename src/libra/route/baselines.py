@@ -55,7 +55,7 @@ class Baseline(ABC):
             raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
         return self._serve(home, request, fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:

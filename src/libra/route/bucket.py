@@ -75,7 +75,7 @@ class Bucketed(ABC):
     def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         return self._serve(self._placed(request), request, 0, fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return self._serve(self._placed(request), request, generated_tokens, fleet)
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -162,3 +162,22 @@ class Bucketed(ABC):
 def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | None:
     """Generated tokens with which a turn no longer fits the bucket; None: it always does."""
     return None if bucket == len(limits) - 1 else limits[bucket] - context_tokens + 1
+
+
+class AttainedService(Bucketed):
+    """The `mlfq` policy: the shortest bucket that holds the prompt, then the next one each time it is outgrown.
+
+    A long generation without tools is demoted while it runs, when it outlives its bucket.
+    """
+
+    NAME = "mlfq"
+    REASON = "bucket of the attained context"
+
+    def _expected(self, request: Request) -> int:
+        return request.context_tokens
+
+    def _rule(self) -> None:
+        return None
+
+    def _resume(self, rule: None) -> None:
+        pass

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from libra.route import cmlfq, published
-from libra.route.attained import AttainedService
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
+from libra.route.bucket import AttainedService
 from libra.route.by_length import LengthByPrompt
 from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy

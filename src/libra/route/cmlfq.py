@@ -1,7 +1,7 @@
 """C-MLFQ by expected cost: a turn goes where serving the rest of its trajectory is expected to cost least.
 
 Invariant: no turn is placed on an instance that cannot hold its context and one more turn, and none leaves the instance
-that holds its prefix unless it has outlived the bucket or the expected saving exceeds the price of the move.
+that holds its prefix unless it has overrun the bucket or the expected saving exceeds the price of the move.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT = 1
 
 STAYS = "holds the prefix, and a move would cost more than it saves"
 MOVES = "a move saves more than it costs"
-OUTLIVED = "has outlived its bucket"
+BUCKET_OVERRUN = "has overrun its bucket"
 PLACED = "least expected cost"
 BLIND = "no evidence: least loaded"
 BLIND_STAYS = "no evidence: holds the prefix"
@@ -91,7 +91,7 @@ class CMLFQ:
         self._hierarchy.reached(request)
         return self._serve(live, request, 0, fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         live = self._placed(request)
         self._hierarchy.reached(request, generated_tokens)
         home = live.instance
@@ -159,7 +159,7 @@ class CMLFQ:
             elif chosen is home:
                 reason = STAYS
             else:
-                reason = MOVES if context <= home.reach else OUTLIVED
+                reason = MOVES if context <= home.reach else BUCKET_OVERRUN
         elif home is not None:
             chosen, reason = home, BLIND_STAYS
         else:

@@ -60,7 +60,7 @@ class Oracle(Bucketed):
         self._advance(progress, progress.turn + 1, request)
         return self._counted(progress, super().tool_returned(request, returned, fleet))
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None  # where it went it was known to end
 
     def forget(self, trajectory_id: str) -> None:

@@ -154,7 +154,7 @@ class Placement:
     migrated: bool  # the previous turn, or what there is of this one, ran on another instance
     reason: str
     priority: int = 0  # lower is served first, by engines that serve by priority
-    ask_again: int | None = None  # tokens generated in this turn after which `outlived` wants to be asked
+    ask_again: int | None = None  # tokens generated in this turn after which `bucket_overrun` wants to be asked
 
     def __post_init__(self) -> None:
         if self.ask_again is not None and self.ask_again < 1:
@@ -176,7 +176,7 @@ class Policy(Protocol):
         """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
         ...
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         """What becomes of a turn that has generated the `ask_again` tokens of its placement, and goes on.
 
         `request` is the one that was placed. None: it stays, and nobody asks again. A placement on its own instance:

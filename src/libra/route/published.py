@@ -65,7 +65,7 @@ class PublishedCMLFQ:
         bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
         return _serve(live, request, fleet, bucket, reason)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:

@@ -102,7 +102,7 @@ def evaluate(
 
     `batch` of them run at a time: each makes one turn in each round, and is learned as soon as its last turn was
     placed; the next batch starts when all have ended. The first `warm_up` are replayed and learned, and not counted.
-    A turn that generates more than its placement's `ask_again` is asked about with `outlived`.
+    A turn that generates more than its placement's `ask_again` is asked about with `bucket_overrun`.
 
     Raises ValueError where a trajectory is unfinished or is given twice, where no instance holds a turn, and where the
     policy asks again for what was generated already.
@@ -165,7 +165,7 @@ class _Replay:
                 self.single_shot = self.right[-1]
         asked = placement.ask_again
         while asked is not None and asked < turn.generated_tokens:
-            answer = policy.outlived(request, asked, fleet)
+            answer = policy.bucket_overrun(request, asked, fleet)
             if answer is None:
                 break
             if answer.instance != self.instance:

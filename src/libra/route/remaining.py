@@ -22,7 +22,7 @@ EDGES: tuple[float, ...] = tuple(16.0 * (2 ** (edge / BINS_PER_OCTAVE) - 1) for 
 
 _INNER_EDGES = EDGES[1:-1]
 
-_OUTLIVED = 1e-5  # so small a share is no evidence of what comes after: single-precision sums are off by 1e-6
+_NEGLIGIBLE = 1e-5  # so small a share is no evidence of what comes after: single-precision sums are off by 1e-6
 
 
 def bin_of(tokens: int) -> int:
@@ -73,7 +73,7 @@ class Remaining:
         """
         past = self._past + tokens
         before, reach = self._raw(past)
-        if reach <= _OUTLIVED * self._at.item(0):
+        if reach <= _NEGLIGIBLE * self._at.item(0):
             return Remaining.about(past)
         later = object.__new__(Remaining)
         later._at = self._at

@@ -131,7 +131,7 @@ class Placer:
             if not isinstance(owner, Caller):
                 continue
             since = owner.generated_since
-            placement = route.outlived(owner.routing_request(), since + request.generated, self.fleet)
+            placement = route.bucket_overrun(owner.routing_request(), since + request.generated, self.fleet)
             if placement is None:
                 continue
             if self.serves(placement.instance, engine):

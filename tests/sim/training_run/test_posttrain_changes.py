@@ -28,8 +28,8 @@ from posttrain_cases import (
 from libra.cost.device import SwitchCost
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.plan.plan import Plan
-from libra.route.attained import AttainedService
 from libra.route.baselines import LeastLoaded, RoundRobin
+from libra.route.bucket import AttainedService
 from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.route.predictor import LengthPredictor
@@ -169,11 +169,11 @@ class Counting(AttainedService):
         self.placed[request.trajectory_id] = request
         return self._noted(request, super().tool_returned(request, returned, fleet), fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         who = request.trajectory_id
         assert request == self.placed[who]
         self.outgrown.append((request, request.context_tokens + generated_tokens, self._limits[who]))
-        return self._noted(request, super().outlived(request, generated_tokens, fleet), fleet)
+        return self._noted(request, super().bucket_overrun(request, generated_tokens, fleet), fleet)
 
     def _noted(self, request: Request, placement: Placement | None, fleet: Fleet) -> Placement | None:
         if placement is not None:

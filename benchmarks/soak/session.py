@@ -23,12 +23,12 @@ from benchmarks.soak.written import Row, Tail
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Sitting:
-    """From a start of `libra run` to its end. `journal` is shared by the sittings of a run."""
+class Session:
+    """From a start of `libra run` to its end. `journal` is shared by the sessions of a run."""
 
     def __init__(self, number: int, command: Sequence[str], directory: Path, journal: Tail) -> None:
         self.number, self.began = number, time.monotonic()
-        self.output, self._journal = directory / f"sitting-{number}.log", journal
+        self.output, self._journal = directory / f"session-{number}.log", journal
         soak = os.getpid()
         with open(self.output, "wb") as output:
             self._process = subprocess.Popen(

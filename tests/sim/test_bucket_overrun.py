@@ -10,7 +10,7 @@ import pytest
 from elastic import Places
 
 from libra.cost.collectives import Fabric
-from libra.route.attained import AttainedService
+from libra.route.bucket import AttainedService
 from libra.route.policy import Fleet, Placement, Request, ToolReturn
 from libra.sim.cluster import Cluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
@@ -42,9 +42,9 @@ class Attained(AttainedService):
         self.asked.append(("place", request.context_tokens, 0))
         return super().place(request, fleet)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        self.asked.append(("outlived", request.context_tokens, generated_tokens))
-        return super().outlived(request, generated_tokens, fleet)
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        self.asked.append(("bucket_overrun", request.context_tokens, generated_tokens))
+        return super().bucket_overrun(request, generated_tokens, fleet)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -66,7 +66,8 @@ def test_a_turn_moves_with_the_first_token_beyond_each_bucket(exact: bool) -> No
         (2, 257, 256, "interrupted"),
         (3, 513, 207, "finished"),
     ]
-    assert policy.asked == [("place", 20, 0), ("outlived", 20, 109), ("outlived", 20, 237), ("outlived", 20, 493)]
+    overruns = [("bucket_overrun", 20, tokens) for tokens in (109, 237, 493)]
+    assert policy.asked == [("place", 20, 0), *overruns]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_a_turn_whose_engine_closed_is_counted_from_where_it_was_placed_anew(
     assert policy.asked == [
         ("place", 10, 0),
         ("place", anew, 0),
-        ("outlived", anew, 33 - anew),
-        ("outlived", anew, 65 - anew),
+        ("bucket_overrun", anew, 33 - anew),
+        ("bucket_overrun", anew, 65 - anew),
     ]
 
 
@@ -118,7 +119,7 @@ class EveryFive(Places):
         self.asked.append((request.context_tokens, 0))
         return self._asking(placement.instance, 5)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         self.asked.append((request.context_tokens, generated_tokens))
         if generated_tokens in (10, 20):
             super().place(request, fleet)
@@ -159,7 +160,7 @@ class AskingOnce(Places):
         assert placement is not None
         return Placement(placement.instance, 0, True, "asks", ask_again=5)
 
-    def outlived(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
         self.asked.append(generated_tokens)
         return None
 
