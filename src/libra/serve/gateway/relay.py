@@ -63,7 +63,7 @@ async def relay(
     nothing has reached the client."""
     engine = attempt.engine
     headers = _SENT | authorization(engine, request)
-    response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"})
+    response: web.StreamResponse | None = None
     failure: Exception
     try:
         async with (
@@ -71,11 +71,12 @@ async def relay(
             session.post(f"{engine.section.url}/{path}", data=body, headers=headers, allow_redirects=False) as answer,
         ):
             if stream and answer.status == 200 and answer.content_type == _EVENT_STREAM:
+                response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"})
                 return Relayed(response, await _stream(request, response, attempt, answer, usage))
             return await _whole(attempt, answer)
     except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
         failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {_reason(error)}")
-    if not response.prepared:
+    if response is None or not response.prepared:
         raise failure
     await _write(response, b"data: " + refusal(f"{failure}; ask again from what has come", 503) + b"\n\n")
     return Relayed(response, lost=failure if isinstance(failure, EngineLostError) else None)
