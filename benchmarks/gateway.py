@@ -1,19 +1,19 @@
-"""What `libra route` adds to a turn, with thousands of trajectories in flight over emulated engines.
+"""Latency that `libra route` adds to a turn, with thousands of trajectories in flight over emulated engines.
 
-Invariant: added are the seconds of a turn, as its client sees them, less those that the emulated engine took, which the
-engine says itself; of the same load, sent to engines directly and through the router.
+Invariant: added latency is a turn's seconds as its client sees them, less those that the engine reports; for the same
+load sent to the engines directly and through the gateway.
 
     python -m benchmarks.gateway [--quick] [--trajectories N] [--json FILE]
 
-Emulator, router and the client that makes the load are a process each. 10,000 trajectories are in flight over 200
+Emulator, gateway and the client that makes the load are a process each. 10,000 trajectories are in flight over 200
 engines, each of three turns of 450 to 1,300 tokens (with `--quick` 100 over 20, and a tenth of the tokens); when one
-ends another begins. First they go to engines directly, then through the router (C-MLFQ, three buckets), then directly
-again, so that a machine that slows down shows. All three share the machine's cores, two are enough: leave it alone
-meanwhile. What the numbers are worth is said, too: whether as many turns pass through the router as directly, whether
-the client itself was late, what everybody's share of the processors was, and how long each process paused at most, as
-seen by one who asks it again and again whether it is well: P99 says nothing of turns where a pause hit 1 % of them.
+ends another begins. The load goes to the engines directly, then through the gateway (C-MLFQ, three buckets), then
+directly again, so that a machine that slows down shows. All three share the machine's cores; two are enough, if nothing
+else runs. The report also says what the numbers are worth: whether as many turns pass through the gateway as directly,
+whether the client was late, each process's CPU, and the longest pause of each process, seen by polling its /health: P99
+says nothing of turns where a pause covers 1 % of them.
 
-A turn in flight has two sockets at the router, so 10,000 need a limit of 21,000 open files.
+A turn in flight has two sockets at the gateway, so 10,000 need a limit of 21,000 open files.
 """
 
 from __future__ import annotations

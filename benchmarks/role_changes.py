@@ -35,12 +35,11 @@ from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.transport.messages import Generate, Sample
 from libra.config.run import RunConfig, load_config
 from libra.environments.registry import load_environment
-from libra.exec.beginning import Beginning
-from libra.exec.executor import Executor
 from libra.exec.journal import Journal
-from libra.exec.transitions import Moved
-from libra.exec.workers import Worker, make_pool
+from libra.exec.pool import Worker, make_pool
+from libra.exec.protocols import MoveOutcome
 from libra.loop.fleet import EngineFleet
+from libra.loop.process_controller import Origin, RunExecutor, begin_session
 from libra.loop.warmup import WarmUpProgress, warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.route.catalogue import policy_named
@@ -100,8 +99,8 @@ async def measure(changes: int, directory: Path) -> Measured:
         load = asyncio.gather(_keep_training(executor, measured), _keep_generating(executor, measured))
         try:
             for _ in range(changes):
-                measured.to_engine += [moved.seconds for moved in (await executor.apply(generating)).moves]
-                measured.to_trainer += [moved.seconds for moved in (await executor.apply(training)).moves]
+                measured.to_engine += [moved.seconds for moved in await _apply(executor, generating)]
+                measured.to_trainer += [moved.seconds for moved in await _apply(executor, training)]
                 measured.imports.append(await _import_seconds(directory))
         finally:
             load.cancel()
@@ -110,8 +109,12 @@ async def measure(changes: int, directory: Path) -> Measured:
     return measured
 
 
+async def _apply(executor: RunExecutor, wanted: Allocation) -> tuple[MoveOutcome, ...]:
+    return (await executor.apply(executor.transition(wanted))).moves
+
+
 @contextlib.asynccontextmanager
-async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[Executor, Allocation, Allocation]]:
+async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[RunExecutor, Allocation, Allocation]]:
     """The example's workers, brought up; the allocation in which the hybrid trains, and one in which it generates."""
     first, last = config.start.buckets
     short, long = Bucket(first.shape, 1, 0, first.up_to), Bucket(last.shape, 1, first.up_to, last.up_to)
@@ -122,12 +125,12 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[E
         precision = choose("auto", launcher.bf16).precision
         environment = load_environment(config.environment, _EXAMPLE.parent)
         model = await warm_model(config, environment, launcher, precision, _say_nothing)
-        executor = Executor(
+        executor = begin_session(
             launcher,
             make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
             EngineFleet(policy_named("least-loaded", seed=0), training),
             config,
-            Beginning(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
+            Origin(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
             Journal(directory / "journal.jsonl"),
             _Silent(),
         )
@@ -138,12 +141,12 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[E
             await executor.stop()
 
 
-async def _keep_training(executor: Executor, measured: Measured) -> None:
+async def _keep_training(executor: RunExecutor, measured: Measured) -> None:
     batch = [_sample(number) for number in range(24)]
     tokens = sum(sum(sample.generated) for sample in batch)
     for version in itertools.count(1):
-        made = await executor.trainers.step(version, batch, len(batch), tokens)
-        await executor.publish(made.version, made.buffer, made.checksum)
+        made = await executor.processes.trainers.step(version, batch, len(batch), tokens)
+        await executor.processes.publish(made.version, made.buffer, made.checksum)
         measured.steps += 1
 
 
@@ -153,14 +156,14 @@ def _sample(number: int) -> Sample:
     return Sample(str(number), tokens, own, [-2.5] * 48, [0] * 48, 1.0 if number % 2 else -1.0)
 
 
-async def _keep_generating(executor: Executor, measured: Measured) -> None:
+async def _keep_generating(executor: RunExecutor, measured: Measured) -> None:
     """So many turns at a time as fit the engines; one whose engine goes away is made again by another."""
     await asyncio.gather(*(_agent(executor, number, measured) for number in range(2 * _TURNS)))
 
 
-async def _agent(executor: Executor, number: int, measured: Measured) -> None:
+async def _agent(executor: RunExecutor, number: int, measured: Measured) -> None:
     for turn in itertools.count():
-        engines = [entry.handle for entry in executor.fleet.instances()]
+        engines = [entry.handle for entry in executor.processes.fleet.instances()]
         if not engines:
             await asyncio.sleep(0.01)
             continue
@@ -189,11 +192,11 @@ class _Silent:
     """A watcher that has nothing to say of moves, and to whom a loss is an error."""
 
     def role(self, worker: Worker) -> None: ...
-    def moved(self, moved: Moved) -> None: ...
+    def moved(self, moved: MoveOutcome) -> None: ...
     def load(self, worker: str) -> None: ...
     def weights(self, worker: str, version: int, seconds: float) -> None: ...
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None: ...
-    def back(self, worker: str) -> None: ...
+    def node_back(self, worker: str) -> None: ...
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         raise RuntimeError(f"worker {worker} is lost: {why}")

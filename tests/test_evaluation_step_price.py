@@ -163,10 +163,10 @@ SMALL = Problem(
         for devices, seconds in ((2, 20.0), (4, 10.0), (5, 11.0), (6, 8.0))
     ),
     peaks=(100, 200, 300),
-    met=(True,) * 3,
+    expected=(True,) * 3,
     longest_context=400,
-    reach_tried=((1.0,) * 3,),
-    reach_untried=((1.0,) * 3,),
+    recall_known=((1.0,) * 3,),
+    recall_possible=((1.0,) * 3,),
     staleness=1,
     batched=True,
 )

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
+import msgspec
+
 from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
@@ -92,15 +94,7 @@ class Script:
         self.requests: list[tuple[str, Generate]] = []  # engine and a copy of what it was sent
 
     def next(self, engine: str, request: Generate, take: Take) -> None:
-        copy = Generate(
-            request.id,
-            list(request.tokens),
-            request.max_tokens,
-            request.temperature,
-            request.stop_token,
-            request.priority,
-            request.salt,
-        )
+        copy = msgspec.structs.replace(request, tokens=list(request.tokens))
         self.requests.append((engine, copy))
         answer = self._answers.pop(0)
         if callable(answer):

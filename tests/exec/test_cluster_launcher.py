@@ -26,7 +26,7 @@ from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.backends.transport.messages import Failure, LoadWeights, Stop
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
-from libra.exec.losses import LOSS_WINDOW, with_loss
+from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096
 

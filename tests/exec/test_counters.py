@@ -7,7 +7,7 @@ from typing import cast
 
 from libra.backends.launch.handles import EngineHandle
 from libra.loop.fleet import ServingEngine
-from libra.loop.replanning import EngineWork
+from libra.loop.observations import EngineWork
 from libra.loop.tally import EngineCounters
 
 

@@ -1,444 +1,219 @@
-"""The executor over real handles and sockets, with workers that answer from the test's own process."""
+"""A plan as a transaction: what is done, what is undone, what the journal and the watchers hear of it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-from far_end import PATIENCE
-from made_workers import MadeLauncher
-from scripted import FirstInstance
+from world import FIRST, LONGEST, World
 
-from libra.backends.grpo.membership import STANDARD
-from libra.backends.launch.handles import WorkerLostError
-from libra.backends.launch.launcher import ForkError, WorkerLink
-from libra.backends.transport.messages import (
-    Failure,
-    Identify,
-    LoadCheckpoint,
-    Loaded,
-    LoadWeights,
-    Message,
-    Publish,
-    Published,
-    SaveCheckpoint,
-    StartEngine,
-    StateDigest,
-    StatePlace,
-    Stop,
+from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
+from libra.exec.journal import (
+    MoveBegun,
+    MoveDone,
+    MoveFailed,
+    MoveUndone,
+    TransitionBegun,
+    TransitionDone,
+    TransitionDropped,
+    WorkerLost,
+    read_journal,
 )
-from libra.config.run import RunConfig
-from libra.exec import executor as executor_module
-from libra.exec.beginning import Beginning
-from libra.exec.executor import Executor
-from libra.exec.journal import Journal, Lost, Process, Start, Step, read_journal
-from libra.exec.transitions import Moved
-from libra.exec.workers import DEADLINES, IDLE, TRAIN, Duty, Pool, Role, Worker, make_pool
-from libra.loop.fleet import EngineFleet
+from libra.exec.pool import LOSS_WINDOW, MOST_LOSSES
 from libra.plan.problem import Allocation, Bucket
-from libra.records.disk import DiskError
+from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 
-CONFIG = RunConfig.model_validate(
-    {
-        "name": "made",
-        "environment": {"kind": "ask", "tools": []},
-        "engines": {
-            "short": {"max_model_len": 40, "max_num_seqs": 4, "kv_tokens": 400},
-            "long": {"max_model_len": 100, "max_num_seqs": 4, "kv_tokens": 400},
-        },
-        "start": {"replicas": 2, "buckets": [{"shape": "short", "engines": 1, "up_to": 40},
-                                             {"shape": "long", "engines": 1, "up_to": 100}]},
-        "training": {"steps": 1},
-    }
-)  # fmt: skip
-FIRST = Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 100)))
+# FIRST: hybrid-0 trains, hybrid-1 is the long engine, both rollouts are short ones.
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
+LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 3, 40, LONGEST)))
+BEGUN = {"core-0": TRAIN, "hybrid-0": TRAIN, "hybrid-1": LONG, "rollout-0": SHORT, "rollout-1": SHORT}
+OUT_OF_MEMORY = WorkerFailedError("worker hybrid-0: out of memory")
 
 
-class Told:
-    def __init__(self) -> None:
-        self.moves: list[Moved] = []
-        self.losses: list[tuple[str, str]] = []
-        self.loads: list[tuple[str, int, float]] = []
-        self.back_again: list[str] = []
-        self.joins: list[str] = []
-
-    def role(self, worker: Worker) -> None:
-        pass
-
-    def moved(self, moved: Moved) -> None:
-        self.moves.append(moved)
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self.losses.append((worker, why))
-
-    def back(self, worker: str) -> None:
-        self.back_again.append(worker)
-
-    def load(self, worker: str) -> None:
-        pass
-
-    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        self.joins.append(worker)
-
-    def weights(self, worker: str, version: int, seconds: float) -> None:
-        self.loads.append((worker, version, seconds))
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    made = World(tmp_path, groups=4)
+    made.heard.moved.clear()
+    yield made
+    made.close()
+    made.loop.close()
 
 
-class Made:
-    """An executor and what it works with."""
-
-    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: Pool | None = None) -> None:
-        self.directory = directory
-        self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
-        self.policy = FirstInstance()
-        self.fleet = EngineFleet(self.policy, FIRST)
-        self.journal = Journal(directory / "journal.jsonl")
-        self.executor = Executor(
-            self.launcher,
-            self.pool,
-            self.fleet,
-            CONFIG,
-            Beginning(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
-            self.journal,
-            self.told,
-        )
-
-    def duties(self) -> dict[str, Duty]:
-        return {worker.id: worker.duty for worker in self.pool.all()}
-
-    def journalled(self, *kinds: type) -> list[Any]:
-        return [entry for entry in read_journal(self.directory / "journal.jsonl") if isinstance(entry, kinds)]
+def duties(world: World) -> dict[str, Duty]:
+    return {worker.id: worker.duty for worker in world.pool.all()}
 
 
-BEGUN = {"core-0": TRAIN, "hybrid-0": TRAIN, "rollout-0": LONG, "rollout-1": SHORT}
+def apply(world: World, wanted: Allocation) -> None:
+    world.applying = world.loop.create_task(world.apply(wanted))
+    world.settle()
 
 
-def started(directory: Path, scenario: Callable[[Made], Awaitable[None]], checkpoint: Path | None = None) -> None:
-    """Run a scenario with an executor in its first allocation."""
-
-    async def run() -> None:
-        made = Made(directory, checkpoint)
-        try:
-            await asyncio.wait_for(made.executor.start(FIRST), PATIENCE)
-            assert made.duties() == BEGUN
-            await asyncio.wait_for(scenario(made), PATIENCE)
-        finally:
-            await made.executor.stop()
-            made.journal.close()
-
-    asyncio.run(run())
+def go_on(world: World, *names: str) -> None:
+    """These points are passed, one after the other."""
+    for name in names:
+        assert [point.name for point in world.slots.points.values()] == [name]
+        world.go_on(0)
 
 
-def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint-4"
-    checkpoint.mkdir()
-    (checkpoint / "model.safetensors").write_text("4")
-
-    async def scenario(made: Made) -> None:
-        assert made.launcher.workers["core-0"].orders[1:3] == [LoadCheckpoint(str(checkpoint)), Publish(4, 0)]
-        assert made.executor.trainers.names() == ("core-0", "hybrid-0")
-        assert {entry.handle.name: entry.shape for entry in made.fleet.instances()} == {
-            "rollout-0": "long",
-            "rollout-1": "short",
-        }
-        assert sorted(made.told.loads) == [("rollout-0", 4, 0.25), ("rollout-1", 4, 0.25)]
-        assert made.told.joins == ["hybrid-0"]  # the first core joins nobody
-        assert made.executor.allocation() == FIRST
-        assert made.journalled(Start) == [Start(4)]
-        assert sorted(entry.worker for entry in made.journalled(Process)) == sorted(BEGUN)
-
-    started(tmp_path, scenario, checkpoint)
+ALL = ("drain", "stop", "fork", "import", "boundary")
 
 
-def test_a_worker_whose_slot_is_not_used_any_more_cannot_be_restarted(tmp_path: Path) -> None:
-    async def run() -> None:
-        made = Made(tmp_path, pool=make_pool(1, 1, 2, most_losses=1))
-        try:
-            await made.executor.start(FIRST)
-            made.launcher.workers["hybrid-0"].die()
-            while not made.told.losses:
-                await asyncio.sleep(0)
-            assert made.pool["hybrid-0"].role is Role.FAILED
-            with pytest.raises(WorkerLostError, match="worker hybrid-0 does nothing"):
-                await made.executor.restart("hybrid-0")
-        finally:
-            await made.executor.stop()
-            made.journal.close()
-
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+def outcomes(world: World) -> list[str]:
+    return [f"{moved.move.worker} {moved.move} {moved.outcome}" for moved in world.heard.moved]
 
 
-def test_the_slot_of_a_lost_core_is_used_again_and_its_state_comes_from_the_other_one(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint-4"
-    checkpoint.mkdir()
-    (checkpoint / "model.safetensors").write_text("4")
-
-    async def run() -> None:
-        made = Made(tmp_path, checkpoint, make_pool(2, 0, 2))
-        workers = made.launcher.workers
-        try:
-            await made.executor.start(FIRST)
-            assert made.executor.trainers.names() == ("core-0", "core-1")
-            loaded = {name: LoadCheckpoint(str(checkpoint)) in worker.orders for name, worker in workers.items()}
-            assert loaded == {"core-0": True, "core-1": False, "rollout-0": False, "rollout-1": False}
-            assert workers["core-1"].version == 4
-            workers["core-0"].die()
-            while not made.told.losses:
-                await asyncio.sleep(0)
-            assert made.executor.trainers.core.name == "core-1"
-            await made.executor.save_final(tmp_path / "model")
-            applied = await made.executor.apply(FIRST)
-            assert [str(moved.move) for moved in applied.moves] == ["idle -> train"]
-            assert made.executor.trainers.names() == ("core-1", "core-0")
-            assert LoadCheckpoint(str(checkpoint)) not in workers["core-0"].orders
-            assert workers["core-0"].version == 4
-        finally:
-            await made.executor.stop()
-            made.journal.close()
-
-    (tmp_path / "tokenizer.json").touch()
-    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+def journalled(world: World, *kinds: type) -> list[object]:
+    return [entry for entry in read_journal(world.directory / "journal.jsonl") if isinstance(entry, kinds)]
 
 
-def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        hold, asked = asyncio.Event(), asyncio.Event()
-
-        async def late() -> Message:
-            asked.set()
-            await hold.wait()
-            return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
-
-        core = made.launcher.workers["core-0"]
-        core.instead[Identify] = late
-        restarting = asyncio.create_task(made.executor.restart("hybrid-0"))
-        await asked.wait()
-        restarting.cancel()
-        await asyncio.gather(restarting, return_exceptions=True)
-        saving = asyncio.create_task(made.executor.trainers.ask_core(Publish(4, 0), Published))
-        hold.set()
-        assert await saving == Published(4, 7)
-
-    started(tmp_path, scenario)
+def test_the_first_allocation(world: World) -> None:
+    assert duties(world) == BEGUN
+    assert world.executor.allocation() == FIRST
+    assert journalled(world, TransitionBegun, TransitionDone) == [TransitionBegun(FIRST, None), TransitionDone()]
 
 
-def test_a_worker_changes_sides_and_its_old_process_is_gone_first(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        old = made.launcher.workers["hybrid-0"]
-        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-        assert applied.failure is None
-        assert [str(moved.move) for moved in applied.moves] == ["train -> rollout:long"]
-        assert old.gone.is_set() and isinstance(old.orders[-1], Stop)
-        assert made.executor.trainers.names() == ("core-0",)
-        assert made.launcher.workers["hybrid-0"].loaded == [4]
-        back = await made.executor.apply(FIRST)
-        assert [str(moved.move) for moved in back.moves] == ["rollout:long -> train"]
-        assert made.policy.gone == ["hybrid-0"]
-        assert made.duties() == BEGUN
+def test_moves_are_made_one_after_the_other(world: World) -> None:
+    apply(world, LONGER)
+    assert world.pool["hybrid-0"].role is Role.DRAINING
+    go_on(world, "drain", "stop")
+    assert world.pool["hybrid-0"].role is Role.JOINING
+    world.clock = 7.5
+    go_on(world, "fork", "import", "boundary")
+    assert duties(world) == BEGUN | {"hybrid-0": LONG, "rollout-1": Duty(Role.DRAINING)}
+    go_on(world, *ALL)
+    assert duties(world) == BEGUN | {"hybrid-0": LONG, "rollout-1": LONG}
+    assert outcomes(world) == ["hybrid-0 train -> rollout:long done", "rollout-1 rollout:short -> rollout:long done"]
+    assert [moved.seconds for moved in world.heard.moved] == [7.5, 0.0]
+    assert journalled(world, TransitionBegun, MoveBegun, MoveDone, TransitionDone)[-6:] == [
+        TransitionBegun(LONGER, FIRST),
+        MoveBegun("hybrid-0", TRAIN, LONG),
+        MoveDone("hybrid-0", 7.5),
+        MoveBegun("rollout-1", SHORT, LONG),
+        MoveDone("rollout-1", 0.0),
+        TransitionDone(),
+    ]
 
-    started(tmp_path, scenario)
+
+def test_turns_are_routed_by_what_is_true_at_every_moment(world: World) -> None:
+    def limits() -> list[tuple[str, int, int]]:
+        return [(bucket.shape, bucket.engines, bucket.up_to) for bucket in world.fleet.allocation.buckets]
+
+    apply(world, Allocation(1, (Bucket("middle", 3, 0, 70), Bucket("long", 1, 70, LONGEST))))
+    assert limits() == [("short", 2, 40), ("long", 1, 100)]  # hybrid-0 leaves the training
+    go_on(world, *ALL)
+    assert limits() == [("short", 1, 40), ("middle", 1, 70), ("long", 1, 100)]  # and rollout-0 drains
+    go_on(world, *ALL, *ALL)
+    assert limits() == [("middle", 3, 70), ("long", 1, 100)]
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("passed", "how"),
     [
-        {StartEngine: Failure("out of memory")},
-        {StartEngine: None},
-        {LoadWeights: Failure("checksum")},
-        {LoadWeights: None},
+        (passed, how)
+        for passed, how in product(range(len(ALL)), ("fails", "dies", "hangs"))
+        if (ALL[passed], how) != ("fork", "dies")  # there is no process between the old one and the new one
     ],
-    ids=["start fails", "start dies", "weights fail", "weights die"],
 )
-def test_an_engine_that_does_not_come_about_is_undone(tmp_path: Path, wrong: dict[type[Message], Any]) -> None:
-    async def scenario(made: Made) -> None:
-        made.launcher.prepared["hybrid-0"] = wrong
-        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-        assert [moved.outcome for moved in applied.moves] == ["undone"]
-        assert made.duties() == BEGUN
-        assert made.executor.trainers.names() == ("core-0", "hybrid-0")
-        assert len(made.fleet.instances()) == 2
-        assert made.told.losses == []
-
-    started(tmp_path, scenario)
-
-
-def test_a_full_disk_at_the_end_is_told_of_and_leaves_no_part(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        async def full() -> Message:
-            (tmp_path / "model").mkdir()
-            (tmp_path / "model" / "model.safetensors.part").touch()
-            return Failure("No space left on device")
-
-        made.launcher.workers["core-0"].instead[SaveCheckpoint] = full
-        with pytest.raises(DiskError, match=r"model cannot be written \(.*No space left on device\): free some space"):
-            await made.executor.save_final(tmp_path / "model")
-        assert not any((tmp_path / "model").iterdir())
-
-    started(tmp_path, scenario)
+def test_a_move_that_fails_anywhere_is_undone_and_the_rest_is_dropped(world: World, passed: int, how: str) -> None:
+    apply(world, LONGER)
+    go_on(world, *ALL[:passed])
+    match how:
+        case "fails":
+            world.fail(0, OUT_OF_MEMORY)
+        case "dies":
+            world.kill(sorted(set(world.slots.processes) - {"core-0"}).index("hybrid-0"))
+        case "hangs":
+            world.hang()
+    go_on(world, "fork", "import", "boundary")  # its process starts again, as what it was
+    assert duties(world) == BEGUN
+    assert outcomes(world) == ["hybrid-0 train -> rollout:long undone"]
+    assert not world.heard.lost
+    assert world.pool["hybrid-0"].losses == ()
+    [undone] = journalled(world, MoveUndone)
+    assert isinstance(undone, MoveUndone)
+    assert {"fails": "out of memory", "dies": "signal 9", "hangs": "for more than"}[how] in undone.why
+    assert journalled(world, TransitionDropped) == [
+        TransitionDropped(f"hybrid-0 could not become rollout:long: {undone.why}")
+    ]
 
 
-def test_a_process_that_does_not_end_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(made: Made) -> None:
-        gone, waited = MadeLauncher.gone, list[WorkerLink]()
-
-        async def slow(launcher: MadeLauncher, link: WorkerLink) -> None:
-            waited.append(link)
-            if len(waited) == 1:
-                raise TimeoutError(f"process {link.pid} does not end")
-            await gone(launcher, link)
-
-        monkeypatch.setattr(MadeLauncher, "gone", slow)
-        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-        assert [moved.outcome for moved in applied.moves] == ["undone"]
-        assert waited[0] == waited[1]
-        assert made.duties() == BEGUN
-
-    started(tmp_path, scenario)
+def test_what_can_be_neither_done_nor_undone_leaves_an_idle_slot(world: World) -> None:
+    apply(world, LONGER)
+    go_on(world, "drain", "stop", "fork")
+    world.fail(0, OUT_OF_MEMORY)
+    go_on(world, "fork")
+    world.fail(0, WorkerLostError("worker hybrid-0 went away"))
+    assert duties(world) == BEGUN | {"hybrid-0": IDLE}
+    assert outcomes(world) == ["hybrid-0 train -> rollout:long failed"]
+    why = "worker hybrid-0: out of memory; then it could not become train again: worker hybrid-0 went away"
+    assert journalled(world, MoveFailed) == [MoveFailed("hybrid-0", 0.0, why, retired=False)]
+    assert world.executor.allocation() == Allocation(1, FIRST.buckets)  # what is true now
+    # Planning starts again from there, and the slot is used.
+    apply(world, FIRST)
+    go_on(world, "fork", "import", "boundary")
+    assert duties(world) == BEGUN
 
 
-def test_a_fork_that_fails_fails_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(made: Made) -> None:
-        async def full(launcher: MadeLauncher, name: str, slot: int) -> WorkerLink:
-            monkeypatch.undo()
-            raise ForkError(f"worker {name} cannot start: no memory")
-
-        monkeypatch.setattr(MadeLauncher, "spawn", full)
-        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-        assert [(moved.outcome, moved.why) for moved in applied.moves] == [
-            ("undone", "worker hybrid-0 cannot start: no memory")
-        ]
-
-    started(tmp_path, scenario)
-
-
-def test_a_worker_that_goes_away_is_lost_and_its_slot_is_used_again(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        made.launcher.workers["rollout-1"].die()
-        while not made.told.losses:
-            await asyncio.sleep(0)
-        assert made.told.losses == [("rollout-1", "the worker closed the connection")]
-        assert made.duties() == BEGUN | {"rollout-1": IDLE}
-        assert made.executor.allocation() == Allocation(2, (Bucket("long", 1, 0, 100),)) == made.fleet.allocation
-        assert [worker.id for worker in made.executor.healthy()] == list(BEGUN)
-        assert made.journalled(Lost) == [Lost("rollout-1", "the worker closed the connection", False)]
-        applied = await made.executor.apply(FIRST)
-        assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:short"]
-        assert made.fleet.allocation == FIRST
-
-    started(tmp_path, scenario)
+def test_a_slot_that_cannot_be_started_is_retired(world: World) -> None:
+    world.kill(0)
+    assert (world.heard.lost, duties(world)) == (["hybrid-0"], BEGUN | {"hybrid-0": IDLE})
+    for number in range(MOST_LOSSES - 1):
+        apply(world, FIRST)
+        world.fail(0, OUT_OF_MEMORY)
+        assert world.pool["hybrid-0"].retired == (number == MOST_LOSSES - 2)
+    assert duties(world)["hybrid-0"] == Duty(Role.FAILED)
+    assert [entry.retired for entry in journalled(world, WorkerLost, MoveFailed)] == [False, False, True]  # type: ignore[attr-defined]
+    world.loop.run_until_complete(world.apply(Allocation(1, FIRST.buckets)))  # the others are all there is
+    with pytest.raises(ValueError, match="3 engines are wanted, but 2 workers are left"):
+        world.loop.run_until_complete(world.apply(FIRST))
 
 
-def test_weights_that_are_lost_with_their_node_are_published_again(tmp_path: Path) -> None:
-    """By a core replica, which holds the same; unless it is ahead already."""
-
-    async def scenario(made: Made) -> None:
-        core = made.launcher.workers["core-0"]
-        made.launcher.without_weights = 1
-        assert len(await made.executor.publish(5, 1, 7)) == 2
-        assert core.orders[-1] == Publish(5, 1)
-        assert made.launcher.workers["rollout-0"].loaded == [4, 5]
-        made.launcher.without_weights = 2  # for either engine
-        core.instead[Publish] = Published(6, 8)
-        assert await made.executor.publish(6, 0, 9) == []
-        assert {worker for worker, _ in made.told.losses} == {"rollout-0", "rollout-1"}
-        assert all("could not take weights v6" in why and "core-0 is ahead" in why for _, why in made.told.losses)
-
-    started(tmp_path, scenario)
+def test_losses_long_ago_do_not_retire_a_slot(world: World) -> None:
+    for _ in range(2 * MOST_LOSSES):
+        world.kill(0)
+        world.clock += LOSS_WINDOW / 2 + 1
+        apply(world, FIRST)
+        go_on(world, "fork", "import", "boundary")
+    assert duties(world) == BEGUN
 
 
-def test_slots_without_a_node_are_left_out_until_it_is_back(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        made.launcher.miss(2, 3)  # of the engines
-        for name in ("rollout-0", "rollout-1"):
-            made.launcher.workers[name].die()
-        while len(made.told.losses) < 2:
-            await asyncio.sleep(0)
-        assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0"}
-        applied = await made.executor.apply(Allocation(1, (Bucket("long", 1, 0, 100),)))
-        assert [(moved.move.worker, moved.outcome) for moved in applied.moves] == [("hybrid-0", "done")]
-        assert made.told.back_again == []
-        made.launcher.miss(3)
-        assert made.told.back_again == ["rollout-0"]
-        assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0", "rollout-0"}
-        assert all(len(made.pool[name].losses) == 1 for name in ("rollout-0", "rollout-1"))  # nothing was tried in vain
-
-    started(tmp_path, scenario)
+def test_a_plan_is_dropped_when_another_worker_is_lost(world: World) -> None:
+    apply(world, LONGER)
+    go_on(world, "drain")
+    world.kill(sorted(set(world.slots.processes) - {"core-0"}).index("rollout-1"))
+    go_on(world, *ALL[1:])
+    assert duties(world) == BEGUN | {"hybrid-0": LONG, "rollout-1": IDLE}
+    assert journalled(world, TransitionDropped) == [TransitionDropped("rollout-1 was lost meanwhile")]
 
 
-def test_an_engine_that_cannot_take_new_weights_is_lost(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        made.launcher.workers["rollout-1"].instead[LoadWeights] = Failure("weight update to version 5: checksum")
-        assert await made.executor.publish(5, 1, 99) == [0.25]
-        assert [worker for worker, _ in made.told.losses] == ["rollout-1"]
-        assert "could not take weights v5" in made.told.losses[0][1]
-        assert made.duties() == BEGUN | {"rollout-1": IDLE}
-        await made.launcher.workers["rollout-1"].gone.wait()
-        assert made.journalled(Step) == [Step(5)]
-
-    started(tmp_path, scenario)
+def test_the_rest_of_a_plan_can_be_dropped(world: World) -> None:
+    apply(world, LONGER)
+    world.executor.drop_rest("the run is over")
+    go_on(world, *ALL)
+    assert duties(world) == BEGUN | {"hybrid-0": LONG}
+    assert journalled(world, TransitionDropped) == [TransitionDropped("the run is over")]
+    apply(world, LONGER)  # the next plan is another one
+    go_on(world, *ALL)
+    assert world.executor.allocation() == LONGER
 
 
-def test_an_engine_takes_the_version_that_was_published_while_it_took_another(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        async def publish_meanwhile() -> Message:
-            made.launcher.workers["hybrid-0"].instead.clear()
-            await made.executor.publish(5, 1, 99)
-            return Loaded(4, 0.25)
-
-        made.launcher.prepared["hybrid-0"] = {LoadWeights: publish_meanwhile}
-        await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-        assert made.launcher.workers["hybrid-0"].loaded == [4, 5]
-        assert {entry.handle.version for entry in made.fleet.instances()} == {5}
-
-    started(tmp_path, scenario)
+def test_a_single_move_fails_with_its_own_error(world: World) -> None:
+    moving = world.loop.create_task(world.executor.move(Move("rollout-0", SHORT, SHORT)))
+    world.applying = moving  # type: ignore[assignment]
+    with pytest.raises(WorkerFailedError, match="out of memory"):
+        world.settle()
+        go_on(world, "drain", "stop")
+        world.fail(0, OUT_OF_MEMORY)
+    world.applying = None
+    assert duties(world) == BEGUN | {"rollout-0": IDLE}
 
 
-def test_a_replica_that_dies_before_it_could_leave_is_started_again(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        async with made.executor.trainers.boundary:
-            applying = asyncio.create_task(
-                made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-            )
-            while made.pool["hybrid-0"].role is not Role.DRAINING:
-                await asyncio.sleep(0)
-            made.launcher.workers["hybrid-0"].die()
-            while made.pool["hybrid-0"].role is not Role.FAILED:
-                await asyncio.sleep(0)
-        [moved] = (await applying).moves
-        assert (moved.outcome, moved.why) == ("undone", "the worker closed the connection")
-        assert made.duties() == BEGUN
-
-    started(tmp_path, scenario)
-
-
-def test_what_overstays_is_failed_by_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "_WATCH_SECONDS", 0.01)
-    overdue, late = Pool.overdue, list[float]()
-    monkeypatch.setattr(Pool, "overdue", lambda pool, now, step: overdue(pool, now + late.pop(), step) if late else ())
-
-    async def never() -> Message:
-        late.append(DEADLINES[Role.JOINING].after(STANDARD.unknown) + 1)
-        return await asyncio.get_running_loop().create_future()
-
-    async def scenario(made: Made) -> None:
-        made.launcher.prepared["hybrid-0"] = {StartEngine: never}
-        applied = await made.executor.apply(Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100))))
-        [moved] = applied.moves
-        assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 1680 s")
-
-    started(tmp_path, scenario)
-
-
-def test_a_restart_is_a_move_to_the_same_duty(tmp_path: Path) -> None:
-    async def scenario(made: Made) -> None:
-        assert await made.executor.restart("rollout-0") >= 0
-        assert await made.executor.restart("hybrid-0") >= 0
-        assert [str(moved.move) for moved in made.told.moves[-2:]] == ["rollout:long -> rollout:long", "train -> train"]
-        assert await made.executor.reload() == [0.25, 0.25]
-        assert made.duties() == BEGUN
-
-    started(tmp_path, scenario)
+def test_what_nobody_expected_is_not_caught(world: World) -> None:
+    with pytest.raises(ZeroDivisionError):
+        apply(world, LONGER)
+        world.fail(0, ZeroDivisionError())
+    world.applying = None

@@ -6,10 +6,11 @@ from types import MappingProxyType
 
 import pytest
 
-from libra.exec.replay import Past
-from libra.exec.workers import TRAIN, Duty, Role, make_pool
+from libra.exec.journal import JournalReplay
+from libra.exec.pool import make_pool
 from libra.loop.checkpoint import allocation_in_force
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import TRAIN, Duty, Role
 
 HOLDS = {"short": 40, "middle": 100, "long": 100}
 WORKERS = make_pool(1, 1, 2).all()
@@ -18,9 +19,9 @@ FIRST = Allocation(1, (Bucket("short", 2, 0, 40), Bucket("long", 1, 40, 100)))
 OTHER = Allocation(1, (Bucket("short", 2, 0, 30), Bucket("middle", 1, 30, 100)))
 
 
-def left(*duties: Duty, plans: tuple[Allocation, ...] = (FIRST,)) -> Past:
+def left(*duties: Duty, plans: tuple[Allocation, ...] = (FIRST,)) -> JournalReplay:
     worked = {worker.id: duty for worker, duty in zip(WORKERS, (TRAIN, *duties), strict=False)}
-    return Past(7, MappingProxyType({}), MappingProxyType({}), MappingProxyType(worked), plans)
+    return JournalReplay(7, MappingProxyType({}), MappingProxyType({}), MappingProxyType(worked), plans)
 
 
 def allocation(replicas: int, *buckets: tuple[str, int, int]) -> Allocation:
@@ -50,5 +51,5 @@ CASES = [
 
 
 @pytest.mark.parametrize(("before", "wanted"), [row[1:] for row in CASES], ids=[row[0] for row in CASES])
-def test_the_allocation_in_force(before: Past, wanted: Allocation | None) -> None:
+def test_the_allocation_in_force(before: JournalReplay, wanted: Allocation | None) -> None:
     assert allocation_in_force(before, WORKERS, HOLDS) == wanted

@@ -12,41 +12,41 @@ from hypothesis import strategies as st
 
 from libra.exec.journal import (
     AnyEntry,
-    Applied,
-    Checkpoint,
-    Done,
-    Dropped,
-    End,
-    Failed,
-    Intend,
+    CheckpointWritten,
     Journal,
     JournalError,
-    Lost,
-    Plan,
-    Process,
-    Start,
-    Step,
-    Undone,
+    MoveBegun,
+    MoveDone,
+    MoveFailed,
+    MoveUndone,
+    ProcessStarted,
+    RunEnded,
+    SessionStarted,
+    TransitionBegun,
+    TransitionDone,
+    TransitionDropped,
+    WeightsPublished,
+    WorkerLost,
     read_journal,
 )
-from libra.exec.workers import IDLE, TRAIN, Duty, Role
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import IDLE, TRAIN, Duty, Role
 
 ENTRIES: list[AnyEntry] = [
-    Start(3),
-    Plan(Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 160))), None),
-    Intend("hybrid-0", IDLE, TRAIN),
-    Process("hybrid-0", 4711),
-    Done("hybrid-0", 2.5),
-    Applied(),
-    Step(4),
-    Checkpoint(4),
-    Lost("rollout-1", 'process ended: "signal 9"\nZürich \u2028', retired=False),
-    Intend("rollout-1", IDLE, Duty(Role.ROLLOUT, "long")),
-    Failed("rollout-1", 120.0, "no answer", retired=True),
-    Undone("rollout-0", 12.0, "it went away"),
-    Dropped("rollout-1 could not become rollout:long"),
-    End(8),
+    SessionStarted(3),
+    TransitionBegun(Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 160))), None),
+    MoveBegun("hybrid-0", IDLE, TRAIN),
+    ProcessStarted("hybrid-0", 4711),
+    MoveDone("hybrid-0", 2.5),
+    TransitionDone(),
+    WeightsPublished(4),
+    CheckpointWritten(4),
+    WorkerLost("rollout-1", 'process ended: "signal 9"\nZürich \u2028', retired=False),
+    MoveBegun("rollout-1", IDLE, Duty(Role.ROLLOUT, "long")),
+    MoveFailed("rollout-1", 120.0, "no answer", retired=True),
+    MoveUndone("rollout-0", 12.0, "it went away"),
+    TransitionDropped("rollout-1 could not become rollout:long"),
+    RunEnded(8),
 ]
 
 
@@ -68,8 +68,8 @@ def test_a_commit_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes()))
-    journal.note(Step(1))
-    journal.commit(Checkpoint(1))
+    journal.note(WeightsPublished(1))
+    journal.commit(CheckpointWritten(1))
     assert synced == [b'{"kind":"step","version":1}\n{"kind":"checkpoint","step":1}\n']
     journal.close()
 
@@ -88,8 +88,8 @@ def test_cut_anywhere_the_whole_lines_are_kept_and_more_can_be_written(
     path.write_bytes(WHOLE[:cut])
     kept = ENTRIES[: WHOLE[:cut].count(b"\n")]
     assert list(read_journal(path)) == kept
-    written(path, [Start(7)])
-    assert list(read_journal(path)) == [*kept, Start(7)]
+    written(path, [SessionStarted(7)])
+    assert list(read_journal(path)) == [*kept, SessionStarted(7)]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_cut_anywhere_the_whole_lines_are_kept_and_more_can_be_written(
         b'{"kind":"begin"}',
         b'{"kind":"step"}',
         b'{"kind":"step","version":1,"x":0}',
-        b'{"kind":"intend","worker":"w","before":{"role":"train","shape":"long"},"after":{"role":"idle"}}',
+        b'{"kind":"intend","worker":"w","before":{"role":"idle","shape":"long"},"after":{"role":"idle"}}',
     ],
     ids=["cut off", "empty", "zeros", "not text", "unknown kind", "a field less", "a field more", "no such duty"],
 )

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from libra.exec.losses import LOSS_WINDOW
-from libra.exec.workers import (
-    DEADLINES,
-    IDLE,
-    MOST_LOSSES,
-    TRAIN,
-    Duty,
-    IllegalTransitionError,
-    Pool,
-    Role,
-    Worker,
-    make_pool,
-)
+from libra.exec.pool import DEADLINES, LOSS_WINDOW, MOST_LOSSES, IllegalTransitionError, Worker, WorkerPool, make_pool
+from libra.plan.transition import IDLE, TRAIN, Duty, Role
 
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
 
@@ -116,12 +105,6 @@ def test_what_a_worker_does(worker: Worker, duty: Duty, text: str) -> None:
     assert str(duty) == text
 
 
-@pytest.mark.parametrize(("role", "shape"), [(Role.ROLLOUT, None), (Role.TRAIN, "long")])
-def test_only_an_engine_has_a_shape(role: Role, shape: str | None) -> None:
-    with pytest.raises(ValueError, match="an engine has a shape, nobody else has"):
-        Duty(role, shape)
-
-
 def test_the_shape_belongs_to_the_role() -> None:
     pool = make_pool(0, 0, 1)
     assert pool.become("rollout-0", Role.JOINING, 0.0, "short").shape == "short"
@@ -139,7 +122,7 @@ def test_the_shape_belongs_to_the_role() -> None:
 )
 def test_overdue(role: Role, waited: float, overdue: bool) -> None:
     worker = Worker("w", 0, ANY, role=role, since=10.0)
-    assert Pool([worker]).overdue(10.0 + waited, step_seconds=90.0) == ((worker,) if overdue else ())
+    assert WorkerPool([worker]).overdue(10.0 + waited, step_seconds=90.0) == ((worker,) if overdue else ())
 
 
 def test_both_passing_roles_have_a_deadline() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sittings import CONFIG, PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Sitting, sit, sit_until_killed
+from run_sessions import CONFIG, PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Session, sit, sit_until_killed
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.config.run import ConfigError
@@ -42,12 +42,12 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def require_whole(directory: Path, last: Sitting) -> None:
+def require_whole(directory: Path, last: Session) -> None:
     """The run is over, and its files tell of every trajectory once."""
     assert last.training.step == STEPS
     assert (last.training.started_trajectories, last.training.trained_trajectories) == (len(EVERYBODY),) * 2
     assert sorted(t.id for t in read_trajectories(directory / "trajectories.jsonl")) == EVERYBODY
-    assert sorted(last.replanner.tracker.seen) == EVERYBODY  # the statistics have seen each once
+    assert sorted(last.observations.tracker.seen) == EVERYBODY  # the statistics have seen each once
     trained = [sample for batch in last.core.trained for sample in batch]
     assert len(set(trained)) == len(trained)  # those of groups without signal are not sent
     steps = list(read_records(StepRecord, directory / "metrics.jsonl"))
@@ -81,7 +81,7 @@ def test_killed_anywhere_and_resumed(tmp_path: Path, seed: int) -> None:
     assert kills
 
 
-def test_steps_that_are_made_again_are_made_of_the_same_trajectories(tmp_path: Path) -> None:
+def test_steps_that_are_replayed_are_made_of_the_same_trajectories(tmp_path: Path) -> None:
     """Killed with as many steps after the checkpoint as there can be, and with groups half finished."""
     for rounds in range(40, 400):
         run, left = tmp_path / f"run-{rounds}", tmp_path / f"left-{rounds}"
@@ -92,27 +92,27 @@ def test_steps_that_are_made_again_are_made_of_the_same_trajectories(tmp_path: P
             break
     metrics = (left / "metrics.jsonl").read_text()
     sampled = [t.id for t in read_trajectories(left / "trajectories.jsonl")]
-    sitting = sit(left, resume=True, seed=8)
-    require_whole(left, sitting)
+    session = sit(left, resume=True, seed=8)
+    require_whole(left, session)
     assert (left / "metrics.jsonl").read_text().startswith(metrics)  # what was measured stays
     after = [t.id for t in read_trajectories(left / "trajectories.jsonl")]
     assert after[: len(sampled)] == sampled  # nothing that had finished was generated again
     events = [json.loads(line) for line in (left / "events.jsonl").read_text().splitlines()]
     [resumed] = [event["text"] for event in events if event["kind"] == "resumed"]
-    assert resumed.startswith("made steps 3 to ")
+    assert resumed.startswith("replayed steps 3 to ")
 
 
 def test_a_core_trainer_that_is_lost_between_two_steps_ends_the_run(tmp_path: Path) -> None:
-    sitting = Sitting(tmp_path, resume=False, seed=1)
-    sitting.core.lost = True
+    session = Session(tmp_path, resume=False, seed=1)
+    session.core.lost = True
     with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
-        asyncio.run(sitting.training.run())
-    sitting.close()
+        asyncio.run(session.training.run())
+    session.close()
 
 
 def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for progress then, and nothing else may come that would wake who waits later."""
-    sitting = Sitting(tmp_path, resume=False, seed=1)
+    session = Session(tmp_path, resume=False, seed=1)
 
     async def hanging(rollout: Rollout, *_: Any) -> Episode:
         return await asyncio.get_running_loop().create_future()
@@ -124,13 +124,13 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
 
     monkeypatch.setattr(Rollout, "episode", hanging)
     with pytest.raises(RuntimeError, match="an episode broke"):
-        asyncio.run(next_step(sitting.training))
-    sitting.close()
+        asyncio.run(next_step(session.training))
+    session.close()
 
 
 def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: Path) -> None:
-    sitting = Sitting(tmp_path, resume=False, seed=1)
-    training, trainers = sitting.training, sitting.training._executor.trainers
+    session = Session(tmp_path, resume=False, seed=1)
+    training, trainers = session.training, session.training._executor.processes.trainers
     held: list[asyncio.Task[None]] = []
 
     async def hold() -> None:
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: 
 
     training._between_steps = between  # type: ignore[method-assign]
     asyncio.run(training.run())
-    sitting.close()
+    session.close()
     first, second, third, *_ = read_records(StepRecord, tmp_path / "metrics.jsonl")
     assert first.held_seconds == third.held_seconds == 0.0
     assert 0.1 <= second.held_seconds < second.step_seconds
@@ -159,20 +159,20 @@ def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: 
 
 def test_no_checkpoint_is_written_once_an_episode_could_not_be(tmp_path: Path) -> None:
     """The disk is full for one moment, in which a checkpoint waits for the step boundary."""
-    sitting = Sitting(tmp_path, resume=False, seed=1)
-    training, trainers = sitting.training, sitting.training._executor.trainers
+    session = Session(tmp_path, resume=False, seed=1)
+    training, trainers = session.training, session.training._executor.processes.trainers
     holding: list[asyncio.Task[None]] = []
 
     async def hold() -> None:
-        refused, write = asyncio.Event(), sitting.recorder.episode
+        refused, write = asyncio.Event(), session.recorder.episode
 
         def refuse(episode: Episode) -> None:
-            sitting.recorder.episode = write  # type: ignore[method-assign]
+            session.recorder.episode = write  # type: ignore[method-assign]
             refused.set()
             raise DiskError(tmp_path / "trajectories.jsonl", OSError(28, "No space left on device"))
 
         async with trainers.boundary:
-            sitting.recorder.episode = refuse  # type: ignore[method-assign]
+            session.recorder.episode = refuse  # type: ignore[method-assign]
             await refused.wait()
 
     between = training._between_steps
@@ -186,47 +186,47 @@ def test_no_checkpoint_is_written_once_an_episode_could_not_be(tmp_path: Path) -
     training._between_steps = beside_a_joiner  # type: ignore[method-assign]
     with pytest.raises(DiskError, match="No space left"):
         asyncio.run(training.run())
-    sitting.close()
+    session.close()
     require_whole(tmp_path, sit(tmp_path, resume=True, seed=2))
 
 
 def test_a_loss_before_the_first_step_is_steered_around_before_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sitting = Sitting(tmp_path, resume=False, seed=1)
-    steering = sitting.training._steering
+    session = Session(tmp_path, resume=False, seed=1)
+    controller = session.training._controller
 
     def mended() -> None:
-        assert sitting.training.step == 0
+        assert session.training.step == 0
         raise RuntimeError("steered")
 
-    monkeypatch.setattr(steering, "urgent", True)
-    monkeypatch.setattr(steering, "at_boundary", mended)
+    monkeypatch.setattr(controller, "urgent", True)
+    monkeypatch.setattr(controller, "at_boundary", mended)
 
     async def hanging(rollout: Rollout, *_: Any) -> Episode:
         return await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(Rollout, "episode", hanging)
     with pytest.raises(RuntimeError, match="steered"):
-        asyncio.run(asyncio.wait_for(sitting.training.run(), 20.0))
-    sitting.close()
+        asyncio.run(asyncio.wait_for(session.training.run(), 20.0))
+    session.close()
 
 
-def test_what_was_generated_before_is_not_of_a_step_that_is_made_again(
+def test_what_was_generated_before_is_not_of_a_step_that_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sitting = Sitting(tmp_path, resume=False, seed=1)
-    sitting.training._rollout.generated_tokens = 1000  # by the check before the first step
+    session = Session(tmp_path, resume=False, seed=1)
+    session.training._rollout.generated_tokens = 1000  # by the check before the first step
 
     async def look(training: PostTraining) -> None:
         assert training._generated == 1000
         assert list(training._engine_counters._seen) == [1]
         raise RuntimeError("looked")
 
-    monkeypatch.setattr(PostTraining, "_make_again", look)
+    monkeypatch.setattr(PostTraining, "_replay_steps", look)
     with pytest.raises(RuntimeError, match="looked"):
-        asyncio.run(sitting.training.run())
-    sitting.close()
+        asyncio.run(session.training.run())
+    session.close()
 
 
 def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Pat
             history = read_interrupted(left).history
             if any(group.started_at < history.version for group in history.groups):
                 break
-    sitting = Sitting(left, resume=True, seed=1)
-    sitting.training._admission.max_staleness = 0
+    session = Session(left, resume=True, seed=1)
+    session.training._admission.max_staleness = 0
     with pytest.raises(ConfigError, match="resume with the file that the run was started with"):
-        asyncio.run(sitting.training.run())
-    sitting.close()
+        asyncio.run(session.training.run())
+    session.close()
 
 
 def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,13 +276,13 @@ def test_a_group_is_due_when_its_staleness_is_used_up(tmp_path: Path, monkeypatc
 LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
-from sittings import Sitting
+from run_sessions import Session
 from libra.records.disk import DiskError
 
 directory, room = Path(sys.argv[1]), int(sys.argv[2])
 
-async def run(sitting):
-    task = asyncio.create_task(sitting.training.run())
+async def run(session):
+    task = asyncio.create_task(session.training.run())
     while not task.done() and not any(directory.glob("checkpoint-*[0-9]/state.json")):
         await asyncio.sleep(0)
     size = (directory / sys.argv[3]).stat().st_size
@@ -290,7 +290,7 @@ async def run(sitting):
     await task
 
 try:
-    asyncio.run(run(Sitting(directory, resume=False, seed=5)))
+    asyncio.run(run(Session(directory, resume=False, seed=5)))
 except DiskError as error:
     print(error)
 """

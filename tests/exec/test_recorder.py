@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from test_episode_file import episode
 
-from libra.exec.moves import Move
-from libra.exec.transitions import Moved
-from libra.exec.workers import IDLE, TRAIN, Duty, Role, Worker
+from libra.exec.pool import Worker
+from libra.exec.protocols import MoveOutcome
 from libra.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
+from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 from libra.records.causes import Cause
 from libra.records.device_time import Phase
 from libra.records.disk import DiskError
@@ -53,21 +53,21 @@ def spans(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("moved", "kind", "text"),
     [
-        (Moved(Move("w", TRAIN, LONG), 2.25, "done"), "role_change", "train -> rollout:long in 2.2 s"),
-        (Moved(Move("w", LONG, LONG), 2.25, "done"), "role_change", "rollout:long again in 2.2 s"),
+        (MoveOutcome(Move("w", TRAIN, LONG), 2.25, "done"), "role_change", "train -> rollout:long in 2.2 s"),
+        (MoveOutcome(Move("w", LONG, LONG), 2.25, "done"), "role_change", "rollout:long again in 2.2 s"),
         (
-            Moved(Move("w", TRAIN, LONG), 12.0, "undone", "out of memory"),
+            MoveOutcome(Move("w", TRAIN, LONG), 12.0, "undone", "out of memory"),
             "move_failed",
             "train -> rollout:long failed after 12.0 s, it is train again: out of memory",
         ),
         (
-            Moved(Move("w", IDLE, LONG), 120.0, "failed", "no answer"),
+            MoveOutcome(Move("w", IDLE, LONG), 120.0, "failed", "no answer"),
             "move_failed",
             "idle -> rollout:long failed after 120.0 s, it does nothing: no answer",
         ),
     ],
 )
-def test_a_move_is_an_event_and_a_span(recorder: Recorder, moved: Moved, kind: str, text: str) -> None:
+def test_a_move_is_an_event_and_a_span(recorder: Recorder, moved: MoveOutcome, kind: str, text: str) -> None:
     recorder.moved(moved)
     [event] = rows(recorder.directory, "events")
     assert (event["kind"], event["worker"], event["text"]) == (kind, "w", text)

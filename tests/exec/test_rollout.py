@@ -187,6 +187,19 @@ def test_what_an_engine_is_asked(fresh: bool) -> None:
     assert [(report.trajectory, report.worker, report.tokens) for report in reports] == [("g0-0", "e0", 3)]
 
 
+def test_with_a_seed_an_episode_asks_for_the_same_draws_whatever_it_is_called() -> None:
+    def seeds(id: str, seed: int | None) -> list[int | None]:
+        script = Script(turn(letters(">e:1;")), ANSWER)
+        rollout = make_rollout(make_fleet(FirstInstance(), ScriptedEngine("e0", script)))
+        finish(rollout.episode(id, PROMPT, 0.0, 1.0, seed=seed))
+        return [request.seed for _, request in script.requests]
+
+    first, again, other = seeds("start-0", 7), seeds("end-0", 7), seeds("start-1", 8)
+    assert first == again and not {*first} & {*other}
+    assert len({*first}) == 2  # a turn does not draw what the turn before drew
+    assert seeds("start-0", None) == [None, None]
+
+
 def test_every_request_has_its_own_id() -> None:
     _, script, _ = play(turn(letters(">e:1;")), turn(letters(">e:2;")), ANSWER)
     assert len({request.id for _, request in script.requests}) == 3

@@ -18,7 +18,7 @@ import pytest
 from far_end import PATIENCE
 from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
-from test_steering import PROFILE
+from test_replan_controller import PROFILE
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
@@ -586,9 +586,7 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: pytest
         await asyncio.gather(task, return_exceptions=True)
         step = latest_checkpoint(directory)[1].step
         version = read_history(directory, step).version
-        again.extend(
-            [f"made steps {step + 1} to {version} again, from their own trajectories"] if version > step else []
-        )
+        again.extend([f"replayed steps {step + 1} to {version}, from their own trajectories"] if version > step else [])
         return await runs.start(resumed, resume=True)
 
     directory, again = resumed.run_directory, list[str]()
@@ -601,7 +599,7 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: pytest
     assert all(row["seconds"] > 0 for row in resumed_events)
     assert ("redoing" in summary.device_seconds) == bool(again)
     assert summary.wall_seconds > rows(directory, "metrics")[-1]["time"] > 3600
-    assert sum(summary.device_seconds.values()) < 3600  # they are of the sitting
+    assert sum(summary.device_seconds.values()) < 3600  # they are of the session
 
 
 @pytest.mark.parametrize(

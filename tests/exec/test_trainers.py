@@ -17,7 +17,7 @@ from voters import PORT, RELAYS, Fate, Floor, Voter
 import libra.backends.grpo.membership
 import libra.backends.grpo.trainers
 from libra.backends.grpo import joining
-from libra.backends.grpo.joining import BOUNDARIES, JoinError
+from libra.backends.grpo.joining import JoinError
 from libra.backends.grpo.joint_step import split_evenly
 from libra.backends.grpo.membership import FAILURES, Boundary, CoreLostError, ExchangeError, Membership, Patience
 from libra.backends.grpo.trainers import DivergedError, Trainers
@@ -43,6 +43,7 @@ from libra.backends.transport.messages import (
     StatePlace,
     Train,
 )
+from libra.exec.pool import JOIN_BOUNDARIES
 
 HOST = "127.0.0.1"
 SHORT = Patience(factor=2.0, floor=0.4, unknown=0.4, grace=0.2)  # for those who are told to hang
@@ -290,11 +291,11 @@ def test_a_joiner_that_is_not_level_is_not_let_in() -> None:
         joiner.steps = [9]
         joiner.will(Follow, [])
         joiner._copy = lambda place: None  # type: ignore[method-assign]
-        with pytest.raises(JoinError, match=f"hybrid-0 cannot join: it was not level at {BOUNDARIES} step boundaries"):
+        with pytest.raises(JoinError, match=f"hybrid-0 cannot join: .* at {JOIN_BOUNDARIES} step boundaries"):
             await scene.trainers.join(joiner.handle)
         assert joiner.told(Enter) == [] and joiner.handle.lost and joiner.killed
         # Same number, another hash: each time it started again.
-        assert len(joiner.told(Follow)) == BOUNDARIES
+        assert len(joiner.told(Follow)) == JOIN_BOUNDARIES
         assert await scene.step(2) == 1
 
     play(scenario)

@@ -18,15 +18,16 @@ from libra.backends.grpo.joining import JoinError
 from libra.backends.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt
-from libra.exec.journal import Journal, Start, Step, read_journal
-from libra.exec.replay import Past, past
-from libra.exec.transitions import Applied, Moved, Mover
-from libra.exec.workers import DEADLINES, IDLE, Duty, Role, Worker, make_pool
+from libra.exec.executor import Executor
+from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
+from libra.exec.pool import DEADLINES, Worker, make_pool
+from libra.exec.protocols import Applied, MoveOutcome
 from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import IDLE, Duty, Role, Transition
 from libra.route.admission import Admission
 from libra.route.published import PublishedCMLFQ
 
@@ -82,7 +83,9 @@ class Point:
 
 
 class Slots:
-    """The hands of a mover. A process is in `processes` from its fork to its end."""
+    """The `ProcessController` of an executor. A process is in `processes` from its fork to its end."""
+
+    trainer = None
 
     def __init__(self, fleet: EngineFleet, version: Callable[[], int]) -> None:
         self.fleet, self._version = fleet, version
@@ -91,6 +94,15 @@ class Slots:
         self.engines: dict[str, MadeEngine] = {}
         self.points: dict[str, Point] = {}
         self.immediate = False  # nothing waits: a run starts
+
+    def unsupported(self, transition: Transition) -> str | None:
+        return None
+
+    def offers(self, slot: int) -> bool:
+        return True
+
+    def declare_dead(self) -> None: ...
+    async def stop(self) -> None: ...
 
     async def free(self, worker: str, duty: Duty) -> None:
         assert self.in_service.pop(worker) == duty
@@ -139,9 +151,9 @@ class Slots:
 
 @dataclass(slots=True)
 class Heard:
-    """What a watcher was told."""
+    """What an observer was told."""
 
-    moved: list[Moved] = field(default_factory=list)
+    moved: list[MoveOutcome] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
 
@@ -152,11 +164,14 @@ class Told:
     def role(self, worker: Worker) -> None:
         pass
 
-    def moved(self, moved: Moved) -> None:
+    def moved(self, moved: MoveOutcome) -> None:
         self._heard.moved.append(moved)
 
     def lost(self, worker: str, why: str, retired: bool) -> None:
         self._heard.lost.append(worker)
+
+    def node_back(self, worker: str) -> None:
+        raise AssertionError("no node was lost")
 
 
 @dataclass(slots=True)
@@ -183,14 +198,14 @@ class World:
         self.saved = Saved(0, [])
         self.heard = Heard()
         self.faults: Counter[str] = Counter()
-        self._read: tuple[int, Past] | None = None
+        self._read: tuple[int, JournalReplay] | None = None
         self._begin(History(0), FIRST)
 
-    # --- a sitting ---------------------------------------------------------------------------------------------------
+    # --- a session ---------------------------------------------------------------------------------------------------
 
     def _begin(self, history: History, allocation: Allocation) -> None:
         self.journal = Journal(self.directory / "journal.jsonl")
-        self.journal.commit(Start(history.step))
+        self.journal.commit(SessionStarted(history.step))
         self.file = EpisodeFile(self.directory, history.step, history.groups)
         self.version = history.version
         self.trained = list(self.saved.trained)
@@ -202,7 +217,7 @@ class World:
         self.fleet = EngineFleet(self.policy, allocation)
         self.slots = Slots(self.fleet, lambda: self.version)
         self.pool = make_pool(CORE, HYBRID, ROLLOUT)
-        self.mover = Mover(
+        self.executor = Executor(
             self.pool, self.slots, self.journal, Told(self.heard), LONGEST_SHAPES, LONGEST, lambda: self.clock
         )
         self.rollout = Rollout(
@@ -212,7 +227,7 @@ class World:
         self.applying: asyncio.Task[Applied] | None = None
         self.dark = False  # a loss took the last engine for the longest contexts
         self.slots.immediate = True
-        self.loop.run_until_complete(self.mover.start(allocation))
+        self.loop.run_until_complete(self.executor.start(allocation))
         self.slots.immediate = False
         self.started = history.version * self.per_step + len(history.groups)
         for group in history.groups:
@@ -294,17 +309,17 @@ class World:
             assert not self.slots.points, "a move goes on after its transaction"
             assert not any(worker.role in DEADLINES for worker in workers)
             assert self.remembered().duties == {worker.id: worker.duty for worker in workers}
-        routed = self.mover.allocation()
+        routed = self.executor.allocation()
         if routed is not None:
             assert self.fleet.allocation == routed
         assert self.admission.in_flight <= (1 + self.staleness) * self.per_step
 
-    def remembered(self) -> Past:
+    def remembered(self) -> JournalReplay:
         """What the journal says; read when it has grown."""
         path = self.directory / "journal.jsonl"
         size = path.stat().st_size
         if self._read is None or self._read[0] != size:
-            self._read = size, past(read_journal(path))
+            self._read = size, replay(read_journal(path))
         return self._read[1]
 
     # --- moves -------------------------------------------------------------------------------------------------------
@@ -327,8 +342,11 @@ class World:
             buckets.append(Bucket(shape, shapes.count(shape), buckets[-1].up_to if buckets else 0, LIMITS[shape]))
         last = buckets[-1]
         buckets[-1] = Bucket(last.shape, last.engines, last.above, LONGEST)
-        self.applying = self.loop.create_task(self.mover.apply(Allocation(CORE + training, tuple(buckets))))
+        self.applying = self.loop.create_task(self.apply(Allocation(CORE + training, tuple(buckets))))
         self.settle()
+
+    async def apply(self, wanted: Allocation) -> Applied:
+        return await self.executor.apply(self.executor.transition(wanted))
 
     def go_on(self, which: int) -> None:
         """One thing that takes time ends well."""
@@ -348,11 +366,11 @@ class World:
         if self.slots.points:
             self.faults["hang"] += 1
         self.clock += max(deadline.seconds for deadline in DEADLINES.values()) + 1
-        self.mover.fail_overdue(step_seconds=0.0)
+        self.executor.fail_overdue(step_seconds=0.0)
         self.settle()
 
     def kill(self, which: int) -> None:
-        """A process ends, of a worker that is not the core: its loss is the end of a sitting, which is `crash`."""
+        """A process ends, of a worker that is not the core: its loss is the end of a session, which is `crash`."""
         victims = sorted(set(self.slots.processes) - {"core-0"})
         if not victims:
             return
@@ -362,7 +380,7 @@ class World:
         if not others and self.slots.in_service.get(victim, IDLE).shape in LONGEST_SHAPES:
             self.dark = True
         self.slots.end(victim, "signal 9")
-        self.mover.lose(victim, "signal 9")
+        self.executor.lose(victim, "signal 9")
         self.settle()
 
     def _point(self, which: int) -> tuple[str, Point]:
@@ -405,7 +423,7 @@ class World:
         self._train(self.taken)
         self.taken = []
         self.version += 1
-        self.journal.note(Step(self.version))
+        self.journal.note(WeightsPublished(self.version))
         for engine in self.slots.engines.values():
             engine.version = self.version
         self.admission.publish(self.version)

@@ -202,6 +202,19 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(fork_server: SharedN
     asyncio.run(check())
 
 
+def test_the_same_seed_samples_the_same_tokens(fork_server: SharedNursery, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with pair(fork_server, tmp_path) as both:
+            seeds = (3, 3, 4)
+            one, again, other = [
+                (await made(both.engine, Generate(f"r{index}", PROMPT, 24, 1.0, -1, 0, seed=seed))).tokens
+                for index, seed in enumerate(seeds)
+            ]
+            assert one == again != other
+
+    asyncio.run(check())
+
+
 def test_weights_arrive_in_the_middle_of_a_turn_without_draining(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(fork_server, tmp_path) as both:

@@ -17,9 +17,8 @@ from arithmetic import LOGPROB_GAP
 from small_runs import SMALL_RUN, SmallRuns
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.exec.journal import read_journal
-from libra.exec.replay import past
-from libra.exec.workers import make_pool
+from libra.exec.journal import read_journal, replay
+from libra.exec.pool import make_pool
 from libra.loop.checkpoint import allocation_in_force
 from libra.trajectory import read_trajectories
 
@@ -176,14 +175,14 @@ def test_a_killed_controller_takes_its_workers_with_it_and_its_run_goes_on(small
     before = finished_episodes(small_runs)
     measured = (small_runs.run_directory / "metrics.jsonl").read_text().rpartition("\n")[0]
     holds = {name: shape["max_model_len"] for name, shape in SMALL_RUN["engines"].items()}
-    last = past(read_journal(small_runs.run_directory / "journal.jsonl"))
+    last = replay(read_journal(small_runs.run_directory / "journal.jsonl"))
     allocation = allocation_in_force(last, make_pool(1, 1, 2).all(), holds)
 
     began = time.monotonic()
     process = small_runs.start("--resume", "--json", training__steps=10)
     events = len(small_runs.rows("events"))
     wait_for(
-        lambda: any(row["kind"] == "step" for row in journal_of_the_last_sitting(small_runs)),
+        lambda: any(row["kind"] == "step" for row in journal_of_the_last_session(small_runs)),
         "the first step of the resumed run",
         process,
     )
@@ -200,11 +199,11 @@ def test_a_killed_controller_takes_its_workers_with_it_and_its_run_goes_on(small
     assert len(after) == len(small_runs.rows("trajectories")) == 10 * 16  # none twice
     assert {id: after[id] for id in before} == before  # nothing that had finished was generated again
     assert any(row["kind"] == "resumed" for row in small_runs.rows("events")[events:])
-    plans = [row for row in journal_of_the_last_sitting(small_runs) if row["kind"] == "plan"]
+    plans = [row for row in journal_of_the_last_session(small_runs) if row["kind"] == "plan"]
     assert plans[0]["wanted"] == json.loads(msgspec.json.encode(allocation))  # it began with what the workers did last
 
 
-def journal_of_the_last_sitting(run: SmallRuns) -> list[dict[str, Any]]:
+def journal_of_the_last_session(run: SmallRuns) -> list[dict[str, Any]]:
     rows = run.rows("journal")
     starts = [index for index, row in enumerate(rows) if row["kind"] == "start"]
     return rows[starts[-1] :] if len(starts) > 1 else []

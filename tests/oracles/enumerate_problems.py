@@ -139,12 +139,12 @@ def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool], 
 def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, training: TrainingOption, runs: bool) -> float:
     """The smallest step in which the bucket's engines do their work and its longest trajectory is not too late."""
     own = members(problem, bucket)
-    routers = problem.reach_tried if runs else problem.reach_untried
+    routers = problem.recall_known if runs else problem.recall_possible
     work = max(_asked(row, reach, own, bucket) for row in option.work for reach in routers)
     squared = max(_asked(option.refresh, reach, own, bucket) for reach in routers)
     if option.fills and sum(option.fills[j] for j in own) > bucket.engines:
         return math.inf
-    residence = max([option.residence[j] for j in own if problem.met[j]], default=0.0)
+    residence = max([option.residence[j] for j in own if problem.expected[j]], default=0.0)
     after = (
         (training.seconds if training.tail is None else training.tail)
         + training.publish
@@ -311,10 +311,10 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
         engines=tuple(engines),
         training=draw(_training(pools)),
         peaks=peaks,
-        met=draw(st.tuples(*[st.sampled_from([True, True, False])] * classes)),
+        expected=draw(st.tuples(*[st.sampled_from([True, True, False])] * classes)),
         longest_context=longest,
-        reach_tried=tried,
-        reach_untried=(*tried, *draw(st.lists(reach, max_size=1))),
+        recall_known=tried,
+        recall_possible=(*tried, *draw(st.lists(reach, max_size=1))),
         staleness=staleness,
         batched=staleness > 0 and draw(st.booleans()),
         colocated=colocated,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import kv_tokens
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
+from libra.trajectory import Trajectory, Turn
 
 SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
 LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
@@ -30,3 +33,15 @@ def kv_of(recipe: Recipe, model: ModelSpec, tp: int, nodes: NodeClass = A800) ->
         kv_bytes=recipe.kv_bytes,
         batched_tokens=recipe.max_batched_tokens,
     )
+
+
+def trajectories(version: int, calls: int, count: int = 256, *, finished: bool = True) -> list[Trajectory]:
+    """About `calls` tool calls of 100 + 100 tokens each, as many as the recipe has room for."""
+    rng = random.Random(version)
+    made = []
+    for number in range(count):
+        turns = (Turn(100, "tool", "ok", 100, 1.0),) * min(38, max(1, round(calls * rng.lognormvariate(0, 0.4))))
+        last = (Turn(100, None, None, 0),) if finished else ()
+        name = f"{version}.{number}"
+        made.append(Trajectory(name, name, "made", 200, turns + last, None, version, finished))
+    return made

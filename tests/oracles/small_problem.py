@@ -15,10 +15,10 @@ PROBLEM = Problem(
     engines=(SHORT_FEW, SHORT_MANY, LONG),
     training=(ONE, TWO),
     peaks=(1000, 4000),
-    met=(True, True),
+    expected=(True, True),
     longest_context=5000,
-    reach_tried=((1.0, 0.5),),
-    reach_untried=((1.0, 0.5), (0.5, 0.0)),
+    recall_known=((1.0, 0.5),),
+    recall_possible=((1.0, 0.5), (0.5, 0.0)),
     staleness=1,
 )
 

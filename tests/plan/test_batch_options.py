@@ -78,8 +78,8 @@ def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(
 ) -> None:
     problem = replace(
         problem_of(recipe=stale(staleness)),
-        reach_tried=((1.0,) * 3,),
-        reach_untried=((1.0,) * 3,),
+        recall_known=((1.0,) * 3,),
+        recall_possible=((1.0,) * 3,),
         use_all_devices=False,
         most_buckets=None,
     )
@@ -89,7 +89,7 @@ def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(
         buckets.insert(0, Bucket("a800/tp8", 1, 0, peaks[first - 1]))
     training = problem.training[0]
     found = bucket_prices(problem, Allocation(training.replicas, tuple(buckets), training.layout))[-1]
-    fixed = training.follows + training.publish
+    fixed = training.after_rollout + training.publish
     own = [option for option in problem.engines if option.shape == "a800/tp2"]
     work = max(sum(row[first : last + 1]) for row in own[last].work) / engines
     if staleness == 0:
@@ -166,7 +166,7 @@ def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
 
     def waits(rare: float) -> list[float]:
         classes = (replace(short, share=1 - rare), replace(long, share=rare))
-        assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).met == (True, True)
+        assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).expected == (True, True)
         return [option.alone for option in options_of(classes, recipe=recipe) if not option.fills][:2]
 
     each_short, each_long = waits(0.5)

@@ -32,10 +32,10 @@ def menu(
         engines=tuple(engines),
         training=tuple(options),
         peaks=(10,),
-        met=(True,),
+        expected=(True,),
         longest_context=10,
-        reach_tried=everything,
-        reach_untried=everything,
+        recall_known=everything,
+        recall_possible=everything,
     )
     return replace(problem, **fields)  # type: ignore[arg-type]
 

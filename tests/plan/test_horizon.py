@@ -25,10 +25,10 @@ def make_problem(work: float, train: float) -> Problem:
         engines=(EngineOption("engine", "pool", 1, 4, 1000, 0.0, ((work,),), (0.0,), (0.0,)),),
         training=tuple(TrainingOption("layout", "pool", n, n, train / n, 0.0) for n in range(1, DEVICES)),
         peaks=(1000,),
-        met=(True,),
+        expected=(True,),
         longest_context=1000,
-        reach_tried=((1.0,),),
-        reach_untried=((1.0,),),
+        recall_known=((1.0,),),
+        recall_possible=((1.0,),),
         staleness=7,
     )
 

@@ -13,9 +13,9 @@ from oracles.small_request import PROFILE
 from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig, load_config
 from libra.cost.device import DeviceProfile
-from libra.exec.workers import make_pool
+from libra.exec.pool import make_pool
 from libra.lengths import LengthTracker
-from libra.loop.replanning import Replanner
+from libra.loop.observations import Observations
 from libra.plan.offline import gather, gather_workload, request_from
 from libra.plan.options.slots import EngineShape, Fleet, SlotRequest
 from libra.trajectory import Trajectory, Turn, read_trajectories, read_workload, write_trajectories
@@ -72,10 +72,10 @@ def test_the_half_life_is_the_configured_one(config: RunConfig) -> None:
 def test_the_question_is_that_of_a_run_that_has_seen_the_same_trajectories(config: RunConfig) -> None:
     log = list(read_trajectories(EXAMPLES / "trajectories.jsonl"))
     offline = offline_request(config, log, PROFILE)
-    replanner = Replanner(config, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens)
-    for finished in log:
-        replanner.tracker.observe(finished)
-    assert replanner.request(make_pool(1, 1, 2).all(), None) == offline
+    observations = Observations(config, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens)
+    observations.replanner.observe(log)
+    site = observations.site(make_pool(1, 1, 2).devices(), None)
+    assert site.request(observations.replanner.scenario(site)) == offline
 
 
 def test_unfinished_trajectories_are_counted_and_change_nothing(config: RunConfig) -> None:

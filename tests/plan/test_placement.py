@@ -36,10 +36,10 @@ class Wanted:
             engines=tuple(EngineOption(f"tp{n}", "a", n, 1, 10**6, 0.0, ((1.0,),), (0.0,), (1.0,)) for n in sizes),
             training=(TrainingOption(f"x{self.replica}", "a", self.replica * self.replicas, self.replicas, 1.0, 0.0),),
             peaks=(1,),
-            met=(True,),
+            expected=(True,),
             longest_context=10**6,
-            reach_tried=((1.0,),),
-            reach_untried=((1.0,),),
+            recall_known=((1.0,),),
+            recall_possible=((1.0,),),
             colocated=self.colocated,
         )
 

@@ -24,7 +24,7 @@ from libra.plan.problem import Allocation, Bucket, Pool, Prediction, Problem, Tr
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))
 SYNC = replace(PROBLEM, staleness=0)
 COLOCATED = replace(SYNC, colocated=True, switch=1.5)
-UNMET = replace(PROBLEM, met=(True, False))
+UNMET = replace(PROBLEM, expected=(True, False))
 PATIENT = replace(PROBLEM, staleness=7)
 REFRESH = replace(PATIENT, engines=(replace(LONG, refresh=(4.0, 2.0)),))
 SYNC_REFRESH = replace(REFRESH, staleness=0)
@@ -206,7 +206,7 @@ def test_the_parts_add_up_to_the_step_and_the_largest_is_its_bottleneck(problem:
     option = training_option(problem, allocation)
     assert option is not None
     if len(parts) > 1:
-        assert parts["training"] == pytest.approx(option.follows / (1 + problem.staleness))
+        assert parts["training"] == pytest.approx(option.after_rollout / (1 + problem.staleness))
     elif "training" in parts:
         assert predicted.step == option.seconds
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
-import random
 from dataclasses import replace
 from threading import Thread
 
 import pytest
-from oracles.small_cluster import CLUSTER, QWEN_14B
+from oracles.small_cluster import CLUSTER, QWEN_14B, trajectories
 from oracles.small_cluster import RECIPE as SMALL_BATCHES
 
 from libra.cost.device import SwitchCost
@@ -18,25 +17,12 @@ from libra.plan.options.price import infeasibility, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
-from libra.plan.transition import Move
 from libra.trajectory import Trajectory, Turn
 
 RECIPE = SMALL_BATCHES.model_copy(update={"batch": 1024})
 PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE)
 FREE = SwitchCost(0.0, 0.0, 0.0)
 NEVER_WORTH_IT = SwitchCost(1e9, 1e9, 0.0)
-
-
-def trajectories(version: int, calls: int, count: int = 256, *, finished: bool = True) -> list[Trajectory]:
-    """About `calls` tool calls of 100 + 100 tokens each, as many as the recipe has room for."""
-    rng = random.Random(version)
-    made = []
-    for number in range(count):
-        turns = (Turn(100, "tool", "ok", 100, 1.0),) * min(38, max(1, round(calls * rng.lognormvariate(0, 0.4))))
-        last = (Turn(100, None, None, 0),) if finished else ()
-        name = f"{version}.{number}"
-        made.append(Trajectory(name, name, "made", 200, turns + last, None, version, finished))
-    return made
 
 
 def started(switch: SwitchCost, calls: int = 1) -> tuple[Replanner, Allocation]:
@@ -51,7 +37,7 @@ def test_the_first_step_starts_a_plan() -> None:
     replanner = Replanner(PLANNER)
     assert replanner.plan is None
     decision = replanner.step(trajectories(0, 2), [])
-    assert (decision.taken, decision.current, decision.moves, decision.cost) == (True, None, (), 0.0)
+    assert (decision.taken, decision.current, decision.transition.moves, decision.cost) == (True, None, (), 0.0)
     assert replanner.plan is not None
     assert replanner.plan.placement
     assert sum(group.devices for group in replanner.plan.placement) <= CLUSTER.devices
@@ -64,7 +50,7 @@ def test_longer_trajectories_change_the_plan_and_the_change_has_a_way() -> None:
     assert decision.taken
     assert decision.current is not None
     assert decision.gain_per_step == decision.current.step - decision.proposed.step > 0
-    assert decision.moves
+    assert decision.transition.moves
     assert replanner.plan is not None
     assert replanner.plan.allocation != before
     assert replanner.plan.layout is not None
@@ -150,7 +136,8 @@ def test_other_ranges_of_the_same_engines_cost_nothing_where_no_start_is_ever_wo
     uneven = replace(best, buckets=(replace(first, up_to=4000), replace(last, above=4000)))
     resumed = Replanner(PLANNER, replace(replanner.plan, allocation=uneven), switch=NEVER_WORTH_IT)
     decision = resumed.step(trajectories(0, 8), [])
-    assert (decision.taken, decision.cost, decision.moves) == (True, 0.0, (Move("rebucket"),))
+    assert (decision.taken, decision.cost) == (True, 0.0)
+    assert (decision.transition.moves, decision.transition.rebuckets) == ((), True)
     assert resumed.plan is not None
     assert resumed.plan.allocation == best
 
@@ -185,7 +172,7 @@ def test_a_plan_is_judged_by_lengths_that_are_somewhat_off_as_well() -> None:
 
 
 def test_where_no_plan_serves_all_lengths_the_likeliest_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.plan.replanner.fits", lambda problem, allocation: "too long")
+    monkeypatch.setattr("libra.plan.replanner.infeasibility", lambda problem, allocation: "too long")
     replanner = Replanner(PLANNER)
     decision = replanner.step(trajectories(0, 10), [])
     assert replanner.plan is not None

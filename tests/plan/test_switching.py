@@ -11,7 +11,7 @@ from libra.cost.device import SwitchCost
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
 from libra.plan.switching import ENGINE_START, TRAINER_START, live_refill, switch_cost, switch_seconds
-from libra.plan.transition import Change, Move, changes
+from libra.plan.transition import group_transition
 
 REQUEST = Planner(CLUSTER, QWEN_14B, RECIPE).request(CLASSES)
 SWITCH = SwitchCost(engine_start=50.0, trainer_join=30.0, weight_load=2.0)
@@ -26,10 +26,10 @@ PROBLEM = Problem(
     engines=(engine("tp1", 1), engine("tp4", 4)),
     training=(TrainingOption("a", "pool", 4, 2, 1.0, 0.0), TrainingOption("b", "pool", 8, 2, 1.0, 0.0)),
     peaks=(1000, 5000),
-    met=(True, True),
+    expected=(True, True),
     longest_context=5000,
-    reach_tried=((1.0, 1.0),),
-    reach_untried=((1.0, 1.0),),
+    recall_known=((1.0, 1.0),),
+    recall_possible=((1.0, 1.0),),
 )
 
 
@@ -39,46 +39,41 @@ def allocation(replicas: int, small: int, large: int, layout: str = "a", cut: in
 
 TABLE = [
     ("nothing", allocation(2, 4, 2), (), 0.0),
-    ("ranges only", allocation(2, 4, 2, cut=2000), (Move("rebucket"),), 0.0),
+    ("ranges only", allocation(2, 4, 2, cut=2000), (), 0.0),
     (
         "engines start side by side",
         allocation(2, 6, 3),
-        (("start", "engine", "tp4", 1), ("start", "engine", "tp1", 2)),
+        ("idle -> rollout:tp4", "2 x idle -> rollout:tp1"),
         50.0,
     ),
-    ("a replica joins", allocation(3, 4, 2), (("start", "replica", "a", 1),), 30.0),
-    ("a replica leaves", allocation(1, 4, 2), (("stop", "replica", "a", 1),), 0.0),
+    ("a replica joins", allocation(3, 4, 2), ("idle -> train:a",), 30.0),
+    ("a replica leaves", allocation(1, 4, 2), ("train:a -> idle",), 0.0),
     # Another layout starts all replicas anew.
-    ("another layout", allocation(2, 4, 2, "b"), (("stop", "replica", "a", 2), ("start", "replica", "b", 2)), 30.0),
+    ("another layout", allocation(2, 4, 2, "b"), ("2 x train:a -> idle", "2 x idle -> train:b"), 30.0),
     # 4 of 12 generating devices lose their contexts; 60 device seconds a third of which are made up for on 12 devices.
     (
         "one shape for another",
         allocation(2, 8, 1),
-        (("stop", "engine", "tp4", 1), ("start", "engine", "tp1", 4)),
+        ("rollout:tp4 -> idle", "4 x idle -> rollout:tp1"),
         50.0 + 60 / 3 / 12,
     ),
     # 2 of 12 stop, 10 remain; a replica starts meanwhile.
     (
         "from engines to a replica",
         allocation(3, 2, 2),
-        (("stop", "engine", "tp1", 2), ("start", "replica", "a", 1)),
+        ("2 x rollout:tp1 -> idle", "idle -> train:a"),
         30.0 + 60 / 6 / 10,
     ),
 ]
 
 
 @pytest.mark.parametrize(("wanted", "way", "cost"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_changes_and_their_seconds(
-    wanted: Allocation, way: tuple[Move | tuple[str, str, str, int], ...], cost: float
-) -> None:
+def test_changes_and_their_seconds(wanted: Allocation, way: tuple[str, ...], cost: float) -> None:
     current = allocation(2, 4, 2)
-    assert changes(current, wanted) == tuple(each if isinstance(each, Move) else Change(*each) for each in way)
+    transition = group_transition(current, wanted)
+    ranges = ("new bucket ranges",) if transition.rebuckets else ()
+    assert transition.words() == (*way, *ranges)
     assert switch_seconds(PROBLEM, current, wanted, SWITCH, refill=60.0) == pytest.approx(cost)
-
-
-def test_a_change_says_what_it_is() -> None:
-    assert str(Change("start", "engine", "a800/tp8", 2)) == "start 2 engines (a800/tp8)"
-    assert str(Change("stop", "replica", "tp2", 1)) == "stop 1 replica (tp2)"
 
 
 def test_a_shape_that_is_no_longer_there_loses_nothing_more() -> None:

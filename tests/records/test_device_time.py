@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.backends.grpo.joint_step import Share, StepResult
-from libra.exec.workers import Role
 from libra.loop.recorder import step_parts
+from libra.plan.transition import Role
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from libra.records.roles import Role, role_of, styles
+from libra.plan.transition import Role
+from libra.records.roles import role_of, styles
 from libra.records.schema import (
     EventRecord,
     Record,

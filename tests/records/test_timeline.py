@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.roles import Role
 from libra.records.timeline import Timeline
 
 Event = dict[str, Any]

@@ -18,7 +18,7 @@ class Circle:
 
 
 def test_connections_that_leave_something_lead_to_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_service, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(http_service, "_COLLECT_SECONDS", 0.01)
     monkeypatch.setattr(http_service, "_CONNECTIONS", 10_000)
     collected: list[str] = []
 

@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from serve.stage import Stage, emulated, staged
 
-from libra.route.baselines import LeastLoaded
 from libra.serve import openai_errors
-from libra.serve.emulate.server import Emulator
-from libra.serve.gateway.config import GatewayConfig, UpstreamSection
-from libra.serve.gateway.server import Gateway
-from libra.serve.http_service import serving
-from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import AffineCost
 
-CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=8, max_num_batched_tokens=64)
 COMPLETIONS = "/v1/completions"
 GZIP = {"Content-Encoding": "gzip"}
 NESTED = b"[" * 100_000 + b"]" * 100_000
@@ -44,18 +37,17 @@ REFUSED: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
 
 
 def at(kind: str, test: Callable[[ClientSession], Awaitable[None]]) -> None:
-    async def main() -> None:
-        emulator = Emulator([EngineSpec("e", CONFIG, AffineCost(2 * 10**9))], 1.0, 10, 0)
-        async with serving(emulator.application(), "127.0.0.1", 0) as base:
-            if kind == "emulate":
-                async with ClientSession(base) as session:
-                    return await test(session)
-            section = UpstreamSection(name="e", url=base, max_model_len=512)
-            gateway = Gateway(GatewayConfig(engines=(section,)), LeastLoaded())
-            async with serving(gateway.application(), "127.0.0.1", 0) as front, ClientSession(front) as session:
-                await test(session)
+    async def alone() -> None:
+        async with emulated() as (base, _), ClientSession(base) as session:
+            await test(session)
 
-    asyncio.run(main())
+    async def behind(stage: Stage) -> None:
+        await test(stage.session)
+
+    if kind == "emulate":
+        asyncio.run(alone())
+    else:
+        staged(behind, engines=1)
 
 
 @pytest.mark.parametrize("kind", ["emulate", "route"])
@@ -90,7 +82,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(kind: str, monkeypatch: pyt
         async with asyncio.timeout(10):
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.split()[1] == b"408"
-            assert b"did not come within 0.2 s" in await reader.readuntil(b"}}")
+            assert b"did not arrive within 0.2 s" in await reader.readuntil(b"}}")
         writer.close()
 
     at(kind, test)

@@ -19,10 +19,10 @@ from test_batching_equality import affine_costs, knee_costs, small_configs
 
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.engine import Engine, Pause
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration
+from libra.sim.engine.scheduler import Iteration, Pause
 
 _OUTCOME = [
     *map(attrgetter, ("status", "scheduled", "prefill_end", "first_token", "finish", "generated")),

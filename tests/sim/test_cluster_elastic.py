@@ -139,7 +139,7 @@ def test_requests_wait_for_an_engine_that_holds_them() -> None:
     assert (small.engine, small.finish) == (0, 30)
     assert (large.engine, large.arrival, large.finish) == (2, 70, 100)
     assert cluster.requests == [small, large]
-    assert cluster.placements == 2
+    assert cluster.placer.placements == 2
 
 
 def test_the_impatient_are_refused_and_the_patient_wait_for_ever() -> None:

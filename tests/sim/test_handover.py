@@ -176,7 +176,8 @@ def test_moved_kv_is_found_where_it_arrives(exact: bool) -> None:
     served = serve("st", moves=MOVES, exact=exact)
     second = served.request(1)
     assert (second.engine, second.cached_tokens) == (1, HAD)
-    assert (served.cluster.moved_tokens, served.cluster.migrations, served.cluster.migrated_tokens) == (HAD, 1, CONTEXT)
+    placer = served.cluster.placer
+    assert (served.cluster.moved_tokens, placer.migrations, placer.migrated_tokens) == (HAD, 1, CONTEXT)
     arrival = FIRST + 100
     assert second.arrival == arrival * MS
     # It waits for its KV, then computes the rest.
@@ -261,7 +262,7 @@ def test_moves_change_no_work_and_save_prefill(seed: int, bytes_per_token: float
         if moves is None:
             assert cluster.moved_tokens == 0
         else:
-            assert 0 <= cluster.moved_tokens <= cluster.migrated_tokens
+            assert 0 <= cluster.moved_tokens <= cluster.placer.migrated_tokens
             ends = [(it.number, it.finish, it.cached_tokens) for it in requests]
             if len(works) == 2:
                 jumping = (ends, cluster.moved_tokens)

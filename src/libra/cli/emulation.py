@@ -15,28 +15,29 @@ if TYPE_CHECKING:
     from libra.sim.engine.config import EngineSpec
 
 _MOST_SPEED = 1000.0
+_SHOWN = 16  # addresses printed
 
 
 def emulate(
     engines: Annotated[
-        Path, typer.Argument(metavar="ENGINES", help="A YAML file that describes engines, as for `libra simulate`.")
+        Path, typer.Argument(metavar="ENGINES", help="YAML file with the engines, as for `libra simulate`.")
     ],
-    port: Annotated[int, typer.Option(help="To listen on; 0: any that is free.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. There is no password: mind who can reach it.")] = (
-        "127.0.0.1"
-    ),
-    speed: Annotated[float, typer.Option(help="How many times as fast as the real engines.")] = 1.0,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. There is no authentication: mind who can reach it.")
+    ] = ("127.0.0.1"),
+    speed: Annotated[float, typer.Option(help="Simulated seconds per second.")] = 1.0,
     default_tokens: Annotated[
-        int, typer.Option(help="Generated for a request that does not say max_tokens; it ends with `stop`.")
+        int, typer.Option(help="Tokens generated for a request without max_tokens; its finish reason is `stop`.")
     ] = 256,
-    seed: Annotated[int, typer.Option(help="Of the tokens that are answered.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the generated tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print addresses as one line of JSON.")] = False,
 ) -> None:
-    """Answer as OpenAI-compatible vLLM servers do, as fast as the simulator says, without GPUs and without a model.
+    """Emulate OpenAI-compatible vLLM servers with the simulator's timing, without GPUs and without a model.
 
-    For clients, routers and load tests. Each engine of the file has an address, /engines/NAME/v1; a single one has /v1,
-    too. Requests wait, are batched, preempted and find their prefix in the cache as in vLLM; tokens are drawn at
-    random. max_tokens is how many come. Also: /engines, /metrics (Prometheus, vLLM's names), /health.
+    For clients, routers and load tests. Each engine of the file has a base URL, /engines/NAME/v1; a single one has /v1,
+    too. Requests queue, are batched, preempted and hit the prefix cache as in vLLM; max_tokens random tokens are
+    generated. Also: /engines, /metrics (Prometheus, vLLM's names), /health.
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """
@@ -92,6 +93,3 @@ async def _serve(
             typer.echo(f"  and {len(addresses) - _SHOWN} more: GET {base}/engines")
 
     await serve(Emulator(specs, speed, default_tokens, seed).application(), host, port, announce)
-
-
-_SHOWN = 16  # addresses that are printed

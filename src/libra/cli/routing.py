@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 
 def route(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file that lists engines and their addresses.")],
-    port: Annotated[int, typer.Option(help="To listen on; 0: any that is free.")] = 9000,
-    host: Annotated[str, typer.Option(help="Address to listen on. There is no password: mind who can reach it.")] = (
-        "127.0.0.1"
-    ),
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the engines and their addresses.")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. There is no authentication: mind who can reach it.")
+    ] = ("127.0.0.1"),
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy has seen before.")
+        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
     ] = None,
-    log: Annotated[
-        Path | None, typer.Option("--log", help="Append each trajectory that finishes to this JSONL file.")
-    ] = None,
+    log: Annotated[Path | None, typer.Option("--log", help="JSONL file to append finished trajectories to.")] = None,
     state: Annotated[
         Path | None,
-        typer.Option("--state", help="What the policy knows: read at the start if it is there, written at the end."),
+        typer.Option(
+            "--state", help="What the policy has learned: read at the start if it exists, written at the end."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
 ) -> None:
-    """Stand in front of OpenAI-compatible engines, and send each turn of an agent where the policy says.
+    """One OpenAI-compatible endpoint for many engines: a policy chooses the engine for each turn of an agent.
 
-    Takes /v1/completions and /v1/chat/completions. A body may say which trajectory a turn is of, and what a tool
-    returned before it, in the field `libra`; POST /trajectories/ID/finish says that it is over, for the policy to
-    learn. Turns of an engine that goes away are asked again elsewhere. Also: /engines, /metrics (Prometheus), /health.
+    Serves /v1/completions and /v1/chat/completions. The field `libra` of a body names the trajectory of a turn and the
+    tool return before it; POST /trajectories/ID/finish ends a trajectory, and the policy learns from it. Turns of an
+    engine that fails or hangs are retried elsewhere. Also: /engines, /metrics (Prometheus), /health.
 
     Runs until it is interrupted. Exit status: 0 ended by Ctrl-C or SIGTERM, 2 bad input.
     """

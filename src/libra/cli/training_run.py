@@ -44,8 +44,8 @@ def run_of_plan(
     """Simulate, print and write. Raises ValueError in words for whoever called the command, and OSError where a file
     cannot be read."""
     # Imported here: `--help` must not wait for what simulating needs.
-    from libra.plan.plan import parse_plan
     from libra.plan.options.cluster_request import ClusterRequest
+    from libra.plan.plan import parse_plan
     from libra.sim.deployment import DEFAULT_ROUTE
     from libra.sim.of_plan import simulate_run
     from libra.trajectory import read_trajectories, read_workload

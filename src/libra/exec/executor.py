@@ -1,136 +1,287 @@
-"""The thin executor: carries a plan out, worker by worker, and keeps the truth about who is what.
+"""The thin executor: carries a plan's transition out, move by move, and keeps the truth about who does what.
 
-Invariant: what a worker does is decided by the `Mover` and done by the `Processes`; nobody else starts or ends one.
+Invariant: a move is done, or undone, or its worker does nothing; never in between, once it has ended. The moves that
+are made are a prefix of the transition's, and after each of them the run can go on. What is intended is in the journal
+before it is begun, and what came of it when it has ended. How a process is started and ended is the business of the
+`ProcessController`; nobody else starts or ends one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-from pathlib import Path
-from typing import Protocol
+import time
+from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
 
-from libra.backends.grpo.saving import save_weights
-from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import WorkerLostError
-from libra.backends.launch.launcher import Launcher, raise_in_loop
-from libra.config.run import RunConfig
-from libra.exec import processes, transitions
-from libra.exec.beginning import Beginning
-from libra.exec.journal import Journal, Start, Step
-from libra.exec.moves import Move
-from libra.exec.processes import Processes
-from libra.exec.transitions import Applied, Mover
-from libra.exec.workers import Pool, Role, Worker
-from libra.loop.fleet import EngineFleet
+from libra.exec import journal
+from libra.exec.allocation import bucket_limits, current_allocation
+from libra.exec.background import raise_in_loop
+from libra.exec.journal import Journal
+from libra.exec.pool import DEADLINES, Worker, WorkerPool
+from libra.exec.protocols import (
+    Applied,
+    MoveOutcome,
+    PoolObserver,
+    ProcessController,
+    UnsupportedTransitionError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from libra.plan.problem import Allocation
-from libra.plan.request import longest_context
-from libra.records.disk import writing
+from libra.plan.transition import IDLE, Duty, Move, Role, Transition, device_transition
+
+Processes = TypeVar("Processes", bound=ProcessController, covariant=True)
 
 _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
+_GONE = (WorkerLostError, TimeoutError)  # it says nothing; another process in its slot may do better
+_FAILURES = (*_GONE, WorkerFailedError)
 
 
-class Watcher(transitions.Watcher, processes.Watcher, Protocol):
-    """Who is told of changes of the pool, of what its processes do, and of slots that come back."""
+class Executor(Generic[Processes]):
+    """`longest` are the engine shapes that hold contexts of `longest_context` tokens, the longest there are."""
 
-    def back(self, worker: str) -> None:
-        """Its slot, which was lost with its node, can be used again."""
-        ...
-
-
-class Executor:
     def __init__(
         self,
-        launcher: Launcher,
-        pool: Pool,
-        fleet: EngineFleet,
-        config: RunConfig,
-        beginning: Beginning,
+        pool: WorkerPool,
+        processes: Processes,
         journal: Journal,
-        watcher: Watcher,
+        observer: PoolObserver,
+        longest: Collection[str],
+        longest_context: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._launcher, self._pool, self._beginning = launcher, pool, beginning
-        self._journal, self._watcher = journal, watcher
-        launcher.slots_changed = self._look_for_slots
-        self.longest_context = longest_context(config)
-        self._processes = Processes(launcher, pool, fleet, config, beginning, journal, watcher, self._lost)
-        longest = {name for name, shape in config.engines.items() if shape.max_model_len == self.longest_context}
-        self._mover = Mover(pool, self._processes, journal, watcher, longest, self.longest_context)
+        self.pool, self.processes, self.longest_context = pool, processes, longest_context
+        self._journal, self._observer, self._clock, self._longest = journal, observer, clock, longest
+        self._plans: tuple[Allocation, ...] = ()
+        self._ends: dict[str, str] = {}  # why a worker went away in the middle of its move
+        self._drop: str | None = None  # why no further move of the plan is to be made
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def fleet(self) -> EngineFleet:
-        return self._processes.fleet
-
-    @property
-    def trainers(self) -> Trainers:
-        return self._processes.trainers
 
     def healthy(self) -> tuple[Worker, ...]:
         """Workers that do something, or could."""
-        return self._pool.healthy()
+        return self.pool.healthy()
 
     def allocation(self) -> Allocation | None:
         """What the workers do now; None when nothing trains or nothing generates."""
-        return self._mover.allocation()
+        duties = (worker.duty for worker in self.pool.all())
+        return current_allocation(duties, bucket_limits(self._plans), self.longest_context)
 
-    async def start(self, allocation: Allocation) -> None:
-        """Bring up the first allocation; see `Mover.start`."""
-        self._journal.commit(Start(self._beginning.version))
+    def transition(self, wanted: Allocation) -> Transition:
+        """From what the healthy workers do now, where no plan has said how. Raises ValueError where they cannot be
+        what is wanted."""
+        return device_transition(self.pool.devices(), self.allocation(), wanted, self._longest)
+
+    def watch(self) -> None:
+        """Look after the processes from now on, until `stop`."""
         self._watch = asyncio.create_task(self._watch_workers())
         self._watch.add_done_callback(raise_in_loop)
-        await self._mover.start(allocation)
 
-    async def apply(self, wanted: Allocation) -> Applied:
-        """Change what differs; see `Mover.apply`."""
-        return await self._mover.apply(wanted)
+    async def stop(self) -> None:
+        """End all workers in order."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await self.processes.stop()
 
-    def drop_rest(self, why: str) -> None:
-        """Let the move that is under way end, and make no further one of its plan."""
-        self._mover.drop_rest(why)
+    async def start(self, wanted: Allocation) -> None:
+        """The first allocation: a core replica, then all others at once. One that goes away on the way is missing when
+        this returns; the core replica is started again, until its slot is retired. Raises what a worker says that
+        it cannot do, which another would not either, and what made that core replica fail."""
+        devices = [worker.device for worker in self.pool.all()]
+        moves = device_transition(devices, None, wanted, self._longest).moves
+        self._journal.commit(journal.TransitionBegun(wanted, None))
+        self._plans = (wanted,)
+        core = next(move for move in moves if self.pool[move.worker].allowed == {Role.TRAIN})
+        await self._start_first(core)
+        others = (self.move(move) for move in moves if move is not core)
+        results = await asyncio.gather(*others, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, _GONE):
+                raise error
+        self._journal.commit(journal.TransitionDropped(str(errors[0])) if errors else journal.TransitionDone())
+
+    async def apply(self, transition: Transition) -> Applied:
+        """Make its moves, one after the other. Raises ValueError where they are for workers that do something else by
+        now, and `UnsupportedTransitionError` where the backend cannot carry out all that was planned."""
+        unsupported = self.processes.unsupported(transition)
+        if unsupported is not None:
+            raise UnsupportedTransitionError(unsupported)
+        conflict = transition.conflict({worker.id: worker.duty for worker in self.pool.healthy()})
+        if conflict is not None:
+            raise ValueError(f"the transition was planned for other workers: {conflict}; plan again")
+        wanted, before = transition.after, self.allocation()
+        self._journal.commit(journal.TransitionBegun(wanted, before))
+        self._plans = (wanted,) if before is None else (wanted, before)
+        self._route()
+        self._drop = None
+        made: list[MoveOutcome] = []
+        failure: str | None = None
+        for move in transition.moves:
+            failure = self._drop
+            if failure is not None:
+                break
+            made.append(await self._carry_out(move))
+            if made[-1].outcome != "done":
+                failure = f"{move.worker} could not become {move.after}: {made[-1].why}"
+                break
+        if failure is None:
+            self._plans = (wanted,)
+            self._journal.commit(journal.TransitionDone())
+        else:
+            self._journal.commit(journal.TransitionDropped(failure))
+        self._route()
+        return Applied(tuple(made), failure)
 
     async def restart(self, name: str) -> float:
         """End a worker's process and bring it back into the same role; returns the seconds it was out of service.
         Raises `WorkerLostError` for one that does nothing, and what made it fail."""
-        duty = self._pool[name].duty
+        duty = self.pool[name].duty
         if duty.role not in (Role.ROLLOUT, Role.TRAIN):  # idle, or retired
             raise WorkerLostError(f"worker {name} does nothing that it could be restarted for")
-        return await self._mover.move(Move(name, duty, duty))
+        return await self.move(Move(name, duty, duty))
 
-    async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
-        """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
-        self._journal.note(Step(version))
-        return await self._processes.publish(version, buffer, checksum)
+    def drop_rest(self, why: str) -> None:
+        """Let the move that is under way end, and make no further one of its plan."""
+        self._drop = why
 
-    async def reload(self) -> list[float]:
-        """Give every engine the current weights once more; returns the seconds of each."""
-        return await self._processes.reload()
+    async def move(self, move: Move) -> float:
+        """One move; returns its seconds. Raises what made it fail, and then its worker does nothing."""
+        began = self._begin(move)
+        try:
+            await self._change(move.worker, move.before, move.after)
+        except _FAILURES as error:
+            self._failed(move, began, self._ended(move.worker, error))
+            raise
+        return self._done(move, began).seconds
 
-    async def save_final(self, directory: Path) -> None:
-        """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
-        await save_weights(self.trainers, directory, optimiser=False)
-        with writing(directory):
-            shutil.copy(self._beginning.model / "tokenizer.json", directory / "tokenizer.json")
+    def lose(self, worker: str, why: str) -> None:
+        """A worker went away: its turns go on elsewhere, and its slot may be started again. In the middle of a move,
+        that is the move's failure; for a worker that does nothing it is no news."""
+        role = self.pool[worker].role
+        if role in DEADLINES:
+            self._ends[worker] = why
+            self._become(worker, Role.FAILED)
+            self.processes.end(worker, why)
+        elif role in (Role.ROLLOUT, Role.TRAIN):
+            self._drop = f"{worker} was lost meanwhile"
+            retired = self._count_loss(worker)
+            self._journal.commit(journal.WorkerLost(worker, why, retired))
+            self.processes.end(worker, why)
+            self._route()
+            self._observer.lost(worker, why, retired)
 
-    async def stop(self) -> None:
-        """End all workers in order; the launcher ends whatever does not go."""
-        if self._watch is not None:
-            self._watch.cancel()
-        await self._processes.stop()
+    def fail_overdue(self, step_seconds: float) -> None:
+        """Fail the workers that overstay a passing role, where a training step may take `step_seconds`."""
+        for worker in self.pool.overdue(self._clock(), step_seconds):
+            limit = DEADLINES[worker.role].after(step_seconds)
+            self.lose(worker.id, f"it was {worker.role} for more than {limit:.0f} s")
 
-    def _lost(self, worker: str, why: str) -> None:
-        self._mover.lose(worker, why)
-
-    def _look_for_slots(self) -> None:
-        for worker in self._pool.all():
-            away = not self._launcher.offers(worker.slot)
-            if worker.away != away:
-                changed = self._pool.set_away(worker.id, away)
-                if not away and not changed.retired:
-                    self._watcher.back(worker.id)
+    def slots_changed(self) -> None:
+        """The nodes of some slots are lost, or back."""
+        for worker in self.pool.all():
+            lost = not self.processes.offers(worker.slot)
+            if worker.node_lost != lost:
+                changed = self.pool.set_node_lost(worker.id, lost)
+                if not lost and not changed.retired:
+                    self._observer.node_back(worker.id)
 
     async def _watch_workers(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            self._processes.declare_dead()
-            self._mover.fail_overdue(self._processes.step_seconds)
+            self.processes.declare_dead()
+            trainer = self.processes.trainer
+            self.fail_overdue(0.0 if trainer is None else trainer.step_allowance)
+
+    async def _start_first(self, core: Move) -> None:
+        while True:
+            try:
+                await self.move(core)
+                return
+            except _GONE:
+                if self.pool[core.worker].role is Role.FAILED:
+                    raise
+
+    async def _carry_out(self, move: Move) -> MoveOutcome:
+        """One move, undone if it fails."""
+        began = self._begin(move)
+        try:
+            await self._change(move.worker, move.before, move.after)
+        except _FAILURES as error:
+            why = self._ended(move.worker, error)
+        else:
+            return self._done(move, began)
+        if move.before != IDLE:
+            try:
+                self._become(move.worker, Role.IDLE)
+                await self._change(move.worker, IDLE, move.before)
+            except _FAILURES as error:
+                why = f"{why}; then it could not become {move.before} again: {self._ended(move.worker, error)}"
+            else:
+                return self._undone(move, began, why)
+        return self._failed(move, began, why)
+
+    async def _change(self, worker: str, before: Duty, after: Duty) -> None:
+        """The steps of a move. Raises `WorkerLostError` when the worker went away while nobody waited for it."""
+        if before != IDLE:
+            draining = self._become(worker, Role.DRAINING, before.shape)
+            self._route()
+            await self.processes.free(worker, before)
+            self._require(draining)
+            self._become(worker, Role.IDLE)
+        joining = self._become(worker, Role.JOINING, after.shape)
+        await self.processes.start(worker, after)
+        self._require(joining)
+        self._become(worker, after.role, after.shape)
+        self._route()
+
+    def _require(self, expected: Worker) -> None:
+        if self.pool[expected.id] != expected:
+            raise WorkerLostError(f"worker {expected.id} went away")
+
+    def _begin(self, move: Move) -> float:
+        self._journal.commit(journal.MoveBegun(move.worker, move.before, move.after))
+        return self._clock()
+
+    def _ended(self, worker: str, error: BaseException) -> str:
+        """Make sure that nothing of the worker is left after a failure; returns the reason for it."""
+        if self.pool[worker].role is not Role.FAILED:
+            self._become(worker, Role.FAILED)
+            self.processes.end(worker, str(error))
+        return self._ends.pop(worker, str(error) or type(error).__name__)
+
+    def _done(self, move: Move, began: float) -> MoveOutcome:
+        moved = MoveOutcome(move, self._clock() - began, "done")
+        self._journal.commit(journal.MoveDone(move.worker, moved.seconds))
+        self._observer.moved(moved)
+        return moved
+
+    def _undone(self, move: Move, began: float, why: str) -> MoveOutcome:
+        moved = MoveOutcome(move, self._clock() - began, "undone", why)
+        self._journal.commit(journal.MoveUndone(move.worker, moved.seconds, why))
+        self._observer.moved(moved)
+        return moved
+
+    def _failed(self, move: Move, began: float, why: str) -> MoveOutcome:
+        moved = MoveOutcome(move, self._clock() - began, "failed", why)
+        retired = self._count_loss(move.worker)
+        self._journal.commit(journal.MoveFailed(move.worker, moved.seconds, why, retired))
+        self._observer.moved(moved)
+        return moved
+
+    def _count_loss(self, worker: str) -> bool:
+        """Whether the slot is retired with it; otherwise it is idle."""
+        lost = self.pool.lose(worker, self._clock())
+        self._observer.role(lost)
+        if not lost.retired:
+            self._become(worker, Role.IDLE)
+        return lost.retired
+
+    def _become(self, worker: str, role: Role, shape: str | None = None) -> Worker:
+        changed = self.pool.become(worker, role, self._clock(), shape)
+        self._observer.role(changed)
+        return changed
+
+    def _route(self) -> None:
+        allocation = self.allocation()
+        if allocation is not None:
+            self.processes.route(allocation)

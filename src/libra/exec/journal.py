@@ -1,18 +1,22 @@
-"""An append-only record of what the controller intended and what came of it.
+"""An append-only record of what the controller intended and what came of it, and its replay.
 
 Invariant: a committed entry is on disk before the controller acts on it; an interrupted last line is ignored on
-reading, every other damaged line is an error. What the entries add up to is worked out in `past`.
+reading, every other damaged line is an error. The replay is a pure function of the entries: for a journal without an
+interrupted move it is what the controller held in memory; a move that was under way is named, and nothing is guessed of
+how far it came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
-from libra.exec.workers import Duty
 from libra.plan.problem import Allocation
+from libra.plan.transition import IDLE, Duty, Move, Role
 from libra.records.line_file import LineFile, whole_lines
 
 
@@ -24,36 +28,36 @@ class Entry(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields
     """Base of all entries; `kind` on disk is their tag."""
 
 
-class Start(Entry, frozen=True, tag="start"):
-    """A sitting begins: no worker does anything, and the weights have this version."""
+class SessionStarted(Entry, frozen=True, tag="start"):
+    """A session of the run begins: no worker does anything, and the weights have this version."""
 
     version: int
 
 
-class Process(Entry, frozen=True, tag="worker"):
+class ProcessStarted(Entry, frozen=True, tag="worker"):
     worker: str
     pid: int
 
 
-class Plan(Entry, frozen=True, tag="plan"):
+class TransitionBegun(Entry, frozen=True, tag="plan"):
     """The pool is to become `wanted`. `before` is what it was; None where it was nothing that works."""
 
     wanted: Allocation
     before: Allocation | None
 
 
-class Intend(Entry, frozen=True, tag="intend"):
+class MoveBegun(Entry, frozen=True, tag="intend"):
     worker: str
     before: Duty
     after: Duty
 
 
-class Done(Entry, frozen=True, tag="done"):
+class MoveDone(Entry, frozen=True, tag="done"):
     worker: str
     seconds: float
 
 
-class Undone(Entry, frozen=True, tag="undone"):
+class MoveUndone(Entry, frozen=True, tag="undone"):
     """The move failed; the worker does again what it did before."""
 
     worker: str
@@ -61,7 +65,7 @@ class Undone(Entry, frozen=True, tag="undone"):
     why: str
 
 
-class Failed(Entry, frozen=True, tag="failed"):
+class MoveFailed(Entry, frozen=True, tag="failed"):
     """The move failed, and the worker does nothing. `retired`: its slot is not used any more."""
 
     worker: str
@@ -70,7 +74,7 @@ class Failed(Entry, frozen=True, tag="failed"):
     retired: bool
 
 
-class Lost(Entry, frozen=True, tag="lost"):
+class WorkerLost(Entry, frozen=True, tag="lost"):
     """A worker that did something went away. `retired` as above."""
 
     worker: str
@@ -78,35 +82,47 @@ class Lost(Entry, frozen=True, tag="lost"):
     retired: bool
 
 
-class Applied(Entry, frozen=True, tag="applied"):
+class TransitionDone(Entry, frozen=True, tag="applied"):
     """All moves of the plan are done."""
 
 
-class Dropped(Entry, frozen=True, tag="dropped"):
+class TransitionDropped(Entry, frozen=True, tag="dropped"):
     """The moves of the plan that are not done will not be made."""
 
     why: str
 
 
-class Step(Entry, frozen=True, tag="step"):
+class WeightsPublished(Entry, frozen=True, tag="step"):
     """The weights have this version from now on."""
 
     version: int
 
 
-class Checkpoint(Entry, frozen=True, tag="checkpoint"):
+class CheckpointWritten(Entry, frozen=True, tag="checkpoint"):
     step: int
 
 
-class End(Entry, frozen=True, tag="end"):
+class RunEnded(Entry, frozen=True, tag="end"):
     """All steps are made."""
 
     step: int
 
 
 AnyEntry = (
-    Start | Process | Plan | Intend | Done | Undone | Failed | Lost | Applied | Dropped | Step | Checkpoint | End
-)  # fmt: skip
+    SessionStarted
+    | ProcessStarted
+    | TransitionBegun
+    | MoveBegun
+    | MoveDone
+    | MoveUndone
+    | MoveFailed
+    | WorkerLost
+    | TransitionDone
+    | TransitionDropped
+    | WeightsPublished
+    | CheckpointWritten
+    | RunEnded
+)
 
 
 class Journal:
@@ -136,3 +152,53 @@ def read_journal(path: Path) -> Iterator[AnyEntry]:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise JournalError(f"{path}:{number}: {error}; the journal is damaged, start a new run") from None
+
+
+@dataclass(frozen=True, slots=True)
+class JournalReplay:
+    """What was true when the journal ended. `plans` are the allocations whose buckets are in force: the latest, and the
+    one before until that is applied."""
+
+    version: int  # of the weights
+    duties: Mapping[str, Duty]  # of every worker that was given one in the last session
+    under_way: Mapping[str, Move]  # moves whose outcome is not known, by worker
+    worked: Mapping[str, Duty]  # what every worker did last when it worked, in any session
+    plans: tuple[Allocation, ...]
+
+
+def replay(entries: Iterable[AnyEntry]) -> JournalReplay:
+    version = 0
+    duties: dict[str, Duty] = {}
+    under_way: dict[str, Move] = {}
+    worked: dict[str, Duty] = {}
+    plans: tuple[Allocation, ...] = ()
+    for entry in entries:
+        match entry:
+            case SessionStarted():
+                version, duties, under_way = entry.version, {}, {}
+            case TransitionBegun():
+                plans = (entry.wanted,) if entry.before is None else (entry.wanted, entry.before)
+            case TransitionDone():
+                plans = plans[:1]
+            case MoveBegun():
+                under_way[entry.worker] = Move(entry.worker, entry.before, entry.after)
+            case MoveDone():
+                duties[entry.worker] = worked[entry.worker] = under_way.pop(entry.worker).after
+            case MoveUndone():
+                duties[entry.worker] = worked[entry.worker] = under_way.pop(entry.worker).before
+            case MoveFailed():
+                del under_way[entry.worker]
+                duties[entry.worker] = _gone(entry.retired)
+            case WorkerLost():
+                duties[entry.worker] = _gone(entry.retired)
+            case WeightsPublished():
+                version = entry.version
+            case ProcessStarted() | TransitionDropped() | CheckpointWritten() | RunEnded():
+                pass
+    return JournalReplay(
+        version, MappingProxyType(duties), MappingProxyType(under_way), MappingProxyType(worked), plans
+    )
+
+
+def _gone(retired: bool) -> Duty:
+    return Duty(Role.FAILED) if retired else IDLE

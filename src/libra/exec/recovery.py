@@ -1,8 +1,8 @@
-"""The first start, and work on workers while no steps are made, such as an evaluation: who is lost meanwhile is started
-again.
+"""The first start, and work on workers while no steps are made, such as an evaluation: a worker that is lost meanwhile
+is started again.
 
 Invariant: while the work goes on, or before it is begun again, the workers are what they were, as far as there are
-workers left; where nobody is left, it ends with an error instead of waiting for ever. A move that was begun ends before
+workers left; where none is left, it ends with an error instead of waiting for ever. A move that was begun ends before
 `during` returns.
 """
 
@@ -12,23 +12,23 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.exec.assignment import describe, fitted
+from libra.exec.allocation import fitted
 from libra.exec.executor import Executor
+from libra.exec.protocols import ProcessController, WorkerFailedError, WorkerLostError
 from libra.plan.problem import Allocation, InfeasiblePlanError
+from libra.plan.transition import describe
 
 T = TypeVar("T")
 _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
-_ATTEMPTS = 3  # at work that is begun again: if all of them lose somebody, that has a cause which another leaves
-
+_ATTEMPTS = 3  # at work that is begun again: if all of them lose a worker, that has a cause which another leaves
 _MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is given up
 
 
-class Mending:
-    """`home` is what workers become that are nothing which can go on; `warn` is told what could not be mended."""
+class Recovery:
+    """`first` is what workers become where nothing that they do can go on; `warn` is told what was not recovered."""
 
-    def __init__(self, executor: Executor, home: Allocation, warn: Callable[[str], None]) -> None:
-        self._executor, self._home, self._warn = executor, home, warn
+    def __init__(self, executor: Executor[ProcessController], first: Allocation, warn: Callable[[str], None]) -> None:
+        self._executor, self._first, self._warn = executor, first, warn
         self._lost = asyncio.Event()
 
     def worker_lost(self) -> None:
@@ -37,18 +37,18 @@ class Mending:
 
     async def start(self) -> None:
         """Bring up the first workers. Raises what a worker says that it cannot, and what `during` does."""
-        await self._executor.start(self._home)
-        await self._mend(self._home, lambda: False)
+        await self._executor.start(self._first)
+        await self._recover(self._first, lambda: False)
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises what it raises; `CoreLostError` or `InfeasiblePlanError` where the workers that
         are left cannot go on."""
-        wanted = self._executor.allocation() or self._home
+        wanted = self._executor.allocation() or self._first
         task = asyncio.create_task(work)
         task.add_done_callback(lambda task: self._executor.drop_rest("what it was for is done"))
         try:
             while not task.done():
-                await self._mend(wanted, task.done)
+                await self._recover(wanted, task.done)
                 lost = asyncio.create_task(self._lost.wait())
                 await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
                 lost.cancel()
@@ -60,25 +60,27 @@ class Mending:
     async def attempts(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that moves workers itself, and fails where one is lost: it is begun again when they are
         what they were. Raises what the last attempt does, and what `during` does."""
-        wanted = self._executor.allocation() or self._home
+        wanted = self._executor.allocation() or self._first
         for _ in range(_ATTEMPTS - 1):
             try:
                 return await work()
             except _LOST as error:
                 self._warn(f"{what} begins again: {error}")
-                await self._mend(wanted, lambda: False)
+                await self._recover(wanted, lambda: False)
         return await work()
 
-    async def _mend(self, wanted: Allocation, over: Callable[[], bool]) -> None:
+    async def _recover(self, wanted: Allocation, over: Callable[[], bool]) -> None:
         """Idle slots that cannot be started are retired, so only moves that are undone have to be counted."""
         undone = 0
         while not over():
             self._lost.clear()
-            self._executor.trainers.require_core()
+            trainer = self._executor.processes.trainer
+            if trainer is not None:
+                trainer.require_core()
             whole = fitted(wanted, self._executor.healthy())
             if self._executor.allocation() == whole:
                 return
-            applied = await self._executor.apply(whole)
+            applied = await self._executor.apply(self._executor.transition(whole))
             if applied.failure is None or over():
                 return
             self._warn(f"the workers are not {describe(whole)} again: {applied.failure}")

@@ -18,10 +18,9 @@ from typing import Any
 from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
 from libra.config.run import ConfigError
-from libra.exec.assignment import bucket_limits, current_allocation
-from libra.exec.journal import read_journal
-from libra.exec.replay import Past, past
-from libra.exec.workers import Worker
+from libra.exec.allocation import bucket_limits, current_allocation
+from libra.exec.journal import JournalReplay, read_journal, replay
+from libra.exec.pool import Worker
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import Recorded, cut_back
 from libra.plan.problem import Allocation
@@ -119,7 +118,7 @@ class Interrupted:
     checkpoint: Path
     state: RunState
     history: History  # since the checkpoint
-    past: Past  # of the workers
+    journal: JournalReplay
     recorded: Recorded
 
     @property
@@ -132,11 +131,13 @@ def read_interrupted(directory: Path) -> Interrupted:
     """Raises `ConfigError`, `EpisodeFileError` or `JournalError` where the run cannot be resumed from."""
     checkpoint, state = latest_checkpoint(directory)
     history = read_history(directory, state.step)
-    found = past(read_journal(directory / "journal.jsonl"))
+    found = replay(read_journal(directory / "journal.jsonl"))
     return Interrupted(checkpoint, state, history, found, cut_back(directory, history.version))
 
 
-def allocation_in_force(before: Past, workers: Sequence[Worker], holds: Mapping[str, int]) -> Allocation | None:
+def allocation_in_force(
+    before: JournalReplay, workers: Sequence[Worker], holds: Mapping[str, int]
+) -> Allocation | None:
     """What the workers did last, in the buckets that were in force; `holds` are the tokens that each shape holds.
 
     A slot that was lost does again what it did. An engine whose shape has no bucket any more is one for the longest

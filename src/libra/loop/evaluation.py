@@ -24,12 +24,16 @@ _CHECKED = 12  # episodes
 async def evaluate(
     rollout: Rollout, prompts: Sequence[Prompt], name: str, step: int, temperature: float
 ) -> tuple[Evaluation, list[Episode]]:
-    """Accuracy over `prompts`, sampled at `temperature` and greedy; also returns the sampled episodes."""
+    """Accuracy over `prompts`, sampled at `temperature` and greedy; also returns the sampled episodes.
+
+    A question is sampled from the same seed in every evaluation, so that two of them differ by their policies rather
+    than by luck (common random numbers).
+    """
     seats = asyncio.Semaphore(_AT_ONCE)
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
         async with seats:
-            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat)
+            return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat, seed=index)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))
     greedy = await asyncio.gather(*(one("greedy", i, p, 0.0) for i, p in enumerate(prompts)))

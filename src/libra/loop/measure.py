@@ -33,8 +33,8 @@ from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.sources.fit import LinearFit, fit_linear
-from libra.exec.executor import Executor
 from libra.loop.fleet import ServingEngine
+from libra.loop.process_controller import RunExecutor
 
 _REPEATS = 3
 _GONE_SECONDS = 10.0  # in which the process of a lost engine has ended
@@ -49,7 +49,7 @@ _CONTEXTS = (16, 48)  # prompt tokens of a turn, one closed-loop run each
 _SAMPLE_LENGTHS = (14, 22, 31, 40, 52, 68, 90, 120)  # tokens; a batch of agent trajectories is as uneven as this
 
 
-async def measure(executor: Executor, config: RunConfig, hardware: str, model: str) -> DeviceProfile:
+async def measure(executor: RunExecutor, config: RunConfig, hardware: str, model: str) -> DeviceProfile:
     """Measure all workers at once; seconds on the tiny models of the examples. Raises `WorkerLostError`,
     `WorkerFailedError` or `TimeoutError` when one of them is lost."""
     workers = executor.allocation()
@@ -75,7 +75,7 @@ async def measure(executor: Executor, config: RunConfig, hardware: str, model: s
     )
 
 
-async def measure_plain(executor: Executor, config: RunConfig, profile: DeviceProfile) -> DeviceProfile:
+async def measure_plain(executor: RunExecutor, config: RunConfig, profile: DeviceProfile) -> DeviceProfile:
     """`profile`, with the costs of engines that hand no KV over. They start again for it, now that engines start
     without what handing over needs. Raises what `measure` does."""
     workers = executor.allocation()
@@ -86,42 +86,43 @@ async def measure_plain(executor: Executor, config: RunConfig, profile: DevicePr
     return replace(profile, engine=EngineCost(*fit.coefficients), heldout_error=fit.heldout_error)
 
 
-async def _side_by_side(executor: Executor, config: RunConfig) -> tuple[list[TrainingMeasured], LinearFit]:
+async def _side_by_side(executor: RunExecutor, config: RunConfig) -> tuple[list[TrainingMeasured], LinearFit]:
     """What every replica measured, and what fits all engines, all of them busy."""
     replicas: list[TrainingMeasured]
     replicas, *engines = await _all(
-        executor.trainers.measure(_training_points(config)),
+        executor.processes.trainers.measure(_training_points(config)),
         *(_engine_rows(entry, config) for entry in _engines(executor)),
     )
     rows: list[_Row] = [row for rows in engines for row in rows]
     return replicas, fit_linear([features for features, _ in rows], [seconds for _, seconds in rows])
 
 
-async def _switch_cost(executor: Executor, config: RunConfig) -> SwitchCost:
+async def _switch_cost(executor: RunExecutor, config: RunConfig) -> SwitchCost:
     """Seconds a device is out of service when it becomes an engine or a replica: restarts of running workers, not their
     first start, which on a fresh machine also pays for cold disk caches. The others are kept busy meanwhile."""
-    loads = await executor.reload()
+    loads = await executor.processes.reload()
     engine, *others = _engines(executor)
     joins: list[float]
     joins, *_ = await _all(
-        _restart(executor, executor.trainers.hybrids()), *(_engine_rows(entry, config) for entry in (engine, *others))
+        _restart(executor, executor.processes.trainers.hybrids()),
+        *(_engine_rows(entry, config) for entry in (engine, *others)),
     )
     starts: list[float]
     starts, *_ = await _all(
         _restart(executor, [engine.handle.name]),
-        executor.trainers.measure(_training_points(config)),
+        executor.processes.trainers.measure(_training_points(config)),
         *(_engine_rows(entry, config) for entry in others),
     )
     return SwitchCost(fmean(starts), trainer_join=fmean(joins or starts), weight_load=fmean(loads))
 
 
-async def _restart(executor: Executor, workers: Sequence[str]) -> list[float]:
+async def _restart(executor: RunExecutor, workers: Sequence[str]) -> list[float]:
     return [await executor.restart(name) for name in workers]
 
 
-def _engines(executor: Executor) -> tuple[ServingEngine, ...]:
+def _engines(executor: RunExecutor) -> tuple[ServingEngine, ...]:
     """Those in service, one at least. Raises `WorkerLostError`."""
-    engines = executor.fleet.instances()
+    engines = executor.processes.fleet.instances()
     if not engines:
         raise WorkerLostError("no engine is left to be measured")
     return engines
@@ -135,9 +136,9 @@ async def _all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-async def _handover_cost(executor: Executor) -> HandoverCost | None:
+async def _handover_cost(executor: RunExecutor) -> HandoverCost | None:
     """What it costs to hand a context over; None where no engine can, or holds a context of two blocks."""
-    handover = executor.fleet.handover
+    handover = executor.processes.fleet.handover
     if handover is None:
         return None
     rows: list[tuple[int, float]] = []

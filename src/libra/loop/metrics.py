@@ -67,10 +67,10 @@ def _workers(recorder: Recorder) -> Iterator[Metric]:
 
 
 def _steps(tally: Tally) -> Iterator[Metric]:
-    yield _summary("libra_step_seconds", "Optimiser steps of this sitting.", tally.steps)
+    yield _summary("libra_step_seconds", "Optimiser steps of this session.", tally.steps)
     last = tally.last
     if last is not None:
-        yield GaugeMetricFamily("libra_step", "The last step, counted over all sittings.", value=last.step)
+        yield GaugeMetricFamily("libra_step", "The last step, counted over all sessions of the run.", value=last.step)
         yield GaugeMetricFamily("libra_version", "Of the weights that it produced.", value=last.version)
         yield GaugeMetricFamily("libra_reward_mean", "Of the trajectories of the last step.", value=last.reward_mean)
         if last.predicted_seconds is not None:

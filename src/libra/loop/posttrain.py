@@ -2,7 +2,7 @@
 
 Invariant: the trainer waits for complete groups and never drops one; weights are published before the next batch is
 taken. What finishes, and what a batch takes, is on file before it counts, so a run that was interrupted goes on from
-its checkpoint: it makes the steps after it again, from the very batches that they were made of, and takes up the groups
+its checkpoint: it replays the steps after it, from the very batches that they were made of, and takes up the groups
 that were under way.
 """
 
@@ -16,17 +16,17 @@ from statistics import fmean
 from libra.backends.grpo.joint_step import StepResult
 from libra.config.run import ConfigError, RunConfig
 from libra.environments.protocol import Environment, Prompt
-from libra.exec.assignment import describe
-from libra.exec.executor import Executor
-from libra.exec.journal import Checkpoint, Journal
+from libra.exec.journal import CheckpointWritten, Journal
 from libra.loop.batch import StepBatch, make_batch, quantile
 from libra.loop.checkpoint import RunState, save_checkpoint
 from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.observations import EngineWork, Observations
+from libra.loop.process_controller import RunExecutor
 from libra.loop.recorder import Recorded, Recorder
-from libra.loop.replanning import Replanner
+from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
-from libra.loop.steering import Steering
 from libra.loop.tally import EngineCounters
+from libra.plan.transition import describe
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 from libra.report.live import Display, RunView
@@ -44,10 +44,10 @@ class PostTraining:
         config: RunConfig,
         environment: Environment,
         prompts: Sequence[Prompt],
-        executor: Executor,
+        executor: RunExecutor,
         rollout: Rollout,
-        replanner: Replanner,
-        steering: Steering,
+        observations: Observations,
+        controller: ReplanController,
         recorder: Recorder,
         journal: Journal,
         episodes: EpisodeFile,
@@ -58,7 +58,12 @@ class PostTraining:
         recorded: Recorded,
     ) -> None:
         self._config, self._environment, self._prompts = config, environment, prompts
-        self._executor, self._rollout, self._replanner, self._steering = executor, rollout, replanner, steering
+        self._executor, self._rollout, self._observations, self._controller = (
+            executor,
+            rollout,
+            observations,
+            controller,
+        )
         self._recorder, self._journal, self._episodes = recorder, journal, episodes
         self._display, self._started, self._history, self._recorded = display, started, history, recorded
         training = config.training
@@ -75,7 +80,7 @@ class PostTraining:
         self._rewards: list[float] = []
         self._checkpoint_seconds = 0.0  # since the last step, as is the next
         self._held_seconds = 0.0  # for which a checkpoint had to wait
-        steering.changed = self._progress.set
+        controller.changed = self._progress.set
 
     @property
     def step(self) -> int:
@@ -84,7 +89,7 @@ class PostTraining:
 
     @property
     def started_trajectories(self) -> int:
-        """Of all sittings, as the next."""
+        """Of all sessions of the run, as the next."""
         return self._groups_started * self._config.training.samples_per_prompt
 
     @property
@@ -96,9 +101,9 @@ class PostTraining:
         try:
             self._take_up_knowledge()
             self._generated = self._rollout.generated_tokens
-            self._engine_counters.gained(self._executor.fleet.instances())  # what came before is not of the first step
-            await self._make_again()
-            self._steering.begin(self._step)
+            self._gained()  # what came before is not of the first step
+            await self._replay_steps()
+            self._controller.begin(self._step)
             self._recorder.phase(Phase.WAITING)
             self._take_up_groups()
             ended = self._begin_steps()
@@ -106,19 +111,19 @@ class PostTraining:
                 ended = await self._one_step(ended)
                 await self._between_steps()
             self._recorder.phase(Phase.OUTSIDE)
-            await self._steering.finish()
+            await self._controller.finish()
         finally:
-            await self._steering.cancel()
+            await self._controller.cancel()
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
-            self._steering.close()
+            self._controller.close()
 
     # --- what an interrupted run left --------------------------------------------------------------------------------
 
     def _take_up_knowledge(self) -> None:
         """Learn from the episodes that finished after the checkpoint; begin those that did not finish from nothing."""
-        policy = self._executor.fleet.policy
+        policy = self._executor.processes.fleet.policy
         self._observe(self._history.finished)
         for episode in self._history.finished:
             policy.finished(episode.trajectory)
@@ -127,7 +132,7 @@ class PostTraining:
                 if index not in group.episodes:
                     policy.forget(_episode_id(group.number, index))
 
-    async def _make_again(self) -> None:
+    async def _replay_steps(self) -> None:
         """The steps after the checkpoint. Only a step whose record is missing, the last one, is recorded."""
         if not self._history.batches:
             return
@@ -139,7 +144,7 @@ class PostTraining:
         self._recorder.event(
             "resumed",
             None,
-            f"made steps {self._history.step + 1} to {self._step} again, from their own trajectories",
+            f"replayed steps {self._history.step + 1} to {self._step}, from their own trajectories",
             ended - began,
         )
         await self._checkpoint()  # so that nothing is made a third time
@@ -169,8 +174,8 @@ class PostTraining:
         while not self._admission.ready():
             self._progress.clear()
             self._require_sound()  # of what happened before the wait, too: it wakes nobody any more
-            if self._steering.urgent:
-                self._steering.at_boundary()
+            if self._controller.urgent:
+                self._controller.at_boundary()
             await self._progress.wait()
         self._require_sound()
         groups = self._admission.take()
@@ -180,28 +185,28 @@ class PostTraining:
             ended = await self._train_on(make_batch(episodes for _, episodes in groups), last_end)
         finally:
             await on_disk
-        self._steering.stepped(self._step, ended - last_end)
+        self._controller.stepped(self._step, ended - last_end)
         return ended
 
     async def _train_on(self, batch: StepBatch, last_end: float) -> float:
         """Make one step of a batch, and publish the weights; returns when the step ended."""
-        again = self._step < self._history.version
-        if not again:
+        replayed = self._step < self._history.version
+        if not replayed:
             self._recorder.phase(Phase.STEPPING)
         trained_at = self._recorder.now()
-        result = await self._executor.trainers.step(
+        result = await self._executor.processes.trainers.step(
             self._step + 1, batch.samples, len(batch.episodes), batch.generated_tokens
         )
         stepped_at = self._recorder.now()
         self._recorder.stepped(result)
-        loads = await self._executor.publish(result.version, result.buffer, result.checksum)
+        loads = await self._executor.processes.publish(result.version, result.buffer, result.checksum)
         self._step += 1
         if self._step > self._history.version:
             self._admission.publish(result.version)
             self._feed()
-        self._replanner.observe_training(result, len(batch.episodes))
-        self._replanner.observe_engines(self._engine_counters.gained(self._executor.fleet.instances()))
-        if not again:
+        self._observations.observe_training(result, len(batch.episodes))
+        self._observations.observe_engines(self._gained())
+        if not replayed:
             self._recorder.phase(Phase.WAITING)
         ended = self._recorder.now()
         spent = self._recorder.take_device_seconds(ended)
@@ -210,11 +215,15 @@ class PostTraining:
         self._checkpoint_seconds = self._held_seconds = 0.0
         return ended
 
+    def _gained(self) -> EngineWork:
+        """What the engines did since the last call."""
+        return self._engine_counters.gained(self._executor.processes.fleet.instances())
+
     async def _between_steps(self) -> None:
         self._require_sound()
         if self._step % self._config.checkpoint_every == 0:
             await self._checkpoint()
-        self._steering.at_boundary()
+        self._controller.at_boundary()
 
     def _feed(self) -> None:
         """Start as many groups as staleness admits and the run still needs."""
@@ -240,7 +249,7 @@ class PostTraining:
         """When a group that was started under this version is needed, at the latest: for the batch after those that
         staleness lets be made meanwhile."""
         batches = started_at + 1 + self._config.training.max_staleness - self._admission.published
-        return self._recorder.now() + batches * (self._steering.periods.predicted_seconds or 0.0)
+        return self._recorder.now() + batches * (self._controller.periods.predicted_seconds or 0.0)
 
     def _prompt(self, number: int) -> Prompt:
         """Prompts in a new order each epoch."""
@@ -265,17 +274,17 @@ class PostTraining:
             self._progress.set()
 
     def _observe(self, episodes: Sequence[Episode]) -> None:
-        limits = [bucket.up_to for bucket in self._executor.fleet.allocation.buckets]
-        self._replanner.observe(episodes, limits)
+        limits = [bucket.up_to for bucket in self._executor.processes.fleet.allocation.buckets]
+        self._observations.observe(episodes, limits)
 
     def _require_sound(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self._executor.trainers.require_core()
-        self._steering.require_sound()
+        self._executor.processes.trainers.require_core()
+        self._controller.require_sound()
 
     async def _checkpoint(self) -> None:
-        boundary, due = self._executor.trainers.boundary, self._recorder.now()
+        boundary, due = self._executor.processes.trainers.boundary, self._recorder.now()
         held = boundary.locked()
         if held:
             self._recorder.phase(Phase.HELD)
@@ -286,14 +295,14 @@ class PostTraining:
             state = RunState(
                 step=self._step,
                 seconds=self._recorder.now(),
-                tracker=self._replanner.tracker.snapshot(),
-                policy=self._executor.fleet.policy.snapshot(),
+                tracker=self._observations.tracker.snapshot(),
+                policy=self._executor.processes.fleet.policy.snapshot(),
                 started=self._started,
             )
             self._episodes.begin_segment(self._step)  # no episode finishes between the state and this
             await self._episodes.sync()
-            path = await save_checkpoint(self._recorder.directory, self._executor.trainers, state)
-        self._journal.commit(Checkpoint(self._step))
+            path = await save_checkpoint(self._recorder.directory, self._executor.processes.trainers, state)
+        self._journal.commit(CheckpointWritten(self._step))
         self._episodes.forget_older()
         self._recorder.phase(Phase.WAITING)
         self._held_seconds = began - due if held else 0.0
@@ -346,7 +355,7 @@ class PostTraining:
             context_p90=quantile(contexts, 0.9),
             context_p99=quantile(contexts, 0.99),
             turns_mean=fmean(len(episode.trajectory.turns) for episode in batch.episodes),
-            predicted_seconds=self._steering.periods.predicted_seconds,
+            predicted_seconds=self._controller.periods.predicted_seconds,
             allocation=describe(allocation) if allocation is not None else "",
             roles=dict(self._recorder.roles),
             device_seconds=spent,
@@ -367,7 +376,7 @@ class PostTraining:
             staleness_mean=record.staleness_mean,
             staleness_max=record.staleness_max,
             workers=tuple((worker, role, "") for worker, role in record.roles.items()),
-            last_decision=self._steering.last_decision,
+            last_decision=self._controller.last_decision,
             phase=f"step {record.step_seconds:.2f} s, training waits {record.wait_seconds:.2f} s",
             messages=tuple(self._recorder.messages),
         )

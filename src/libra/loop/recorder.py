@@ -18,8 +18,8 @@ import msgspec
 
 from libra.backends.grpo.joint_step import StepResult
 from libra.backends.vllm.kv_handover import Handovers
-from libra.exec.transitions import Moved
-from libra.exec.workers import Worker
+from libra.exec.pool import Worker
+from libra.exec.protocols import MoveOutcome
 from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tally import Tally
 from libra.records.causes import Cause
@@ -48,7 +48,7 @@ _SPAN_SECONDS = 0.005  # a shorter span of one cause is not drawn on the timelin
 class Recorder:
     """Writes metrics, periods, decisions, events, trajectories, routing and the timeline.
 
-    The times of records count the seconds of reinforcement learning, over all sittings of a resumed run; the timeline
+    The times of records count the seconds of reinforcement learning, over all sessions of a resumed run; the timeline
     counts from the start of this one.
     """
 
@@ -173,7 +173,7 @@ class Recorder:
         self._devices.hold_back(held_back, self._moment())
 
     def device_seconds(self) -> Seconds:
-        """What every worker's time in this sitting went to."""
+        """What every worker's time in this session went to."""
         return self._devices.seconds(self._moment())
 
     def under_way(self) -> dict[str, tuple[int, int]]:
@@ -185,7 +185,7 @@ class Recorder:
         assert self._began is not None
         return self._devices.take(until - self._seconds_before + self._began - self._started)
 
-    def moved(self, moved: Moved) -> None:
+    def moved(self, moved: MoveOutcome) -> None:
         """A move that ended: when it is not done, the event says what became of the worker."""
         move = moved.move
         self.tally.moved(moved)
@@ -256,7 +256,7 @@ class Recorder:
             yield self._timeline, self._moment()
 
     def _moment(self) -> float:
-        """Seconds of this sitting."""
+        """Seconds of this session."""
         return time.monotonic() - self._started
 
     def _spent(self, worker: str, cause: Cause, start: float, end: float) -> None:

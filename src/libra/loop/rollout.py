@@ -97,10 +97,12 @@ class Rollout:
         self._requests = 0
         self.generated_tokens = 0
 
-    async def episode(self, id: str, prompt: Prompt, due: float, temperature: float, fresh: bool = False) -> Episode:
+    async def episode(
+        self, id: str, prompt: Prompt, due: float, temperature: float, fresh: bool = False, seed: int | None = None
+    ) -> Episode:
         """One episode. `due`: when it is needed, in seconds of `now`; `fresh` keeps its KV apart from everything
-        generated before."""
-        draft = Draft(id, prompt, due, temperature, fresh, self._now())
+        generated before; with a `seed` its sampling is drawn from that."""
+        draft = Draft(id, prompt, due, temperature, fresh, self._now(), seed=seed)
         draft.given(self._codec.encode(prompt.text))
         draft.prompt_tokens = len(draft.tokens)
         returned: ToolReturn | None = None

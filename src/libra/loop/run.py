@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from libra.backends.arithmetic import Choice, choose, served_dtype
 from libra.backends.environment import LIBRARIES, versions
-from libra.backends.launch.launcher import Launcher
+from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
@@ -25,12 +25,9 @@ from libra.config.run import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Environment
-from libra.exec.assignment import describe
-from libra.exec.beginning import Beginning
-from libra.exec.executor import Executor
-from libra.exec.journal import End, Journal
-from libra.exec.recovery import Mending
-from libra.exec.workers import Pool, make_pool
+from libra.exec.journal import Journal, RunEnded
+from libra.exec.pool import WorkerPool, make_pool
+from libra.exec.recovery import Recovery
 from libra.loop.checkpoint import Interrupted, allocation_in_force, read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.evaluation import evaluate, logprob_gap
@@ -38,16 +35,18 @@ from libra.loop.fleet import EngineFleet
 from libra.loop.measure import measure, measure_plain, profile_key
 from libra.loop.memory import MemoryWatch
 from libra.loop.metrics import MetricsEndpoint
+from libra.loop.observations import Observations
 from libra.loop.phases import Phases
 from libra.loop.posttrain import PostTraining
 from libra.loop.preflight import record_config
+from libra.loop.process_controller import Origin, RunExecutor, begin_session
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
-from libra.loop.replanning import Replanner
+from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout
-from libra.loop.steering import Steering
 from libra.loop.tally import EngineCounters
 from libra.loop.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import describe
 from libra.records.causes import device_words, total
 from libra.records.disk import DiskError, writing
 from libra.records.run_log import prediction_error
@@ -117,7 +116,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
                 session.close()
 
 
-def _launcher(config: RunConfig) -> AbstractAsyncContextManager[Launcher]:
+def _launcher(config: RunConfig) -> AbstractAsyncContextManager[WorkerLauncher]:
     logs = config.run_directory / "logs"
     if config.cluster.launcher == "local":
         return LocalLauncher.open(logs)
@@ -130,7 +129,7 @@ def _cached_profile(key: str) -> Path:
     return cache_directory() / "profiles" / f"{key}.json"
 
 
-class _Watcher:
+class _Observer:
     """Hears of changes of the pool: they are recorded, and all `planners` are told of losses and of slots that are
     back."""
 
@@ -145,7 +144,7 @@ class _Watcher:
         self._phase.line(f"worker {worker} is lost: {why}")
         self._plan()
 
-    def back(self, worker: str) -> None:
+    def node_back(self, worker: str) -> None:
         self._recorder.event("slot_back", worker, "there is a node for its slot again")
         self._phase.line(f"there is a node for {worker} again")
         self._plan()
@@ -164,7 +163,7 @@ class _Session:
         environment: Environment,
         display: Display,
         phase: Phases,
-        launcher: Launcher,
+        launcher: WorkerLauncher,
         metrics: MetricsEndpoint,
         arithmetic: Choice,
         model: Path,
@@ -205,26 +204,26 @@ class _Session:
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
         fleet = EngineFleet(policy, allocation, handover)
-        watcher = _Watcher(recorder, self._phase)
+        observer = _Observer(recorder, self._phase)
         checkpoint = before.checkpoint if before is not None else None
-        beginning = Beginning(self._model, precision, kv_bytes, history.step, checkpoint)
-        executor = Executor(self._launcher, pool, fleet, config, beginning, journal, watcher)
+        origin = Origin(self._model, precision, kv_bytes, history.step, checkpoint)
+        executor = begin_session(self._launcher, pool, fleet, config, origin, journal, observer)
         model_config = json.loads((self._model / "config.json").read_text())
         key = profile_key(config, self._launcher.hardware, precision, model_config)
         profile = self._known_profile(key)
         if profile is not None:
             handover.price_by(profile)
         self._phase.show("starting engines and trainers")
-        mending = Mending(executor, allocation, lambda text: recorder.event("warning", None, text))
-        watcher.planners.append(mending.worker_lost)
-        await mending.start()
+        recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
+        observer.planners.append(recovery.worker_lost)
+        await recovery.start()
         ready = executor.allocation() or allocation
         self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {describe(ready)}")
         if profile is None:
-            profile = await self._measured_profile(key, executor, mending, handover)
+            profile = await self._measured_profile(key, executor, recovery, handover)
         with writing(directory / "profile.json"):
             save_profile(directory / "profile.json", profile)
-        replanner = Replanner(config, profile, environment.turn_tokens)
+        observations = Observations(config, profile, environment.turn_tokens)
         rollout = Rollout(
             environment, config.environment.tools, codec, fleet, executor.longest_context, recorder, recorder.now
         )
@@ -235,25 +234,28 @@ class _Session:
         counters.gained(fleet.instances())
         if before is None:
             self._phase.show(f"evaluating on {len(heldout)} held-out questions")
-            started, episodes = await mending.during(evaluate(rollout, heldout, "start", 0, temperature))
-            replanner.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
-            replanner.observe_engines(counters.gained(fleet.instances()))
+            started, episodes = await recovery.during(evaluate(rollout, heldout, "start", 0, temperature))
+            observations.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
+            observations.observe_engines(counters.gained(fleet.instances()))
         else:
-            replanner.restore_tracker(before.state.tracker)
+            observations.restore_tracker(before.state.tracker)
             started = before.state.started
         self._phase.line(_words(started))
-        gaps = [await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-start", temperature))]
+        trainers = executor.processes.trainers
+        gaps = [await recovery.during(logprob_gap(rollout, trainers, heldout, "check-start", temperature))]
         recorder.begin()
-        steering = Steering(config, executor, replanner, recorder, self._display, allocation, recorded.periods)
-        watcher.planners.append(steering.worker_lost)
+        controller = ReplanController(
+            config, executor, observations, recorder, self._display, allocation, recorded.periods
+        )
+        observer.planners.append(controller.worker_lost)
         training = PostTraining(
             config,
             environment,
             prompts,
             executor,
             rollout,
-            replanner,
-            steering,
+            observations,
+            controller,
             recorder,
             journal,
             episode_file,
@@ -265,14 +267,14 @@ class _Session:
         )
         await training.run()
         self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
-        ended, _ = await mending.during(evaluate(rollout, heldout, "end", training.step, temperature))
+        ended, _ = await recovery.during(evaluate(rollout, heldout, "end", training.step, temperature))
         self._phase.line(_words(ended))
-        gaps.append(await mending.during(logprob_gap(rollout, executor.trainers, heldout, "check-end", temperature)))
-        await executor.save_final(directory / "model")
+        gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", temperature)))
+        await executor.processes.save_final(directory / "model")
         await memory.look()
         summary = self._summary((started, ended), training, max(gaps), memory)
         recorder.summary(summary)
-        journal.commit(End(training.step))
+        journal.commit(RunEnded(training.step))
         await executor.stop()
         if words := device_words(recorder.tally.device_seconds):
             self._phase.line(f"{words} (while steps were made)")
@@ -285,18 +287,18 @@ class _Session:
         self._files.callback(file.close)
         return file
 
-    def _first_allocation(self, pool: Pool) -> Allocation:
+    def _first_allocation(self, pool: WorkerPool) -> Allocation:
         """That of the configuration, or the one that was in force when the run was interrupted."""
         before = self._before
         if before is None:
             return _start_allocation(self._config)
-        moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.past.under_way.items())
+        moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
         self._phase.line(
-            f"goes on from {before.checkpoint.name}; the run had come to version {before.past.version}"
+            f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
             + (f", and {moves}" if moves else "")
         )
         holds = {name: shape.max_model_len for name, shape in self._config.engines.items()}
-        in_force = allocation_in_force(before.past, pool.all(), holds)
+        in_force = allocation_in_force(before.journal, pool.all(), holds)
         if in_force is None:
             self._phase.line("the workers or engines are others than before: they begin as start says")
         return in_force or _start_allocation(self._config)
@@ -312,20 +314,20 @@ class _Session:
         return load_profile(cached)
 
     async def _measured_profile(
-        self, key: str, executor: Executor, mending: Mending, handover: KVHandover
+        self, key: str, executor: RunExecutor, recovery: Recovery, handover: KVHandover
     ) -> DeviceProfile:
         """What they cost now, as they will run."""
         config, hardware, cached = self._config, self._launcher.hardware, _cached_profile(key)
         self._phase.show("measuring engines and trainers, all at once")
         began = time.monotonic()
-        profile = await mending.attempts("measuring", lambda: measure(executor, config, hardware, key))
+        profile = await recovery.attempts("measuring", lambda: measure(executor, config, hardware, key))
         handover.price_by(profile)
         if not handover.may_pay(executor.longest_context) and any(
-            handover.place(entry.handle) is not None for entry in executor.fleet.instances()
+            handover.place(entry.handle) is not None for entry in executor.processes.fleet.instances()
         ):
             # Whether KV is handed over stays decided: engines that start from here on cannot do it, whatever they cost.
             measured = profile
-            profile = await mending.attempts(
+            profile = await recovery.attempts(
                 "measuring engines that hand no KV over", lambda: measure_plain(executor, config, measured)
             )
         if len(executor.healthy()) == config.cluster.slots:  # else it is of a smaller machine
@@ -351,7 +353,7 @@ class _Session:
             name=self._config.name,
             seed=self._config.seed,
             finished=True,
-            # Of all sittings, as everything else that a resumed run sums up.
+            # Of all sessions, as everything else that a resumed run sums up.
             wall_seconds=(before.seconds if before is not None else 0.0) + time.monotonic() - self._began,
             steps=training.step,
             evaluations=evaluations,

@@ -8,6 +8,7 @@ it is a turn that starts with what it has; moved because it outlived its bucket 
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
@@ -43,6 +44,11 @@ class Draft:
     engine: str = ""  # that served it last
     home: EngineHandle | None = None  # the last that made some of it, and so has the KV of what it consisted of then
     at_home: int = 0  # tokens of it that this engine had
+    seed: int | None = None  # of the sampling; None: engines draw as they go
+
+    def sampling_seed(self) -> int | None:
+        """Of what is generated next. A turn that goes on elsewhere draws anew, not what it has drawn before again."""
+        return None if self.seed is None else zlib.crc32(f"{self.seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
         """Tokens that no engine sampled: the prompt, what a tool returned."""
@@ -129,6 +135,7 @@ class RunningTurn:
                     priority=placement.priority,
                     salt=salt,
                     transfer=transfer,
+                    seed=draft.sampling_seed(),
                 ),
                 self._take,
             )

@@ -1,6 +1,6 @@
 """What engines and a session of a run have counted so far.
 
-Invariant: numbers only grow, except those of the last step; each is the sum of what the records of this sitting say.
+Invariant: numbers only grow, except those of the last step; each is the sum of what the records of this session say.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from libra.backends.launch.launcher import WorkerLink
-from libra.exec.transitions import Moved
+from libra.exec.protocols import MoveOutcome
 from libra.loop.fleet import ServingEngine
-from libra.loop.replanning import EngineWork
+from libra.loop.observations import EngineWork
 from libra.records.causes import Cause, total
 from libra.records.schema import StepRecord
 
@@ -59,7 +59,7 @@ class Tally:
     def started(self, trajectories: int) -> None:
         self.trajectories_started += trajectories
 
-    def moved(self, moved: Moved) -> None:
+    def moved(self, moved: MoveOutcome) -> None:
         self.moves[moved.outcome].add(moved.seconds)
 
     def joined(self, seconds: float, held_seconds: float) -> None:

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from libra.backends.launch.handles import Handle
-from libra.backends.launch.launcher import Launcher
+from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
 from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 from libra.config.cache import cache_directory
@@ -41,7 +41,7 @@ class WarmUpProgress:
 async def warm_model(
     config: RunConfig,
     environment: Environment,
-    launcher: Launcher,
+    launcher: WorkerLauncher,
     precision: Precision,
     progress: Callable[[WarmUpProgress], None],
 ) -> Path:
@@ -68,7 +68,7 @@ async def warm_model(
 async def _train(
     config: RunConfig,
     environment: Environment,
-    launcher: Launcher,
+    launcher: WorkerLauncher,
     precision: Precision,
     directory: Path,
     progress: Callable[[WarmUpProgress], None],

@@ -16,7 +16,7 @@ from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
 from libra.plan.options.slots import Fleet, SlotRequest
 from libra.plan.planner import PLANNER_HALF_LIFE_STEPS, recipe_tracker
-from libra.plan.request import longest_context, make_request, make_tracker
+from libra.plan.request import SLOT_CLASSES, longest_context, make_request, make_tracker
 from libra.trajectory import Trajectory
 
 
@@ -121,7 +121,7 @@ def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfil
     cluster = config.cluster
     return make_request(
         config,
-        evidence.tracker,
+        evidence.tracker.classes(SLOT_CLASSES),
         profile,
         fleet=Fleet(cluster.core, cluster.hybrid, cluster.rollout),
         max_turn_tokens=max(1, evidence.longest_turn),

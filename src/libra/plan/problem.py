@@ -6,9 +6,9 @@ are seconds, lengths are tokens.
 
 Sets        t  training options      s  engine shapes, each with its options o      p  pools of devices
             j  classes of trajectories, shortest first      (i, j)  a range of classes, i to j      k  routers
-Data        eta  staleness    L, F, S  of t: training, what of it follows the last trajectory (`follows`), publication
+Data        eta  staleness    L, F, S  of t: training, its part `after_rollout`, publication
             A_gen, A_tools  of o: seconds in which the longest trajectory generates, and waits for tools
-            work, refresh, residence, fills  of o for each class    reach  of k for each class    stall, holds  of o
+            work, refresh, residence, fills  of o for each class    recall  of k for each class    stall, holds  of o
 Decide      x[t]        which option trains
             z[s, i, j]  that a bucket of engines of shape s serves the range
             n[s, i, j]  how many engines it has
@@ -38,9 +38,9 @@ For a T, longest_context, cache_room, rollout and latency ask for a number of en
     no_stray_engines      n[s] = 0                                                where no bucket is of s
 
 W is what the bucket's classes ask for: the largest, over rows of work and routers k, of the sum over its classes of
-work[j] reach[k, j], and in the first bucket of work[j] (1 - reach[k, j]) over all classes, besides the same of
+work[j] recall[k, j], and in the first bucket of work[j] (1 - recall[k, j]) over all classes, besides the same of
 refresh / T. Routers of ranges that run now are known; with `keep` only those count. R is the longest residence of its
-classes that a typical step has (`met`).
+classes that a typical step has (`expected`).
 
 If the trajectories of a step start together (`batched`, and always with eta = 0), the longest of a bucket by itself
 would take A = A_gen + A_tools. With eta = 0 nothing overlaps, and rollout is
@@ -201,7 +201,7 @@ class TrainingOption:
             )
 
     @property
-    def follows(self) -> float:
+    def after_rollout(self) -> float:
         """Seconds of training after the last trajectory."""
         return self.seconds if self.tail is None else self.tail
 
@@ -250,12 +250,12 @@ class Problem:
     engines: tuple[EngineOption, ...]
     training: tuple[TrainingOption, ...]
     peaks: tuple[int, ...]  # [class] tokens: the longest context of the class; shortest class first
-    met: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
+    expected: tuple[bool, ...]  # [class] whether a typical step has a trajectory of it
     longest_context: int  # tokens; no trajectory can grow longer, and some engine must always be able to hold it
     # How much of a class's work reaches its own bucket; the rest stays in the first one, where all trajectories start.
     # Each row is a router; a plan must have time for all of them. Ranges that run already are known better.
-    reach_tried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
-    reach_untried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
+    recall_known: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
+    recall_possible: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
     batched: bool = False  # all trajectories of a step start together
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
@@ -295,14 +295,21 @@ class Problem:
             if all(option.fills for option in self.engines if option.shape == shape):
                 raise ValueError(f"shape {shape} has no price for few engines; list an option of it that fills none")
         classes = len(self.peaks)
-        rows = (self.met, *self.reach_tried, *self.reach_untried, *(option.residence for option in self.engines))
+        rows = (
+            self.expected,
+            *self.recall_known,
+            *self.recall_possible,
+            *(option.residence for option in self.engines),
+        )
         if any(len(row) != classes for row in rows):
-            raise ValueError(f"there are {classes} classes; met, reach and every engine option must list them all")
-        for row in (*self.reach_tried, *self.reach_untried):
+            raise ValueError(
+                f"there are {classes} classes; expected, recall and every engine option must list them all"
+            )
+        for row in (*self.recall_known, *self.recall_possible):
             if not all(0 <= part <= 1 for part in row):
-                raise ValueError("reach holds fractions of 0 to 1")
-        if not set(self.reach_tried) <= set(self.reach_untried):
-            raise ValueError("reach_untried must list every router of reach_tried: what is known is also possible")
+                raise ValueError("recall holds fractions of 0 to 1")
+        if not set(self.recall_known) <= set(self.recall_possible):
+            raise ValueError("recall_possible must list every router of recall_known: what is known is also possible")
         _require_costs("problem", switch=(self.switch,))
 
     @property

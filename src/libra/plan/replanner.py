@@ -1,8 +1,8 @@
-"""Keeps a training loop on a plan that fits what its trajectories have become.
+"""Keeps a training loop, simulated or real, on a plan that fits what its trajectories have become.
 
-Invariant: the plan in force is the one that the last taken decision proposed, and every decision was made of this run's
-own trajectories: of what has finished, and of what is running as far as it has come. A replanner starts nothing and
-waits for nothing but its solver; carrying out the moves is the loop's business.
+Invariant: every decision was made of this run's own trajectories: of what has finished, and of what is running as far
+as it has come. A replanner starts nothing and waits for nothing but its solver; carrying out the moves is the loop's
+business.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from threading import Lock
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
-from libra.lengths.forecast import Forecast, scaled
+from libra.lengths.forecast import scaled
+from libra.plan.decision import Case, Decision, decide, expected
 from libra.plan.model.solve import solve
-from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.price import infeasibility, price
-from libra.plan.placement import place
-from libra.plan.plan import Plan, answer
-from libra.plan.planner import CLASSES, Planner, recipe_tracker, what_runs
+from libra.plan.plan import Plan
+from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
-from libra.plan.replan import Case, Decision, decide_over, expected
-from libra.plan.switching import live_refill, switch_cost, switch_seconds
+from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 
 # Of the trajectories' weight: with less, near-equal plans trade places on noise. After a change that it detects, the
@@ -33,9 +31,17 @@ REPLANNER_HALF_LIFE_STEPS = 12.0
 # that just keeps its step may need several times as long when its longest trajectories are a tenth longer.
 _UNSEEN = 0.1
 _CONFIDENCE = 2.0  # standard errors of the tracked work that a gain has to exceed: 95 % of errors are smaller
-# Lengths are as forecast, give or take an error that is normal in the logarithm. The mean of a price over it is taken
+# Scenario are as forecast, give or take an error that is normal in the logarithm. The mean of a price over it is taken
 # at three points (Gauss-Hermite quadrature): so many standard errors from the forecast, each with its weight.
 _NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A solved plan and what is to be done with it. The plan's prediction is for the lengths as they are forecast."""
+
+    plan: Plan
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +60,78 @@ class Look:
         return None if self.before is None or self.realised is None else self.before - self.realised
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a decision is made of: a site, the work that may come to it, and how long a plan is expected to hold."""
+
+    site: Site
+    scenarios: tuple[Scenario, ...]  # as forecast, then off by as much as the forecast may be
+    horizon_steps: float
+    uncertainty: float  # relative error of the tracked work that a gain has to exceed
+
+    def propose(self, seed: int = 0) -> Proposal:
+        """Solve for each of the lengths, and weigh the change to the best of the plans against its cost. Takes as long
+        as the solver does, and reads nothing that may change meanwhile. Raises `InfeasiblePlanError`."""
+        site = self.site
+        questions = site.questions(self.scenarios)
+        cases = [Case(question.problem, weight) for question, (_, weight) in zip(questions, _NODES, strict=True)]
+        solutions = [solve(case.problem, seed=seed) for case in cases]
+        usable = [
+            each.allocation
+            for each in solutions
+            if all(infeasibility(c.problem, each.allocation) is None for c in cases)
+        ]
+        if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
+            cases, usable = [replace(cases[0], weight=1.0)], [solutions[0].allocation]
+        transitions = [site.transition(questions[0], wanted) for wanted in dict.fromkeys(usable)]
+        costs = [0.0 if site.current is None else site.seconds(questions[0], each) for each in transitions]
+        transition, cost = min(
+            zip(transitions, costs, strict=True),
+            key=lambda way: expected(cases, way[0].after).step * self.horizon_steps + way[1],
+        )
+        decision = decide(cases, transition, horizon_steps=self.horizon_steps, uncertainty=self.uncertainty, cost=cost)
+        chosen = _compared(questions[0].problem, transition.after, solutions[0])
+        return Proposal(site.plan(questions[0], chosen), decision)
+
+
 class Replanner:
     """`Replanner(planner, plan).step(finished, running)`, called every `period` steps, says whether to change the plan.
 
     A change has to earn its cost back within the steps for which plans have held so far, on average. Prices take a
     router to be as good as the recipe says for any ranges.
 
+    Where devices come and go, and costs are measured while steps are made, the loop says what there is itself: it calls
+    `observe`, asks `outlook` about its `Site`, and tells of the proposal's decision with `decided`.
+
     Threads may share a replanner: each call is one whole step of it. What it returns are values, and can be pickled.
     """
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Planner | None = None,
         plan: Plan | None = None,
         *,
-        period: int = 5,
-        tracker: LengthTracker | None = None,
+        period: int = 1,
         switch: SwitchCost | None = None,
+        tracker: LengthTracker | None = None,
+        holds: float | None = None,
     ) -> None:
         """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
-        instead of the stated ones of `libra.plan.switching`. A `tracker` that has seen trajectories is gone on with.
+        instead of the stated ones of `libra.plan.switching`. A `tracker` that has seen trajectories is gone on with;
+        there must be one where there is no planner. `holds` are the steps for which a plan is taken to hold before
+        there is one that has held longer; None: a period.
         """
         if period < 1:
             raise ValueError(f"period is {period}; it is a number of steps between two decisions, 1 or more")
         self._planner, self._period, self._switch = planner, period, switch
+        self._holds = float(period) if holds is None else holds
         self._plan = plan
         self._looks: list[Look] = []
         self._measured: float | None = None
         self._lock = Lock()
         if tracker is None:
+            if planner is None:
+                raise ValueError("give a planner, or a tracker that counts as the loop's engines do")
             tracker = recipe_tracker(planner.recipe, REPLANNER_HALF_LIFE_STEPS)
             tracker.observe_running(())  # from here on evidence is weighed by start version
         self._tracker = tracker
@@ -99,6 +148,11 @@ class Replanner:
         with self._lock:
             return tuple(self._looks)
 
+    @property
+    def tracker(self) -> LengthTracker:
+        """What was observed. Whoever reads it keeps other threads from observing."""
+        return self._tracker
+
     def step(self, finished: Iterable[Trajectory], running: Iterable[Trajectory]) -> Decision:
         """Decide on the plan of the next period.
 
@@ -107,27 +161,32 @@ class Replanner:
         `Planner.plan` raises.
         """
         with self._lock:
+            if self._planner is None:
+                raise ValueError("there is no planner; ask outlook() about the site instead of step()")
             ended, going = list(finished), list(running)
-            self._require_sound(ended, going)
+            _require_sound(ended, going, self._planner.recipe.max_length)
             for trajectory in ended:
                 self._tracker.observe(trajectory)
             self._tracker.observe_running(going)
-            return self._decide()
+            proposal = self._outlook(ClusterSite(self._planner, self._plan, self._switch), math.inf).propose()
+            self._decided(proposal)
+            return proposal.decision
 
-    def _require_sound(self, finished: Sequence[Trajectory], running: Sequence[Trajectory]) -> None:
-        """Refuse all of them before any is observed: what has been observed cannot be taken back."""
-        longest = self._planner.recipe.max_length
-        for trajectory, ended in (*((each, True) for each in finished), *((each, False) for each in running)):
-            if trajectory.finished != ended:
-                raise ValueError(
-                    f"trajectory {trajectory.id} is {'' if trajectory.finished else 'un'}finished; give it as"
-                    f" {'finished' if trajectory.finished else 'running'}"
-                )
-            if trajectory.peak_context > longest:
-                raise ValueError(
-                    f"trajectory {trajectory.id} holds {trajectory.peak_context} tokens, more than the recipe's"
-                    f" max_length of {longest}: raise max_length, or cut it with libra.trajectory.truncate"
-                )
+    def observe(self, finished: Iterable[Trajectory]) -> None:
+        """Trajectories that have ended since the last call."""
+        with self._lock:
+            for trajectory in finished:
+                self._tracker.observe(trajectory)
+
+    def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
+        """What a decision about the site would be made of now. Raises ValueError while nothing has ever finished."""
+        with self._lock:
+            return self._outlook(site, steps_left)
+
+    def decided(self, proposal: Proposal) -> None:
+        """The decision of a proposal stands: its plan is what runs from now on, if it is taken."""
+        with self._lock:
+            self._decided(proposal)
 
     def realised(self, seconds_per_step: float) -> None:
         """The mean seconds of a step as measured since the last decision, whatever happened in them."""
@@ -139,67 +198,53 @@ class Replanner:
             self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
             self._measured = seconds_per_step
 
-    def _decide(self) -> Decision:
-        held = self._plan
-        current = None if held is None else held.allocation
-        forecast = self._tracker.forecast(self._period / 2, CLASSES, self._planner.recipe.max_length)
-        requests = sharing_layouts(self._requests(held, forecast))
-        menus = [request.menu() for request in requests]
-        cases = [Case(menu.problem, weight) for menu, (_, weight) in zip(menus, _NODES, strict=True)]
-        solutions = [solve(case.problem) for case in cases]
-        usable = [
-            each.allocation
-            for each in solutions
-            if all(infeasibility(c.problem, each.allocation) is None for c in cases)
-        ]
-        if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
-            cases, usable = [replace(cases[0], weight=1.0)], [solutions[0].allocation]
-        horizon, uncertainty = self._horizon(), _CONFIDENCE * self._tracker.work_uncertainty()
-        switch, refill = self._switch or switch_cost(requests[0]), live_refill(requests[0])
+    def scenario(self, site: Site) -> Scenario:
+        """The tracked lengths, as the site tells them apart."""
+        with self._lock:
+            return Scenario(self._tracker.classes(site.classes), 1.0)
 
-        def cost(wanted: Allocation) -> float:
-            return 0.0 if current is None else switch_seconds(cases[0].problem, current, wanted, switch, refill)
+    def _outlook(self, site: Site, steps_left: float) -> Outlook:
+        longest = site.longest_context
+        forecast = self._tracker.forecast(self._period / 2, site.classes, longest)
+        error = math.hypot(forecast.error, _UNSEEN)
+        factors = [math.exp(deviations * error) for deviations, _ in _NODES]
+        return Outlook(
+            site,
+            tuple(
+                Scenario(tuple(scaled(cls, factor, longest) for cls in forecast.classes), forecast.scale * factor)
+                for factor in factors
+            ),
+            min(self._horizon(), site.horizon, steps_left),
+            _CONFIDENCE * self._tracker.work_uncertainty(),
+        )
 
-        proposed = min(usable, key=lambda wanted: expected(cases, wanted).step * horizon + cost(wanted))
-        if current is None:
-            reason = "nothing runs yet: the best plan is started"
-            decision = Decision(None, expected(cases, proposed), (), None, horizon, 0.0, uncertainty, True, reason)
-        else:
-            decision = decide_over(
-                cases, current, proposed, horizon_steps=horizon, uncertainty=uncertainty, cost=cost(proposed)
-            )
+    def _decided(self, proposal: Proposal) -> None:
+        decision = proposal.decision
         if decision.taken:
-            self._plan = answer(
-                requests[0],
-                cases[0].problem,
-                _compared(cases[0].problem, proposed, solutions[0]),
-                layout=menus[0].layouts[_key(proposed)],
-                placement=place(cases[0].problem, proposed, () if held is None else held.placement),
-            )
+            self._plan = proposal.plan
         in_force = decision.proposed if decision.taken or decision.current is None else decision.current
         self._looks.append(Look(decision, in_force, self._measured))
         self._measured = None
-        return decision
-
-    def _requests(self, running: Plan | None, forecast: Forecast) -> list[ClusterRequest]:
-        """The question for each of `_NODES`, for the work in the middle of the period to come."""
-        longest = self._planner.recipe.max_length
-        error = math.hypot(forecast.error, _UNSEEN)
-        factors = [math.exp(deviations * error) for deviations, _ in _NODES]
-        return [
-            self._planner.request(tuple(scaled(cls, factor, longest) for cls in forecast.classes), *what_runs(running))
-            for factor in factors
-        ]
 
     def _horizon(self) -> float:
         """Steps for which a plan is expected to hold: as long as plans have so far, on average."""
         changes = sum(look.decision.taken and look.decision.current is not None for look in self._looks)
-        steps = self._period * max(1, len(self._looks)) / (1 + changes)
-        return min(float(self._planner.recipe.horizon), steps)
+        return max(self._holds, self._period * len(self._looks)) / (1 + changes)
 
 
-def _key(allocation: Allocation) -> tuple[str, int]:
-    return allocation.layout, allocation.replicas
+def _require_sound(finished: Sequence[Trajectory], running: Sequence[Trajectory], longest: int) -> None:
+    """Refuse all of them before any is observed: what has been observed cannot be taken back."""
+    for trajectory, ended in (*((each, True) for each in finished), *((each, False) for each in running)):
+        if trajectory.finished != ended:
+            raise ValueError(
+                f"trajectory {trajectory.id} is {'' if trajectory.finished else 'un'}finished; give it as"
+                f" {'finished' if trajectory.finished else 'running'}"
+            )
+        if trajectory.peak_context > longest:
+            raise ValueError(
+                f"trajectory {trajectory.id} holds {trajectory.peak_context} tokens, more than the recipe's"
+                f" max_length of {longest}: raise max_length, or cut it with libra.trajectory.truncate"
+            )
 
 
 def _compared(problem: Problem, allocation: Allocation, best: Solution) -> Solution:

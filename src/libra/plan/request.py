@@ -1,8 +1,7 @@
-"""From a configuration and tracked statistics to a `SlotRequest`: the part that planning offline and planning during a
-run have in common.
+"""From a configuration to the statistics that are tracked, and from those to a `SlotRequest`.
 
-Invariant: what the configuration decides is read here and nowhere else, so both ask the same question; everything else
-is the caller's to know, and none of it has a default.
+Invariant: what the configuration decides is read here and nowhere else, so planning offline and planning during a run
+ask the same question; everything else is the caller's to know, and none of it has a default.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.lengths import LengthTracker
+from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.options.slots import EngineShape, Fleet, SlotRequest, Workload
 from libra.plan.problem import Allocation
 
-_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
+SLOT_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
 
 
 def make_tracker(config: RunConfig) -> LengthTracker:
@@ -37,7 +36,7 @@ def longest_context(config: RunConfig) -> int:
 
 def make_request(
     config: RunConfig,
-    tracker: LengthTracker,
+    classes: tuple[TrajectoryClass, ...],
     profile: DeviceProfile,
     *,
     fleet: Fleet,
@@ -46,8 +45,8 @@ def make_request(
     router_hit: float,
     current: Allocation | None,
 ) -> SlotRequest:
-    """The question for the work that `tracker` has seen. The keyword arguments are fields of `SlotRequest` and
-    `Workload`. Raises ValueError when the tracker has seen no trajectory, or one that no engine size holds."""
+    """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `Workload`. Raises
+    ValueError where no engine size holds one of the classes."""
     training = config.training
     return SlotRequest(
         fleet=fleet,
@@ -61,7 +60,7 @@ def make_request(
             longest_context=longest_context(config),
             train_tokens=train_tokens,
             router_hit=router_hit,
-            classes=tracker.classes(_CLASSES),
+            classes=classes,
         ),
         current=current,
     )

@@ -1,7 +1,8 @@
-"""What it costs to go from one allocation to another on a cluster, in seconds of stepping.
+"""What a transition costs, in seconds of stepping.
 
-Invariant: a cost is never below what is lost. Engines start side by side on their own devices, and so do replicas, so
-the slowest start counts, not the sum; what goes on meanwhile is not credited.
+Invariant: a cost is of the very moves that are made, and never below what is lost; what goes on meanwhile is not
+credited. On one machine moves are made one after the other, so their seconds add up. On a cluster engines start side by
+side on their own devices, and so do replicas, so the slowest start counts:
 
     seconds = max(engine_start if an engine starts, trainer_join if a replica starts)  +  refill * stopped / generating
 
@@ -19,7 +20,7 @@ from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import weight_sync
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.problem import Allocation, Problem
-from libra.plan.transition import Change, changes, engines_by_shape
+from libra.plan.transition import IDLE, Role, Transition, engines_by_shape, group_transition
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
 # the middle of that in the logarithm. What runs measures its own.
@@ -59,20 +60,35 @@ def live_refill(request: ClusterRequest) -> float:
     return dearest
 
 
-def switch_seconds(
-    problem: Problem, current: Allocation, wanted: Allocation, switch: SwitchCost, refill: float = 0.0
-) -> float:
-    """Seconds of stepping lost on the way; `refill` is `live_refill`, 0 where contexts are not lost."""
-    way = [change for change in changes(current, wanted) if isinstance(change, Change)]
+def machine_seconds(transition: Transition, switch: SwitchCost) -> float:
+    """Seconds that the moves of one machine's devices take. Stopping an engine is part of what follows it."""
+    return sum(
+        switch.trainer_join if move.after.role is Role.TRAIN else switch.engine_start for move in transition.moves
+    )
+
+
+def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost, refill: float = 0.0) -> float:
+    """Seconds lost while groups of a cluster change; `refill` is `live_refill`, 0 where contexts are not lost."""
+    if transition.before is None:
+        return 0.0
     starting = [
-        switch.trainer_join if change.role == "replica" else switch.engine_start
-        for change in way
-        if change.kind == "start"
+        switch.trainer_join if move.after.role is Role.TRAIN else switch.engine_start
+        for move in transition.moves
+        if move.after != IDLE
     ]
     devices = {option.shape: option.devices for option in problem.engines}
     # A shape that is no longer on the menu has stopped for other reasons, and its contexts with it.
-    stopped = sum(change.count * devices.get(change.name, 0) for change in way if change.kind == "stop")
-    before = sum(count * devices.get(shape, 0) for shape, count in engines_by_shape(current).items())
-    after = sum(count * devices[shape] for shape, count in engines_by_shape(wanted).items())
+    stopped = sum(
+        devices.get(move.before.shape or "", 0) for move in transition.moves if move.before.role is Role.ROLLOUT
+    )
+    before = sum(count * devices.get(shape, 0) for shape, count in engines_by_shape(transition.before).items())
+    after = sum(count * devices[shape] for shape, count in engines_by_shape(transition.after).items())
     lost = refill * stopped / before / after if stopped else 0.0
     return max(starting, default=0.0) + lost
+
+
+def switch_seconds(
+    problem: Problem, current: Allocation, wanted: Allocation, switch: SwitchCost, refill: float = 0.0
+) -> float:
+    """`cluster_seconds` between allocations that are not placed."""
+    return cluster_seconds(problem, group_transition(current, wanted), switch, refill)

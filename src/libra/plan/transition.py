@@ -1,104 +1,250 @@
-"""The way from one allocation to another, as single-device moves in the order in which they are made.
+"""The one difference between two allocations: the moves that the plan prices and the executor carries out.
 
-Invariant: a device changes role at most once, no more devices change than have to, and after every move some engine
-holds the longest contexts. Trainers are freed before their devices are needed and joined last; the longest shape is
-started first and stopped last.
+Invariant: on one machine every device takes at most one new duty, but for one that stands in, and after each move of
+the list the run can go on (see `unsafe`). On a cluster groups of devices end and begin, and no group that stays in its
+place is touched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from libra.cost.device import SwitchCost
 from libra.plan.options.price import ranges
-from libra.plan.problem import Allocation, TrainingOption
+from libra.plan.placement import DeviceGroup
+from libra.plan.problem import Allocation, EngineOption, TrainingOption
 
-MoveKind = Literal["train->rollout", "rollout->train", "resize", "idle->rollout", "idle->train", "rebucket"]
+
+class Role(StrEnum):
+    """Of a worker. Those that pass, `joining` and `draining`, and `failed` are seen by an executor only."""
+
+    IDLE = "idle"
+    JOINING = "joining"  # a process is starting, or entering the gradient exchange
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    DRAINING = "draining"  # finishing what runs, taking nothing new
+    FAILED = "failed"  # its process is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What a device, or a group of them, does while nothing about it changes. `shape` is that of its engine; of a
+    replica that is spread over several devices it is the layout."""
+
+    role: Role
+    shape: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role is Role.ROLLOUT and self.shape is None:
+            raise ValueError("a rollout duty has no shape; name the shape of its engine")
+        if self.role not in (Role.ROLLOUT, Role.TRAIN) and self.shape is not None:
+            raise ValueError(f"a duty of {self.role} has shape {self.shape}; only engines and replicas have one")
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.shape}" if self.shape is not None else str(self.role)
+
+
+IDLE, TRAIN = Duty(Role.IDLE), Duty(Role.TRAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One healthy device of a machine. `allowed` are the roles that it may take beside `idle`."""
+
+    id: str
+    slot: int
+    allowed: frozenset[Role]
+    duty: Duty = IDLE
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One device changes role, or (`rebucket`) the router takes over new ranges and no device changes.
+    """`worker` is the id of a device, or where a group of devices is; `before` and `after` are its duties."""
 
-    `idle` is a healthy device that the current allocation does not use, such as one that has come back.
-    """
-
-    kind: MoveKind
-    stops: str | None = None  # shape of the engine that is stopped
-    starts: str | None = None  # shape of the engine that is started
+    worker: str
+    before: Duty
+    after: Duty
 
     def __str__(self) -> str:
-        shapes = " -> ".join(shape for shape in (self.stops, self.starts) if shape is not None)
-        return f"{self.kind} ({shapes})" if shapes else self.kind
+        return f"{self.before} -> {self.after}"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """Groups of devices, engines of one shape or replicas of one layout, that end or begin."""
+class Transition:
+    """From one allocation to another. `before` is None where nothing runs that could go on."""
 
-    kind: Literal["stop", "start"]
-    role: Literal["replica", "engine"]
-    name: str  # layout of the replicas, or shape of the engines
-    count: int
+    before: Allocation | None
+    after: Allocation
+    moves: tuple[Move, ...]  # in the order in which they are made; groups of a cluster all end before others begin
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.count} {self.role}{'s' if self.count > 1 else ''} ({self.name})"
+    @property
+    def rebuckets(self) -> bool:
+        """Whether the router has to send turns by other ranges."""
+        return self.before is None or ranges(self.before) != ranges(self.after)
+
+    def words(self) -> tuple[str, ...]:
+        """For people: equal moves together."""
+        counts = Counter(str(move) for move in self.moves)
+        moves = [f"{count} x {text}" if count > 1 else text for text, count in counts.items()]
+        return (*moves, "new bucket ranges") if self.rebuckets else tuple(moves)
+
+    def conflict(self, duties: Mapping[str, Duty]) -> str | None:
+        """Why the moves are not for workers of a machine with these duties; None if they are."""
+        now = dict(duties)
+        for move in self.moves:
+            if move.worker not in now:
+                return f"there is no worker {move.worker}"
+            if now[move.worker] != move.before:
+                return f"{move.worker} does {now[move.worker]}, not {move.before}"
+            now[move.worker] = move.after
+        wanted = Counter({Duty(Role.ROLLOUT, shape): count for shape, count in engines_by_shape(self.after).items()})
+        wanted[TRAIN] = self.after.replicas
+        made = Counter(duty for duty in now.values() if duty != IDLE)
+        return None if made == wanted else f"the moves do not lead to {describe(self.after)}"
 
 
-def diff(current: Allocation, wanted: Allocation) -> tuple[Move, ...]:
-    """The fewest moves from `current` to `wanted`.
+def longest_shapes(engines: Iterable[EngineOption], longest_context: int) -> frozenset[str]:
+    """Names of the shapes that hold the longest contexts."""
+    return frozenset(option.shape for option in engines if option.holds >= longest_context)
 
-    `current` lists healthy devices: leave lost ones out. If it uses more devices than `wanted`, the surplus that no
-    move needs is taken to be the lost ones.
+
+def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> str | None:
+    """Why it is unsafe to make the move now; None if it is not. `longest` are the shapes that hold the longest
+    contexts.
+
+    While a device moves, a core replica trains and, as long as several engines run, another one holds the longest
+    contexts. A pool that is short of something already may do what does not make it shorter: that is how it recovers.
     """
-    before, after = engines_by_shape(current), engines_by_shape(wanted)
-    idle = wanted.replicas + wanted.engines - current.replicas - current.engines
-    freed = [_IDLE] * idle + [_TRAIN] * (current.replicas - wanted.replicas)
-    freed += [_Role("rollout", shape) for shape in (before - after).elements()]
-    needed = [_Role("rollout", shape) for shape in reversed(list((after - before).elements()))]
-    needed += [_TRAIN] * (wanted.replicas - current.replicas)
-    moves = [
-        Move(_KINDS[source.does, target.does], source.shape, target.shape)
-        for source, target in zip(freed, needed, strict=False)
+    others = [device for device in devices if device.id != move.worker]
+    cores = [device.id for device in devices if device.duty.role is Role.TRAIN and device.allowed == {Role.TRAIN}]
+    if cores == [move.worker]:
+        return f"{move.worker} is the last core replica"
+    if move.before.shape not in longest or any(device.duty.shape in longest for device in others):
+        return None
+    if move.after.shape not in longest:
+        return f"{move.worker} is the last engine for the longest contexts"
+    if any(device.duty.role is Role.ROLLOUT for device in others):
+        return f"no other engine holds the longest contexts while {move.worker} starts again"
+    return None
+
+
+def device_transition(
+    devices: Sequence[Device], before: Allocation | None, wanted: Allocation, longest: Collection[str]
+) -> Transition:
+    """The fewest moves that turn the healthy `devices` of a machine, each a replica or an engine by itself, into
+    `wanted`.
+
+    Idle devices start first: that takes nobody's device, and so is made even where a later move fails. Then trainers
+    leave; longer engines start before shorter ones, and joining the training comes last. `longest` are the shapes that
+    hold the longest contexts. Raises ValueError where the devices cannot be that, or nobody would hold those."""
+    if not any(bucket.shape in longest for bucket in wanted.buckets):
+        raise ValueError(f"no engine of {describe(wanted)} holds the longest contexts; {', '.join(longest)} would")
+    kept = _kept_engines(devices, wanted)
+    may_train = sorted(
+        (device for device in devices if Role.TRAIN in device.allowed),
+        # Who can only train trains; then who trains already; then whose engine is not needed anyway, first of all one
+        # for the longest contexts: where another takes its place, that one can start before this one ends.
+        key=lambda d: (
+            Role.ROLLOUT in d.allowed,
+            d.duty.role is not Role.TRAIN,
+            d.id in kept,
+            d.duty.shape not in longest,
+            d.slot,
+        ),
+    )
+    training = may_train[: wanted.replicas]
+    if len(training) < wanted.replicas:
+        raise ValueError(f"{wanted.replicas} replicas are wanted, but only {len(training)} workers may train")
+    generating = [device for device in devices if device not in training]
+    missing = engines_by_shape(wanted)
+    if len(generating) != missing.total() or any(Role.ROLLOUT not in device.allowed for device in generating):
+        raise ValueError(f"{missing.total()} engines are wanted, but {len(generating)} workers are left for them")
+    moving = []
+    for device in generating:
+        if device.duty.shape is not None and missing[device.duty.shape] > 0:
+            missing[device.duty.shape] -= 1
+        else:
+            moving.append(device)
+    longest_first = [bucket.shape for bucket in reversed(wanted.buckets) for _ in range(missing[bucket.shape])]
+    moving.sort(key=lambda d: (d.duty != IDLE, d.duty.role is not Role.TRAIN, d.duty.shape in longest, d.slot))
+    starts = [
+        Move(device.id, device.duty, Duty(Role.ROLLOUT, shape))
+        for device, shape in zip(moving, longest_first, strict=True)
     ]
-    if ranges(current) != ranges(wanted):
-        moves.append(Move("rebucket"))
-    return tuple(moves)
+    joins = [Move(device.id, device.duty, TRAIN) for device in training if device.duty.role is not Role.TRAIN]
+    moves = sorted([*starts, *joins], key=lambda move: move.before != IDLE)
+    return Transition(before, wanted, _without_a_gap(devices, moves, longest))
 
 
-def changes(current: Allocation, wanted: Allocation) -> tuple[Change | Move, ...]:
-    """What ends and what begins, where an engine or a replica may have several devices.
-
-    What ends frees the devices of what begins, so it comes first. Another layout ends and begins all replicas.
-    """
-    before, after = engines_by_shape(current), engines_by_shape(wanted)
-    same = current.layout == wanted.layout
-    leaving = max(0, current.replicas - wanted.replicas) if same else current.replicas
-    joining = max(0, wanted.replicas - current.replicas) if same else wanted.replicas
-    found: list[Change | Move] = [Change("stop", "engine", *item) for item in (before - after).items()]
-    if leaving:
-        found.append(Change("stop", "replica", current.layout, leaving))
-    found += [Change("start", "engine", *item) for item in reversed((after - before).items())]
-    if joining:
-        found.append(Change("start", "replica", wanted.layout, joining))
-    if ranges(current) != ranges(wanted):
-        found.append(Move("rebucket"))
+def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Collection[str]) -> tuple[Move, ...]:
+    """Where the only engine for the longest contexts would start again in another shape that holds them, another engine
+    takes that shape first: one move more, and no time without such an engine."""
+    state = {device.id: device for device in devices}
+    found: list[Move] = []
+    for index, planned in enumerate(moves):
+        move = replace(planned, before=state[planned.worker].duty)
+        steps = [move]
+        if unsafe([*state.values()], move, longest):
+            moves_later = {later.worker for later in moves[index + 1 :]}
+            engines = [d for d in state.values() if d.duty.role is Role.ROLLOUT and d.id != move.worker]
+            stands_in = min(engines, key=lambda d: (d.id in moves_later, d.slot))
+            # The two change places, unless the other one is wanted elsewhere anyway.
+            instead = move.after if stands_in.id in moves_later else stands_in.duty
+            steps = [Move(stands_in.id, stands_in.duty, move.after), replace(move, after=instead)]
+        for step in steps:
+            state[step.worker] = replace(state[step.worker], duty=step.after)
+        found += steps
     return tuple(found)
 
 
-def seconds(moves: tuple[Move, ...], switch: SwitchCost) -> float:
-    """Seconds the moves take, one after the other. Stopping an engine is part of what follows it."""
-    cost: dict[MoveKind, float] = {
-        "train->rollout": switch.engine_start,
-        "rollout->train": switch.trainer_join,
-        "resize": switch.engine_start,
-        "idle->rollout": switch.engine_start,
-        "idle->train": switch.trainer_join,
-        "rebucket": 0.0,
-    }
-    return sum(cost[move.kind] for move in moves)
+def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
+    """The engines that `wanted` needs as they are; of several, those first that cannot train instead."""
+    missing = engines_by_shape(wanted)
+    kept = set()
+    for device in sorted(devices, key=lambda d: (Role.TRAIN in d.allowed, -d.slot)):
+        if device.duty.shape is not None and missing[device.duty.shape] > 0:
+            missing[device.duty.shape] -= 1
+            kept.add(device.id)
+    return kept
+
+
+def group_transition(
+    before: Allocation, wanted: Allocation, placed: Sequence[DeviceGroup] = (), placement: Sequence[DeviceGroup] = ()
+) -> Transition:
+    """What ends and what begins on a cluster, where an engine or a replica is a group of devices.
+
+    `placed` and `placement` say where the groups of either allocation are: one that another group has displaced starts
+    again elsewhere. Without them it is taken that every group of a kind that goes on stays where it is. Another layout
+    ends and begins all replicas.
+    """
+    known = bool(placed and placement)
+    old = Counter(map(_located, placed)) if known else _groups(before)
+    new = Counter(map(_located, placement)) if known else _groups(wanted)
+    stops = [Move(where, duty, IDLE) for where, duty in (old - new).elements()]
+    starts = [Move(where, IDLE, duty) for where, duty in (new - old).elements()]
+    # Engines before replicas on either side; longer engines start before shorter ones.
+    starts.reverse()
+    by_role = [sorted(moves, key=_replicas_last) for moves in (stops, starts)]
+    return Transition(before, wanted, (*by_role[0], *by_role[1]))
+
+
+def _replicas_last(move: Move) -> bool:
+    return Role.TRAIN in (move.before.role, move.after.role)
+
+
+def _located(group: DeviceGroup) -> tuple[str, Duty]:
+    role = Role.TRAIN if group.role == "train" else Role.ROLLOUT
+    nodes, gpus = (",".join(map(str, numbers)) for numbers in (group.nodes, group.gpus))
+    return f"{group.pool} nodes {nodes} GPUs {gpus}", Duty(role, group.name)
+
+
+def _groups(allocation: Allocation) -> Counter[tuple[str, Duty]]:
+    groups = Counter({("", Duty(Role.TRAIN, allocation.layout)): allocation.replicas})
+    for shape, engines in engines_by_shape(allocation).items():
+        groups["", Duty(Role.ROLLOUT, shape)] += engines
+    return groups
 
 
 def joins(current: Allocation, training: TrainingOption) -> int:
@@ -114,18 +260,7 @@ def engines_by_shape(allocation: Allocation) -> Counter[str]:
     return engines
 
 
-@dataclass(frozen=True, slots=True)
-class _Role:
-    does: Literal["idle", "train", "rollout"]
-    shape: str | None = None
-
-
-_IDLE = _Role("idle")
-_TRAIN = _Role("train")
-_KINDS: dict[tuple[str, str], MoveKind] = {
-    ("idle", "rollout"): "idle->rollout",
-    ("idle", "train"): "idle->train",
-    ("train", "rollout"): "train->rollout",
-    ("rollout", "train"): "rollout->train",
-    ("rollout", "rollout"): "resize",
-}
+def describe(allocation: Allocation) -> str:
+    """For people: `train 2 | short 1 <= 40 | long 1 <= 160`."""
+    engines = (f"{bucket.shape} {bucket.engines} <= {bucket.up_to}" for bucket in allocation.buckets)
+    return " | ".join([f"train {allocation.replicas}", *engines])

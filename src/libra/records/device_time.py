@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.roles import Role
 
 Seconds = Mapping[str, Mapping[Cause, float]]
 """Worker to cause to seconds; causes without any are left out."""

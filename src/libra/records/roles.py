@@ -6,19 +6,11 @@ A role is a `Role`, or `rollout:BUCKET` for an engine that serves one bucket; an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import TypeVar
 
+from libra.plan.transition import Role
+
 Style = TypeVar("Style")
-
-
-class Role(StrEnum):
-    IDLE = "idle"
-    JOINING = "joining"  # a process is starting, or entering the gradient exchange
-    ROLLOUT = "rollout"
-    TRAIN = "train"
-    DRAINING = "draining"  # finishing what runs, taking nothing new
-    FAILED = "failed"  # its process is gone
 
 
 def role_of(label: str) -> Role:

@@ -200,9 +200,9 @@ class RunSummary(Record):
     trajectories_started: int
     trajectories_trained: int
     trajectories_unfinished: int
-    moved_contexts: MovedContexts  # of this sitting
+    moved_contexts: MovedContexts  # of this session
     logprob_gap: float | None  # largest |engine - trainer| log-probability seen; None: never compared
-    device_seconds: Mapping[Cause, float]  # what the workers' time in this sitting went to, from start-up to the end
+    device_seconds: Mapping[Cause, float]  # what the workers' time in this session went to, from start-up to the end
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
     arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.roles import Role, role_of, styles
+from libra.records.roles import role_of, styles
 from libra.records.trace import MAX_EVENTS, JsonValue, TraceFile
 
 _ROLES, _MOVES, _CAUSES, _WORK, _TURNS, _STEPS = 1, 2, 3, 4, 5, 6

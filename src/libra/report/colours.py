@@ -6,8 +6,8 @@ Colours of roles are from the palette of Okabe and Ito (2008), told apart by all
 
 from __future__ import annotations
 
+from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.roles import Role
 
 DARK, LIGHT = "#1d2733", "#ffffff"  # ink
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import BucketView, Explanation
-from libra.records.roles import Role
+from libra.plan.transition import Role
 from libra.report.charts import Series, line_chart, time_unit
 from libra.report.colours import ROLES, ink
 from libra.report.explain_table import LEAST_LOSS, crossing

@@ -20,7 +20,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from libra.records.roles import Role, role_of
+from libra.plan.transition import Role
+from libra.records.roles import role_of
 from libra.report.words import count, duration, plain
 
 if TYPE_CHECKING:  # a run needs no simulator

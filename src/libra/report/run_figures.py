@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from libra.plan.transition import Role
 from libra.records.causes import WAITED_FOR, Cause, total
-from libra.records.roles import Role, styles
+from libra.records.roles import styles
 from libra.records.run_log import RunLog
 from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, StepRecord
 from libra.report.charts import (

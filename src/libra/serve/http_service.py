@@ -1,11 +1,10 @@
-"""An HTTP application that listens until it is interrupted, and holds thousands of requests for long.
+"""Serving an HTTP application until it is interrupted, with thousands of requests in flight.
 
-Invariants: it answers by the time that its address is known, and when it ends those who wait are told within a second.
-A connection that says nothing, or takes nothing of its answer, is closed in time. There is a garbage collection when
-`_CONNECTIONS` were made since the one before and the process has grown by what so many leave, and no other: everybody
-waits while it looks at every object of every request. Python's own would come with the turnover of the requests, or by
-growth alone with how many of them wait, though nothing of either is garbage. Of what these servers make only the
-transport of a connection refers to itself, and of those only ones that have ended, before Python 3.12.
+Invariants: the address is announced once it answers, and at shutdown pending requests end within a second. A connection
+that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
+`_CONNECTIONS` new connections, and only if the process has grown by what so many leave. It visits every object of every
+request in flight, and Python would run it whenever their number grows, although nothing of a request is garbage: the
+only reference cycles are those of closed transports, before Python 3.12.
 """
 
 from __future__ import annotations
@@ -23,56 +22,56 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-_BACKLOG = 4096  # connections that wait to be accepted
-_SHUTDOWN = 1.0  # seconds for those who are being answered
-_IDLE_SECONDS = 75.0  # of a connection without a whole request
-_STALLED_SECONDS = 60.0  # of one that takes nothing of what it is sent
+_BACKLOG = 4096  # connections waiting to be accepted
+_SHUTDOWN_SECONDS = 1.0  # for requests in flight
+_IDLE_SECONDS = 75.0  # that a connection may go without a complete request
+_STALLED_SECONDS = 60.0  # that a client may read nothing of its response
 _CONNECTIONS = 100_000  # between two garbage collections
-_LEFT = 5  # objects that one leaves, or more, of 1 kB together
-_LOOK_SECONDS = 1.0
+_LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
+_COLLECT_SECONDS = 1.0  # between two checks whether to collect
 
 
 @dataclass(slots=True)
 class Connections:
-    """Of a process, to its clients and to others."""
+    """Connections of a process, in both directions."""
 
     made: int = 0  # since the last collection
 
 
-CONNECTIONS = web.AppKey("connections", Connections)  # that its process has made, while an application is served
+CONNECTIONS = web.AppKey("connections", Connections)  # set while an application is served
 
 
-class _NotOurFault(logging.Filter):
-    """aiohttp logs a request that is no HTTP with a traceback, as if it were an error of the application. Its sender is
-    told so with 400; here it is worth a line to who debugs."""
+class _MalformedRequests(logging.Filter):
+    """Reduces a malformed request, for which aiohttp logs a traceback as for a bug of the application, to a debug line.
+    The sender gets status 400."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            _LOG.debug("%s: %s", record.getMessage(), type(error).__name__)  # what was sent may hold a secret
+            _LOG.debug("%s: %s", record.getMessage(), type(error).__name__)  # the text may hold a secret
             return False
         return True
 
 
 _LOG = logging.getLogger(__name__)
-_LOG.addFilter(_NotOurFault())
+_LOG.addFilter(_MalformedRequests())
 
 
 @asynccontextmanager
 async def serving(application: web.Application, host: str, port: int) -> AsyncIterator[str]:
-    """The address that it answers at; port 0 asks for any that is free. Raises OSError where it cannot listen."""
+    """Yields the address; port 0 takes any free port. Raises OSError, with host and port, if it cannot listen."""
     connections = application[CONNECTIONS] = Connections()
     runner = web.AppRunner(
         application,
         handler_cancellation=True,
         access_log=None,
         logger=_LOG,
-        shutdown_timeout=_SHUTDOWN,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
         keepalive_timeout=_IDLE_SECONDS,
     )
     await runner.setup()
     protocol = runner.server
-    assert protocol is not None  # of one that is set up
+    assert protocol is not None  # after setup
 
     def accepted() -> asyncio.BaseProtocol:
         connections.made += 1
@@ -83,8 +82,8 @@ async def serving(application: web.Application, host: str, port: int) -> AsyncIt
             listening = await asyncio.get_running_loop().create_server(accepted, host, port, backlog=_BACKLOG)
         except OSError as error:
             why = (error.strerror or str(error)).rpartition(": ")[2]
-            raise OSError(error.errno, f"cannot listen on {host}, port {port}: {why}") from None
-        for each in listening.sockets:  # what it accepts has it from there
+            raise OSError(error.errno, why, f"{host}:{port}") from None
+        for each in listening.sockets:  # accepted sockets inherit it
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * _STALLED_SECONDS))
         try:
@@ -96,8 +95,8 @@ async def serving(application: web.Application, host: str, port: int) -> AsyncIt
 
 
 async def serve(application: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Until Ctrl-C or SIGTERM; `announce` is told the address. As many files may be open as the process is allowed.
-    Raises OSError where the port is taken."""
+    """Serve until Ctrl-C or SIGTERM, and call `announce` with the address. Raises the limit of open files to the hard
+    limit. Raises OSError if it cannot listen."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ended = asyncio.Event()
@@ -110,7 +109,7 @@ async def serve(application: web.Application, host: str, port: int, announce: Ca
 
 @asynccontextmanager
 async def collecting_rarely(connections: Connections) -> AsyncIterator[None]:
-    """While it lasts, only connections lead to a collection, and what was there before is not looked at again."""
+    """Collect only as the module says, and never visit the objects that exist now."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -125,7 +124,7 @@ async def collecting_rarely(connections: Connections) -> AsyncIterator[None]:
 
 async def _collect(connections: Connections) -> None:
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_COLLECT_SECONDS)
         grown, _, _ = gc.get_count()  # allocated less freed since the last collection, also where it is disabled
         if connections.made >= _CONNECTIONS and grown >= _LEFT * _CONNECTIONS:
             gc.collect()

@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the shape of OpenAI's API, and the reading of requests that may be wrong."""
+"""Error responses in the shape of OpenAI's API, and reading requests that may be malformed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable", 504: "timeout"}
-_BODY_SECONDS = 60.0  # within which all of a request is to come
+_BODY_SECONDS = 60.0  # for a request body to arrive
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def refusal(message: str, status: int) -> bytes:
-    """As JSON. A status without a kind of its own is the request's fault."""
+    """The JSON body. Statuses without a type of their own are invalid requests."""
     kind = _KINDS.get(status, "invalid_request_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
@@ -38,7 +38,7 @@ class RefusedRequest(Exception):  # noqa: N818 - an answer rather than an error
 
 @web.middleware
 async def in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives every refusal, aiohttp's own included, OpenAI's shape."""
+    """Gives every error response, aiohttp's own included, OpenAI's shape."""
     try:
         return await handler(request)
     except RefusedRequest as refusal:
@@ -47,19 +47,19 @@ async def in_openai_shape(request: web.Request, handler: Handler) -> web.StreamR
         kept = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         response = refused(f"{error.text or error.reason}", error.status, kept)
     if not request.content.is_eof() or request.content.exception() is not None:
-        response.force_close()  # what is left of the body is no request
+        response.force_close()  # the rest of the body must not be read as a request
     return response
 
 
 async def body_of(request: web.Request) -> bytes:
-    """All of it, decompressed. Raises `RefusedRequest` where it is damaged or comes too slowly."""
+    """The whole body, decompressed. Raises `RefusedRequest` if it is damaged or arrives too slowly."""
     try:
-        if request.content.is_eof():  # it has come
+        if request.content.is_eof():  # it has arrived
             return await request.read()
         async with asyncio.timeout(_BODY_SECONDS):
             return await request.read()
     except TimeoutError:
-        raise RefusedRequest(f"the body did not come within {_BODY_SECONDS:g} s", 408) from None
+        raise RefusedRequest(f"the body did not arrive within {_BODY_SECONDS:g} s", 408) from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise RefusedRequest(f"the body cannot be read ({type(error).__name__}): send it whole", 400) from None
 

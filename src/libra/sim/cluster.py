@@ -9,39 +9,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from enum import IntEnum
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 from libra.route.policy import Policy
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine, Pause
+from libra.sim.engine.engine import Engine
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration
-from libra.sim.handover import KVMoves
+from libra.sim.engine.scheduler import Iteration, Pause
+from libra.sim.events import ARRIVAL, CANCELLATION, END, UPDATE, Action, EventQueue
+from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.placement import EngineFleet, Placer
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.caller import Caller, TrajectoryCaller
+from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.protocol import Workload
 
 _RESTS = 1 << 60  # numbers of requests that are what is left of others
-
-
-class Kind(IntEnum):
-    """What an event is, in the order in which events of one tick are handled."""
-
-    END = 0  # of what an engine planned, unless that was cut since
-    CANCELLATION = 1
-    UPDATE = 2  # of weights
-    ACTION = 3
-    ARRIVAL = 4
-
-
-_END, _CANCELLATION, _UPDATE, _ACTION, _ARRIVAL = Kind
-
-# (tick, kind, number, what): no two have the same kind and number at one tick, but ends, which are alike
-Order = Request | WeightUpdate | Callable[[int], None] | None
-Event = tuple[int, Kind, int, Order]
 
 
 class Cluster:
@@ -93,46 +75,30 @@ class Cluster:
         self.now = 0
         self.partial = False  # the time limit came before the end
         self.workload = workload
-        self.moved_tokens = 0
-        self._placer = Placer(route, limits, turn_tokens)
+        self.placer = Placer(route, limits, turn_tokens)
         self._routed = route is not None
         self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
-        self._patient, self._keep, self._kv_moves = patient, keep, kv_moves
-        self._rest = interrupted or self._rest_of
-        self._rests = self._actions = self._refreshes = 0
+        self._patient, self._keep = patient, keep
+        self._handovers = None if kv_moves is None else Handovers(kv_moves, self.engines, self.specs)
+        self._rest = interrupted or self._rest_of_turn
+        self._rests = self.moved_tokens = 0
         self._unplaced: list[Request] = []
         self._again: set[Request] = set()  # that arrived before, and will once more
         self._known: Iterator[Request] = iter(())  # what the workload says beforehand
         self._next: Request | None = None  # of these, the one whose arrival is an event already
         for spec in specs:
             self._add(spec)
-        self._events: list[Event] = [(update.at, _UPDATE, number, update) for number, update in enumerate(updates)]
-        heapify(self._events)
-        self._updates = len(updates)
+        self._events = EventQueue(self.engines, updates)
         for update in updates:
             if update.link is not None:
                 update.link.reset()
         self._deciding: set[int] = set()  # engines that have to at this tick
 
-    # What came of it
-
-    @property
-    def placements(self) -> int:
-        return self._placer.placements
-
-    @property
-    def migrations(self) -> int:
-        return self._placer.migrations
-
-    @property
-    def migrated_tokens(self) -> int:
-        return self._placer.migrated_tokens
-
     # What whoever makes the workload may do to the cluster while it runs
 
     @property
     def fleet(self) -> EngineFleet:
-        return self._placer.fleet
+        return self.placer.fleet
 
     @property
     def kv_tokens(self) -> int:
@@ -150,23 +116,23 @@ class Cluster:
         """Do something at a tick that is not over: after what ends at that instant, before what arrives."""
         if tick < self.now:
             raise ValueError(f"tick {tick} is over, it is {self.now}")
-        self._actions += 1
-        heappush(self._events, (tick, _ACTION, self._actions, action))
+        self._events.act(tick, action)
 
     def submit(self, request: Request) -> None:
         """A request that arrives now or later, besides those that the workload makes."""
-        heappush(self._events, (request.arrival, _ARRIVAL, request.number, request))
+        self._events.arrive(request)
 
     def update(self, update: WeightUpdate) -> None:
         """One more weight update, now."""
-        self._refreshes += update.refresh
-        for engine in self._placer.engines():
+        if self._handovers is not None:
+            self._handovers.refreshes += update.refresh
+        for engine in self.placer.engines():
             if update.engines is None or engine.index in update.engines:
                 self._changed(engine, engine.pause(Pause(update.until, update.refresh), self.now))
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
         """From now on the engines, by name, serve these buckets."""
-        self._placer.reallocate(limits, buckets)
+        self.placer.reallocate(limits, buckets)
         self._look_again()
 
     def add(self, spec: EngineSpec) -> None:
@@ -176,7 +142,7 @@ class Cluster:
 
     def close(self, name: str) -> None:
         """An engine stops at the end of the iteration that is under way; what it had goes on elsewhere."""
-        engine = self._placer.remove(name)
+        engine = self.placer.remove(name)
         self._changed(engine, engine.close(self.now))
         if not engine.busy:
             self._empty(engine)
@@ -184,7 +150,7 @@ class Cluster:
     def _add(self, spec: EngineSpec) -> None:
         engine = Engine(spec.config, spec.cost, len(self.engines), exact=self._exact)
         engine.trace = self._trace
-        self._placer.add(spec, engine, self)
+        self.placer.add(spec, engine, self)
         self.engines.append(engine)
         self.specs.append(spec)
 
@@ -214,7 +180,7 @@ class Cluster:
             first = self._unplaced[0]
             raise RuntimeError(
                 f"{len(self._unplaced)} requests wait for an engine for ever, first of all {first.number}:"
-                f" {self._placer.refusal(first)}"
+                f" {self.placer.refusal(first)}"
             )
 
     def _run(self) -> None:
@@ -222,25 +188,32 @@ class Cluster:
         self._next = request = next(self._known, None)
         if request is not None:
             self.submit(request)
-        events, engines, deciding, watch = self._events, self.engines, self._deciding, self._watch
-        while self._drop_what_is_over():
-            now = events[0][0]
+        events, engines, deciding, watch = self._events.heap, self.engines, self._deciding, self._watch
+        while events:
+            now, kind, number, what = events[0]
+            if kind is END:
+                engine = engines[number]
+                if not engine.busy or engine.end != now:  # that plan was cut
+                    heappop(events)
+                    continue
+            elif (kind is CANCELLATION or kind is UPDATE) and not self._events.goes_on():
+                break
             if self._limit is not None and now > self._limit:
                 self._stop(self._limit)
                 return
             self.now = now
             while events and events[0][0] == now:
                 _, kind, number, what = events[0]
-                if kind is _END:
+                if kind is END:
                     heappop(events)
                     engine = engines[number]
                     if engine.busy and engine.end == now:
                         self._commit(engine, now)
-                elif kind is _ARRIVAL:
+                elif kind is ARRIVAL:
                     assert isinstance(what, Request)
                     if what is self._next and (request := next(self._known, None)) is not None:
                         self._next = request
-                        heapreplace(events, (request.arrival, _ARRIVAL, request.number, request))
+                        heapreplace(events, (request.arrival, ARRIVAL, request.number, request))
                     else:
                         heappop(events)
                         if what is self._next:
@@ -253,14 +226,14 @@ class Cluster:
                 engine = engines[index]
                 end = engine.plan(now)
                 if end is not None:
-                    heappush(events, (end, _END, index, None))
+                    heappush(events, (end, END, index, None))
                 if engine.interrupted:
                     self._go_on(engine)
                 if watch is not None:
                     watch(engine, now)
             deciding.clear()
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: Request | WeightUpdate | Action | None) -> None:
         """A cancellation, new weights, or whatever is to be done."""
         if isinstance(order, WeightUpdate):
             self.update(order)
@@ -269,30 +242,6 @@ class Cluster:
         elif order is not None:
             order(self.now)
 
-    def _drop_what_is_over(self) -> bool:
-        """Drop ends of plans that were cut since. False: nothing is left to happen; what could still be cancelled or
-        updated is done."""
-        events, engines = self._events, self.engines
-        while events:
-            tick, kind, number, _ = events[0]
-            if kind is _END:
-                engine = engines[number]
-                if engine.busy and engine.end == tick:
-                    return True
-                heappop(events)
-            elif kind is _CANCELLATION or kind is _UPDATE:
-                return any(self._is_to_come(event) for event in events)
-            else:
-                return True
-        return False
-
-    def _is_to_come(self, event: Event) -> bool:
-        """Whether the run goes on at least until then."""
-        tick, kind, number, _ = event
-        if kind is _END:
-            return self.engines[number].busy and self.engines[number].end == tick
-        return kind is _ACTION or kind is _ARRIVAL
-
     def _commit(self, engine: Engine, now: int) -> None:
         self._deciding.add(engine.index)
         for request in engine.commit():
@@ -300,7 +249,7 @@ class Cluster:
             if request.cancel_at is None or request.cancel_at >= now:
                 self._ended(request)
         if engine.asked:
-            self._placer.ask_again(engine, now)
+            self.placer.ask_again(engine, now)
         if engine.closing:
             self._empty(engine)
             self._deciding.discard(engine.index)
@@ -319,52 +268,45 @@ class Cluster:
             request.status, request.finish = "cancelled", self.now
             self._ended(request)
             return
-        engine = self._placer.place(request, again=again) if self._routed else self.engines[0]
+        engine = self.placer.place(request, again=again) if self._routed else self.engines[0]
         if engine is not None:
             self._take(request, engine)
         elif self._patient:
             self._unplaced.append(request)
         else:
             request.status, request.finish = "refused", self.now
-            request.reason = self._placer.refusal(request)
+            request.reason = self.placer.refusal(request)
             self._ended(request)
 
     def _take(self, request: Request, engine: Engine) -> None:
         """The engine that the request was given to gets it, and perhaps its KV first."""
-        owner = request.owner
-        if self._kv_moves is not None and isinstance(owner, Caller):
-            source = owner.engine
-            if source is not None and source != engine.index and not self.engines[source].closing:
-                moved = self._kv_moves.quicker(
-                    self.engines[source], self.specs[source], engine, self.specs[engine.index], request, self.now
-                )
-                if moved is not None:
-                    sent = self._refreshes
-                    self.at(self.now + moved.ticks, lambda _: self._received(request, engine, moved.tokens, sent))
-                    return
-        self._submit(request, engine)
+        handover = None if self._handovers is None else self._handovers.begin(request, engine, self.now)
+        if handover is None:
+            self._submit(request, engine)
+        else:
+            self.at(handover.end, lambda _: self._received(handover))
 
-    def _received(self, request: Request, engine: Engine, tokens: int, sent: int) -> None:
-        """Its KV has arrived, after so many refreshes when it was sent. On the way the engine may have been closed, the
-        request given up, or the KV become one of older weights."""
+    def _received(self, handover: Handover) -> None:
+        """On the way the engine may have been closed, or the request given up."""
+        request, engine = handover.request, handover.engine
         cancelled = request.cancel_at is not None and request.cancel_at <= self.now
-        if cancelled or not self._placer.serves(self.specs[engine.index].name, engine):
+        if cancelled or not self.placer.serves(self.specs[engine.index].name, engine):
             self._arrive_again(request)
             return
-        if sent == self._refreshes:
-            before = engine.end
-            self.moved_tokens += engine.adopt(request, tokens, self.now)
-            self._changed(engine, engine.end < before)
+        assert self._handovers is not None
+        before = engine.end
+        self.moved_tokens += self._handovers.complete(handover, self.now)
+        self._changed(engine, engine.end < before)
         self._submit(request, engine)
 
     def _submit(self, request: Request, engine: Engine) -> None:
-        if self._kv_moves is not None and isinstance(request.owner, Caller):
+        if self._handovers is not None and isinstance(request.owner, Caller):
             request.owner.engine = engine.index
         self._changed(engine, engine.submit(request, self.now))
         if request.status == "refused":
             self._ended(request)
         elif request.cancel_at is not None:
-            heappush(self._events, (request.cancel_at, _CANCELLATION, request.number, request))
+            self._events.cancel(request.cancel_at, request)
 
     def _cancel(self, request: Request) -> None:
         if request.status in ("waiting", "running"):
@@ -375,9 +317,8 @@ class Cluster:
 
     def _empty(self, engine: Engine) -> None:
         """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
-        end = engine.plan(self.now)
-        if end is not None:
-            heappush(self._events, (end, _END, engine.index, None))
+        if engine.plan(self.now) is not None:
+            self._events.end(engine)
         self._go_on(engine)
 
     def _go_on(self, engine: Engine) -> None:
@@ -385,34 +326,23 @@ class Cluster:
         stopped, engine.interrupted = engine.interrupted, []
         for request in stopped:
             following = self._rest(request, self.now)
-            self._placer.goes_on(request, following)
+            self.placer.goes_on(request, following)
             self.submit(following)
 
-    def _rest_of(self, request: Request, now: int) -> Request:
-        owner = request.owner
-        if isinstance(owner, TrajectoryCaller):
-            owner = replace(owner, generated_before=owner.generated_before + request.generated, told=True)
+    def _rest_of_turn(self, request: Request, now: int) -> Request:
         self._rests += 1
-        return Request(
-            _RESTS + self._rests,
-            now,
-            request.prompt_tokens + request.generated,
-            request.output_tokens - request.generated,
-            chain=request.chain,
-            priority=request.priority,
-            cancel_at=request.cancel_at,
-            owner=owner,
-        )
+        return rest_of(request, _RESTS + self._rests, now)
 
     def _changed(self, engine: Engine, sooner: bool) -> None:
         if sooner:
-            heappush(self._events, (engine.end, _END, engine.index, None))
+            self._events.end(engine)
         if not engine.busy or engine.open:
             self._deciding.add(engine.index)
 
     def _ended(self, request: Request) -> None:
         """Finished, given up or refused: see what follows."""
-        self._placer.ended(request)
+        if self._routed:
+            self.placer.ended(request)
         following = self.workload.finished(request, self.now)
         if following is not None:
             owner, after = request.owner, following.owner
@@ -434,12 +364,10 @@ class Cluster:
                 request.status, request.reason = "unfinished", "the time limit came first"
         if not self._keep:
             return
-        arriving = [what for _, kind, _, what in sorted(self._events, key=lambda event: event[:3]) if kind is _ARRIVAL]
+        arriving = self._events.arrivals()
         if self._next is not None:
             self.requests += [self._next, *self._known]
-        self.requests += [
-            it for it in arriving if isinstance(it, Request) and it is not self._next and it not in self._again
-        ]
+        self.requests += [it for it in arriving if it is not self._next and it not in self._again]
         for request in self.requests:
             if request.status == "waiting":
                 request.status, request.reason = "unfinished", "the time limit came before its arrival"

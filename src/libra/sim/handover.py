@@ -6,6 +6,7 @@ and only what is still there and would be missing moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.cost.collectives import Fabric
@@ -15,6 +16,7 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import Engine
 from libra.sim.engine.iteration_cost import Batch
 from libra.sim.engine.request import Request
+from libra.sim.workload.caller import Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,46 @@ class KVMoves:
         again = _prefill_ticks(target_spec, there - missing, there)
         needed = ticks(seconds)
         return Moved(there, needed) if needed < again else None
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """KV on its way to the engine where its request goes on."""
+
+    request: Request
+    engine: Engine
+    tokens: int  # from the context's beginning
+    end: int  # tick
+    refreshes: int  # of weights, before it was sent
+
+
+class Handovers:
+    """Those of a cluster, whose engines and specs these are."""
+
+    __slots__ = ("_engines", "_moves", "_specs", "refreshes")
+
+    def __init__(self, moves: KVMoves, engines: Sequence[Engine], specs: Sequence[EngineSpec]) -> None:
+        self._moves, self._engines, self._specs = moves, engines, specs
+        self.refreshes = 0  # of weights, so far: KV that was sent before the latest is of no use
+
+    def begin(self, request: Request, engine: Engine, now: int) -> Handover | None:
+        """Send what the trajectory's last engine has of the context; None where it is no quicker."""
+        owner = request.owner
+        if not isinstance(owner, Caller) or owner.engine is None or owner.engine == engine.index:
+            return None
+        source, specs = self._engines[owner.engine], self._specs
+        if source.closing:
+            return None
+        moved = self._moves.quicker(source, specs[source.index], engine, specs[engine.index], request, now)
+        if moved is None:
+            return None
+        return Handover(request, engine, moved.tokens, now + moved.ticks, self.refreshes)
+
+    def complete(self, handover: Handover, now: int) -> int:
+        """It has arrived. Returns how many tokens are new on the engine: none if they are of older weights."""
+        if handover.refreshes != self.refreshes:
+            return 0
+        return handover.engine.adopt(handover.request, handover.tokens, now)
 
 
 def _prefill_ticks(spec: EngineSpec, start: int, end: int) -> int:

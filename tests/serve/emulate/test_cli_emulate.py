@@ -6,32 +6,26 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
+from serve.processes import EXAMPLES, LIBRA, ended, start
 
-ENGINES = Path(__file__).parents[3] / "examples" / "engines.yaml"
-LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
+ENGINES = EXAMPLES / "engines.yaml"
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_it_answers_until_it_is_interrupted(end: signal.Signals) -> None:
-    command = [*LIBRA, "emulate", str(ENGINES), "--port", "0", "--speed", "50", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
+    with ended() as processes:
+        process, said = start("emulate", str(ENGINES), "--speed", "50")
+        processes.append(process)
         assert list(said["engines"]) == ["a100-0", "a100-1"] and said["base"].startswith("http://127.0.0.1:")
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 40}).encode()
         with urllib.request.urlopen(f"{said['engines']['a100-1']}/completions", body, timeout=30) as response:
             assert json.load(response)["usage"]["completion_tokens"] == 40
         process.send_signal(end)
         assert process.wait(timeout=30) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -6,31 +6,17 @@ import json
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from serve.processes import EXAMPLES, ended, start
 from typer.testing import CliRunner
 
 from libra.cli.app import app
 from libra.trajectory import read_trajectories
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-LIBRA = [sys.executable, "-c", "from libra.cli.app import main; main()"]
-
-
-def started(*words: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    process = subprocess.Popen(
-        ["bash", "-c", 'ulimit -Sn 256 && exec "$@"', "bash", *LIBRA, *words, "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -39,17 +25,17 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
-    emulated, engines = started("emulate", str(EXAMPLES / "engines.yaml"), "--speed", "50")
     described = yaml.safe_load((EXAMPLES / "gateway.yaml").read_text(encoding="utf-8"))
-    for engine in described["engines"]:
-        engine["url"] = engines["engines"][engine["name"]]
     file, log, state = tmp_path / "gateway.yaml", tmp_path / "log.jsonl", tmp_path / "state.json"
-    file.write_text(yaml.safe_dump(described), encoding="utf-8")
     options = ["--learn-from", str(EXAMPLES / "trajectories.jsonl"), "--log", str(log), "--state", str(state)]
-    processes = [emulated]
-    try:
+    with ended() as processes:
+        emulated, engines = start("emulate", str(EXAMPLES / "engines.yaml"), "--speed", "50")
+        processes.append(emulated)
+        for engine in described["engines"]:
+            engine["url"] = engines["engines"][engine["name"]]
+        file.write_text(yaml.safe_dump(described), encoding="utf-8")
         for number in range(2):  # the second time what the first one knew is read
-            router, said = started("route", str(file), *options)
+            router, said = start("route", str(file), *options)
             processes.append(router)
             assert (said["healthy"], said["engines"]) == (2, 2)
             few, most = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
@@ -62,10 +48,6 @@ def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
             assert [it.id for it in read_trajectories(log)] == [f"t{it}" for it in range(number + 1)]
             assert json.loads(state.read_text(encoding="utf-8"))["policy"] == "cmlfq"
             options = options[2:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize(
@@ -88,4 +70,4 @@ def test_a_port_that_is_taken_is_named(command: str, file: str) -> None:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(app, [command, str(EXAMPLES / file), "--port", str(port)])
     assert result.exit_code == 2
-    assert result.stderr == f"libra: cannot listen on 127.0.0.1, port {port}: address already in use\n"
+    assert result.stderr == f"libra: 127.0.0.1:{port}: address already in use\n"

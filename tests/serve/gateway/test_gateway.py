@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from gateway_stage import Scripted, Stage, staged
+from serve.stage import Scripted, Stage, staged
 
 from libra.route.policy import Request, ToolReturn
 from libra.serve.emulate.server import Emulator

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import yaml
 from aiohttp import ClientSession
+from serve.processes import ended, one_engine, start
 
 from libra.route.cmlfq import CMLFQ
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
@@ -20,7 +18,6 @@ from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
 from libra.trajectory import Trajectory
 
-ENGINES = Path(__file__).parents[3] / "examples" / "engines.yaml"
 TRAJECTORIES, TURNS, TOKENS = 24, 3, 400
 
 
@@ -30,22 +27,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(file: Path, port: int) -> subprocess.Popen[str]:
-    """An emulated engine, which answers by the time that this returns."""
-    code = "from libra.cli.app import main; main()"
-    command = [sys.executable, "-c", code, "emulate", str(file), "--port", str(port), "--speed", "10", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline().startswith("{")
-    return process
-
-
 def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
-    described = yaml.safe_load(ENGINES.read_text(encoding="utf-8"))
-    described["engines"][0]["count"] = 1
-    file = tmp_path / "engine.yaml"
-    file.write_text(yaml.safe_dump(described), encoding="utf-8")
+    file = str(one_engine(tmp_path))
     ports = [free_port() for _ in range(2)]
-    processes = [start(file, port) for port in ports]
     finished: list[Trajectory] = []
 
     async def trajectory(session: ClientSession, id: str) -> float:
@@ -81,7 +65,8 @@ def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
             assert [engine.id for engine in gateway.upstreams.instances] == ["e1"]
             # What was lost is asked again at once: a turn takes about a second, and twice that if it was lost.
             assert longest < 5
-            processes[0] = start(file, ports[0])
+            again, _ = start("emulate", file, "--speed", "10", port=ports[0])
+            processes.append(again)
             began = time.monotonic()
             while len(gateway.upstreams.instances) < 2:
                 assert time.monotonic() - began < 5
@@ -89,12 +74,9 @@ def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
             assert max(await asyncio.gather(*(trajectory(session, f"later {it}") for it in range(4)))) < 5
             assert gateway.upstreams.all["e0"].turns > 0
 
-    try:
+    with ended() as processes:
+        processes += [start("emulate", file, "--speed", "10", port=port)[0] for port in ports]
         asyncio.run(main())
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     assert sorted(it.id for it in finished) == sorted(
         [str(number) for number in range(TRAJECTORIES)] + [f"later {it}" for it in range(4)]
     )

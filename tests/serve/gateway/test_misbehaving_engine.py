@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from gateway_stage import STREAM_HEAD, Scripted, Stage, staged
+from serve.stage import STREAM_HEAD, Scripted, Stage, staged
 
 TURN: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"trajectory": "t"}}
 USAGE = '"usage": {"prompt_tokens": 30, "completion_tokens": 2}'

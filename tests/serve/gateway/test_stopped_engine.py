@@ -6,14 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
-from gateway_stage import Scripted, Stage, say_nothing, staged, stop_in_mid_stream
+from serve.processes import EXAMPLES, ended, start
+from serve.stage import Scripted, Stage, say_nothing, staged, stop_in_mid_stream
 
 from libra.route.baselines import LeastLoaded
 from libra.serve.gateway import health
@@ -21,7 +19,6 @@ from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
 from libra.serve.http_service import serving
 
-ENGINES = Path(__file__).parents[3] / "examples" / "engines.yaml"
 BODY: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"trajectory": "t"}}
 
 
@@ -119,23 +116,15 @@ def test_models_are_listed_although_an_engine_says_nothing() -> None:
     staged(test, engines=0, scripted=[Scripted(say_nothing), Scripted(two)])
 
 
-def test_a_stopped_process_holds_no_turn(tmp_path: Path) -> None:
+def test_a_stopped_process_holds_no_turn() -> None:
     """SIGSTOP: the kernel goes on taking connections, and no byte comes."""
-    code = "from libra.cli.app import main; main()"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, "emulate", str(ENGINES), "--speed", "5", "--port", "0", "--json"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
 
     async def main() -> None:
-        said = [json.loads(it.stdout.readline()) for it in processes if it.stdout is not None]
+        both = [start("emulate", str(EXAMPLES / "engines.yaml"), "--speed", "5") for _ in range(2)]
+        processes.extend(process for process, _ in both)
         sections = tuple(
             UpstreamSection(name=f"e{number}", url=it["engines"]["a100-0"], max_model_len=16384)
-            for number, it in enumerate(said)
+            for number, (_, it) in enumerate(both)
         )
         file = GatewayConfig(engines=sections, engine_timeout_seconds=1.0)
         gateway = Gateway(file, LeastLoaded())
@@ -160,9 +149,5 @@ def test_a_stopped_process_holds_no_turn(tmp_path: Path) -> None:
                 while not gateway.upstreams.is_healthy("e0"):
                     await asyncio.sleep(0.02)
 
-    try:
+    with ended() as processes:
         asyncio.run(main())
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

@@ -25,9 +25,9 @@ from libra.backends.transport.messages import (
     StateDigest,
     StatePlace,
 )
+from libra.exec.pool import JOIN_BOUNDARIES
 
-BOUNDARIES = 20  # at which a joiner is given the chance to enter
-COURTEOUS = 15  # of them: at those it is let in only if it is there at once
+COURTEOUS = 15  # of the `JOIN_BOUNDARIES`: at those it is let in only if it is there at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
 HOLD_SHARE = 0.03  # of a step, where that is longer: large updates take the joiner about as long as the core
 SLOWEST = 100e6  # bytes a second of a vector that is copied; a network that is slower takes too long for joins
@@ -58,7 +58,7 @@ class Joiner:
     async def join(self) -> float:
         """Returns the seconds that a step waited for the entry. Raises `JoinError`, `WorkerLostError`."""
         try:
-            for boundary in range(BOUNDARIES):
+            for boundary in range(JOIN_BOUNDARIES):
                 hold = self._hold if boundary < COURTEOUS else None
                 if self._is_stale():
                     await self._introduce(hold)
@@ -70,7 +70,9 @@ class Joiner:
         finally:
             if self._late is not None:
                 self._late.cancel()
-        raise JoinError(f"worker {self._replica.name} cannot join: it was not level at {BOUNDARIES} step boundaries")
+        raise JoinError(
+            f"worker {self._replica.name} cannot join: it was not level at {JOIN_BOUNDARIES} step boundaries"
+        )
 
     def _is_stale(self) -> bool:
         """At first, and when somebody was lost: what was prepared will not do."""

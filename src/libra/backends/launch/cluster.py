@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.copies import COPY_SECONDS, HangingNodeError, WeightCopies
-from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink, raise_in_loop
+from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights
-from libra.exec.losses import LOSS_WINDOW, with_loss
+from libra.exec.background import raise_in_loop
+from libra.exec.pool import LOSS_WINDOW, with_loss
 
 
 class NoRoomError(ValueError):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra.backends.launch.launcher import WorkerLink, raise_in_loop
+from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.messages import (
     Acknowledged,
     EngineMeasured,
@@ -41,6 +41,9 @@ from libra.backends.transport.messages import (
     StartTrainer,
     Stop,
 )
+from libra.exec.background import raise_in_loop
+from libra.exec.protocols import WorkerFailedError as WorkerFailedError
+from libra.exec.protocols import WorkerLostError as WorkerLostError
 
 START_DEADLINE = 120.0  # seconds from the order to readiness
 ANSWER_DEADLINE = 300.0  # seconds for any other order
@@ -54,14 +57,6 @@ LOOK_SECONDS = 1.0
 
 Reply = TypeVar("Reply", bound=Message)
 Answer = TypeVar("Answer", Saved, Fetched)
-
-
-class WorkerLostError(ConnectionError):
-    """The worker process is gone (killed, crashed, or its machine with it)."""
-
-
-class WorkerFailedError(RuntimeError):
-    """The worker is alive and says that it could not do what it was told."""
 
 
 class Handle:

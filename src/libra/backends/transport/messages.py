@@ -97,6 +97,7 @@ class Generate(Message, frozen=True):
     priority: int
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
     transfer: KVTransfer | None = None  # KV of its context that another engine has put down; answered by `Fetched`
+    seed: int | None = None  # of this request's sampling; None: the engine draws on from where it is
 
 
 class Interrupt(Message, frozen=True):

@@ -97,6 +97,7 @@ class VllmEngine:
             SamplingParams(
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
+                seed=request.seed,
                 stop_token_ids=[request.stop_token] if request.stop_token >= 0 else [],
                 ignore_eos=True,
                 logprobs=0,

@@ -78,13 +78,13 @@ def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternati
 def without_strays(problem: Problem) -> Problem:
     """The problem with a router that brings all work to its own bucket."""
     everything = ((1.0,) * len(problem.peaks),)
-    return replace(problem, reach_tried=everything, reach_untried=everything)
+    return replace(problem, recall_known=everything, recall_possible=everything)
 
 
 def _without_longest(problem: Problem) -> Problem:
     """The problem in which engines have their work, and no trajectory takes longer than its share of it."""
     engines = tuple(replace(option, generates=0.0, waits=0.0) for option in problem.engines)
-    return replace(problem, engines=engines, met=(False,) * len(problem.met))
+    return replace(problem, engines=engines, expected=(False,) * len(problem.expected))
 
 
 def _holding(problem: Problem, at_least: int) -> Problem:
@@ -138,7 +138,7 @@ def splits(
 
 def _generation(problem: Problem, option: TrainingOption, deterministic_limit: float, seed: int) -> float:
     # No step is shorter than its share of what follows generation: seconds that bound nothing, and start the search.
-    fixed = option.follows + option.publish
+    fixed = option.after_rollout + option.publish
     floor = fixed / (1 + problem.staleness)
     unbound = replace(option, seconds=floor, publish=fixed - floor, tail=None)
     alone = replace(problem, training=(unbound,))

@@ -33,7 +33,7 @@ class RangeTable:
         self._options = [
             [o for o, option in enumerate(problem.engines) if option.shape == shape] for shape in problem.shapes
         ]
-        routers = np.array(problem.reach_tried if tried else problem.reach_untried)  # [router, class]
+        routers = np.array(problem.recall_known if tried else problem.recall_possible)  # [router, class]
         most_rows = max(len(option.work) for option in problem.engines)
         classes = len(problem.peaks)
         work = np.zeros((len(problem.engines), most_rows, classes))
@@ -43,7 +43,7 @@ class RangeTable:
         self._work = _asked(work, routers)
         self._refresh = _asked(refresh, routers)
         self._refreshes = bool(refresh.any())
-        residence = np.array([option.residence for option in problem.engines]) * np.array(problem.met)
+        residence = np.array([option.residence for option in problem.engines]) * np.array(problem.expected)
         self._residence = _longest(residence)
         self._residences = np.unique(self._residence)
         self._stall, self._generates, self._waits = (

@@ -103,10 +103,10 @@ class ClusterRequest:
             engines=tuple(engines),
             training=tuple(training),
             peaks=tuple(cls.peak_context for cls in classes),
-            met=(True,) * len(classes),  # priced for the expected longest trajectory, rare ones weighed
+            expected=(True,) * len(classes),  # priced for the expected longest trajectory, rare ones weighed
             longest_context=recipe.max_length,
-            reach_tried=tuple(dict.fromkeys((routers[0], foreseeing))),
-            reach_untried=tuple(dict.fromkeys((*routers, foreseeing))),
+            recall_known=tuple(dict.fromkeys((routers[0], foreseeing))),
+            recall_possible=tuple(dict.fromkeys((*routers, foreseeing))),
             staleness=recipe.staleness,
             batched=True,
             colocated=colocated,

@@ -117,8 +117,8 @@ def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice
     fixed = fixed_seconds(problem, training)
     rollout, residence = max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices)
     after: dict[Bottleneck, float] = {
-        "training": training.follows / batches,
-        "publication": (fixed - training.follows) / batches,
+        "training": training.after_rollout / batches,
+        "publication": (fixed - training.after_rollout) / batches,
     }
     if problem.synchronous:
         if training.seconds > max(rollout, residence) + fixed:
@@ -165,7 +165,7 @@ def _has_room(option: EngineOption, bucket: Bucket, members: list[int]) -> bool:
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
     """Seconds from a step's last trajectory to the first that starts with the new weights."""
-    return training.follows + training.publish + (2 * problem.switch if problem.colocated else 0.0)
+    return training.after_rollout + training.publish + (2 * problem.switch if problem.colocated else 0.0)
 
 
 def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPrice) -> float:
@@ -179,7 +179,7 @@ def _bucket_price(
     problem: Problem, training: TrainingOption, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
 ) -> BucketPrice:
     load, squared = _asked(problem, option, bucket, members, tried)
-    longest = max((option.residence[j] for j in members if problem.met[j]), default=0.0)
+    longest = max((option.residence[j] for j in members if problem.expected[j]), default=0.0)
     fixed = fixed_seconds(problem, training)
     if not problem.shared:
         # Synchronous steps last as long as their load and what follows it; others can be as short as their load.
@@ -200,7 +200,7 @@ def _asked(
 ) -> tuple[float, float]:
     """Seconds of a step that each engine is busy, and the seconds squared of refresh, to be divided by the step's."""
     first = bucket.above == 0
-    routers = problem.reach_tried if tried else problem.reach_untried
+    routers = problem.recall_known if tried else problem.recall_possible
 
     def total(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
         own = sum([costs[j] * reach[j] for j in members])

@@ -1,7 +1,7 @@
-"""A simulated engine that runs while time passes.
+"""A simulated engine that runs in real time.
 
-Invariant: what happens, and at which tick, is what the simulator says of requests that arrive when these did. A busy
-event loop tells of it later; it makes nothing happen later.
+Invariant: everything happens at the tick at which the simulator would have it for requests that arrive at these times.
+A busy event loop delays the news of it, not the event.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import Engine
 from libra.sim.engine.request import Request
 
-_LOOK = 0.02  # seconds between two looks at a request whose tokens are streamed
-_ROUNDING = 1e-9  # seconds: an event loop's time is a float, and must not be before the tick
+_STREAM_SECONDS = 0.02  # between two pieces of a stream
+_ROUNDING = 1e-9  # seconds: loop times are floats, and must not fall before the tick
 
 
 class WallClock:
-    """Starts at tick 0 when it is made. With a `speed` of 2 simulated time passes twice as fast as real time."""
+    """Simulated time tied to the event loop's, one to one, from tick 0 at construction; with a `speed` of 2 it passes
+    twice as fast."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, speed: float = 1.0) -> None:
         if not speed > 0:
@@ -32,25 +33,25 @@ class WallClock:
         return ticks((self._loop.time() - self._origin) * self._speed)
 
     def seconds(self, span: int) -> float:
-        """Real seconds in which so many ticks pass."""
+        """Real seconds of a span of ticks."""
         return seconds(span) / self._speed
 
     def soon(self, call: Callable[[], None]) -> asyncio.Handle:
-        """Call after all that is due already."""
+        """Call after everything already due."""
         return self._loop.call_soon(call)
 
     def at(self, tick: int, call: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call once this tick is over."""
+        """Call once this tick has passed."""
         return self._loop.call_at(self._origin + seconds(tick) / self._speed + _ROUNDING, call)
 
 
 class RefusedError(ValueError):
-    """No engine of this kind can serve the request. The message says why."""
+    """The engine can never serve the request; the message says why."""
 
 
 class LiveEngine:
-    """`request = submit(...)`, then `await finished(request)`, or iterate over `progress(request)`; `cancel(request)`
-    when nobody waits for it any more."""
+    """`request = submit(...)`, then `await finished(request)` or iterate over `progress(request)`; `cancel(request)`
+    when its client has gone."""
 
     def __init__(self, spec: EngineSpec, clock: WallClock) -> None:
         self.spec = spec
@@ -75,7 +76,7 @@ class LiveEngine:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the cache's blocks that requests hold, as of the last decision."""
+        """Fraction of KV blocks in use after the last scheduling step."""
         self._catch_up()
         return self._engine.pool.held / self._engine.pool.blocks
 
@@ -87,18 +88,18 @@ class LiveEngine:
         if request.status == "refused":
             raise RefusedError(request.reason)
         self._ends[request] = asyncio.get_running_loop().create_future()
-        self._heard(now)
+        self._reschedule(now)
         return request
 
     async def finished(self, request: Request) -> None:
-        """Wait for the last token. Raises CancelledError where it is cancelled meanwhile."""
+        """Wait for the last token. Raises CancelledError if the request is cancelled."""
         end = self._ends.get(request)
         if end is not None:
             await asyncio.shield(end)
 
     async def progress(self, request: Request) -> AsyncIterator[int]:
-        """Tokens generated so far, each time that there are more, until all are there: the first at once, the others as
-        often as somebody who reads would notice. Raises CancelledError where it is cancelled meanwhile."""
+        """Tokens generated so far: when the first one is there, then every `_STREAM_SECONDS` until the last. Raises
+        CancelledError if the request is cancelled."""
         end = self._ends.get(request)
         if end is not None and request.first_token is None:
             first = self._firsts[request] = asyncio.get_running_loop().create_future()
@@ -112,15 +113,15 @@ class LiveEngine:
                 if end is not None:
                     end.result()
                 return
-            await asyncio.wait([end], timeout=_LOOK)
+            await asyncio.wait([end], timeout=_STREAM_SECONDS)
 
     def seconds(self, request: Request) -> float:
-        """Real ones from the arrival to the end of one that has finished, as the simulator has them."""
+        """Real seconds from arrival to finish, by the simulator's clock."""
         assert request.finish is not None
         return self._clock.seconds(request.finish - request.arrival)
 
     def cancel(self, request: Request) -> None:
-        """One that has ended stays as it is."""
+        """No effect on a request that has ended."""
         now = self._catch_up()
         end = self._ends.pop(request, None)
         if end is None:
@@ -129,10 +130,10 @@ class LiveEngine:
         if (first := self._firsts.pop(request, None)) is not None:
             first.cancel()
         self._engine.cancel(request, now)
-        self._heard(now)
+        self._reschedule(now)
 
     def close(self) -> None:
-        """No more happens, and who waits is told."""
+        """Stop, and cancel all waiters."""
         self._wake_by(None)
         for waiter in (*self._ends.values(), *self._firsts.values()):
             waiter.cancel()
@@ -140,8 +141,8 @@ class LiveEngine:
     # Time
 
     def _catch_up(self) -> int:
-        """Make happen what has happened before now, and return the tick of now. What follows at this very tick is not
-        decided: others may come at it."""
+        """Simulate everything up to now, and return the current tick. Scheduling at this very tick is left open: more
+        requests may arrive at it."""
         now, engine = self._clock.now(), self._engine
         while True:
             if self._undecided is not None and self._undecided < now:
@@ -154,8 +155,8 @@ class LiveEngine:
             for request in [it for it in self._firsts if it.first_token is not None]:
                 self._firsts.pop(request).set_result(None)
 
-    def _heard(self, now: int) -> None:
-        """Somebody came, or went, at this tick: decide, once all who do at the same time have been heard."""
+    def _reschedule(self, now: int) -> None:
+        """A request arrived or left at this tick: schedule after all others of the same tick."""
         if not self._engine.busy or self._engine.open:
             self._undecided = now
         self._wake_by(self._clock.soon(self._wake))
@@ -175,7 +176,7 @@ class LiveEngine:
         self._engine.plan(tick)
         self._undecided = None
 
-    # Those who wait
+    # Waiters
 
     def _end(self, request: Request) -> None:
         self.prompt_tokens += request.prompt_tokens

@@ -1,8 +1,8 @@
-"""Requests and answers in the shapes of OpenAI's API, as vLLM's server has them.
+"""Requests and responses of OpenAI's API as vLLM serves them.
 
-Invariant: what would change the answer and is not emulated is refused; what only shapes a model's choice of tokens
-(temperature, penalties) is accepted and means nothing, as there is no model. Text has four characters a token, so what
-was answered may be sent back and is the same tokens.
+Invariant: a parameter that would change the response is emulated or refused; sampling parameters (temperature,
+penalties) are accepted and ignored, as there is no model. Text has four characters a token, so a response that is sent
+back in a prompt becomes the same tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from libra.serve.openai_errors import decoded
 
-_CHARACTERS = 4  # of a token
-_VOCABULARY = range(1000)  # tokens that are answered: a space and three digits each
+_CHARACTERS = 4  # per token
+_VOCABULARY = range(1000)  # generated tokens: a space and three digits each
 _TEXTS = [f" {token:03d}" for token in _VOCABULARY]
-_DRAWN = np.dtype(np.uint32)  # of which a token is the remainder
+_DRAWN = np.dtype(np.uint32)  # a token is one of these modulo the vocabulary
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Tokens = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both kinds of request have. Other fields are accepted, and mean nothing."""
+    """Fields of both endpoints. Others are accepted and ignored."""
 
     model: str = "emulated"
     max_tokens: _Count | None = None
@@ -71,7 +71,7 @@ _completions, _chats = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(_
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request that can be served."""
+    """A validated request."""
 
     chat: bool
     model: str
@@ -86,8 +86,8 @@ class GenerationRequest:
 
 
 def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
-    """Raises ValueError in one line that names the field, also for a prompt that leaves no room for an answer in
-    `longest` tokens: that is known before text becomes tokens, for which all engines would have to wait."""
+    """Raises ValueError in one line that names the field, also for a prompt that leaves no room to generate within
+    `longest` tokens. That is checked before tokenising, which stops all engines."""
     return _chat(decoded(_chats, body), longest) if chat else _completion(decoded(_completions, body), longest)
 
 
@@ -104,7 +104,7 @@ def _chat(body: _Chat, longest: int) -> GenerationRequest:
     for message in body.messages:
         content = message.content or ""
         texts += [f"<{message.role}>", content if isinstance(content, str) else "".join(it.text for it in content)]
-    texts.append("<assistant>")  # whose turn it is, so that the answer follows it now and later
+    texts.append("<assistant>")  # so that a later prompt, which holds the response after this role, shares the prefix
     _require_room(sum(map(_count, texts)), longest)
     prompt = [token for text in texts for token in tokens_of(text)]
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -127,7 +127,7 @@ def _asked(body: _Body, chat: bool, prompt: tuple[int, ...], most: int | None, l
 
 
 def _count(text: str) -> int:
-    """Of its tokens."""
+    """Tokens of a text."""
     return -(-len(text) // _CHARACTERS)
 
 
@@ -137,8 +137,8 @@ def _require_room(tokens: int, longest: int) -> None:
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """Every four characters are a token: what was answered is the tokens that it was, all else one that is never
-    answered."""
+    """One token per four characters: a generated token's own text gives that token, other text one that is never
+    generated."""
     pieces = (text[start : start + _CHARACTERS] for start in range(0, len(text), _CHARACTERS))
     return tuple(_token(piece) for piece in pieces)
 
@@ -154,7 +154,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class Answer:
-    """The tokens of one request, and what is said of them. There is no model: tokens are drawn, each with logprob 0."""
+    """The response to one request: tokens drawn at random, each with logprob 0."""
 
     def __init__(
         self, asked: GenerationRequest, number: int, seed: int, finish_reason: Literal["length", "stop"]
@@ -167,7 +167,7 @@ class Answer:
         self._random = Random(f"{seed} {number}")
 
     def extend(self, count: int) -> list[int]:
-        """The tokens that follow, until there are `count`."""
+        """Generate up to `count` tokens in all, and return the new ones."""
         drawn = np.frombuffer(self._random.randbytes(_DRAWN.itemsize * (count - len(self.tokens))), _DRAWN)
         more: list[int] = (drawn % len(_VOCABULARY)).tolist()
         self.tokens += more
@@ -183,7 +183,7 @@ class Answer:
         return msgspec.json.encode(head | self._usage(cached_tokens))
 
     def piece(self, tokens: Sequence[int], last: bool) -> bytes:
-        """An event of a stream."""
+        """A stream event with these new tokens."""
         asked, text = self.asked, text_of(tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason if last else None}
         choice |= {"logprobs": self._logprobs(tokens)}
@@ -197,7 +197,7 @@ class Answer:
         return event(self._head("chat.completion.chunk" if asked.chat else "text_completion", [choice]))
 
     def last(self, cached_tokens: int) -> bytes:
-        """What ends a stream."""
+        """The end of a stream."""
         object_name = "chat.completion.chunk" if self.asked.chat else "text_completion"
         usage = event(self._head(object_name, []) | self._usage(cached_tokens)) if self.asked.include_usage else b""
         return usage + b"data: [DONE]\n\n"

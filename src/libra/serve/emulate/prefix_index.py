@@ -1,7 +1,7 @@
-"""Which context a list of tokens goes on from.
+"""Finds the earlier context that a prompt shares a prefix with.
 
-Invariant: two requests are told to share the full blocks in which their tokens are equal from the beginning, and no
-others. What is forgotten is shared no more, which a cache of the same size would not have held either.
+Invariant: two requests share exactly the full blocks in which their tokens agree from the start. A block is forgotten
+only when a KV cache of the same size would have evicted it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from libra.sim.engine.chain import Chain
 
 
 class PrefixIndex:
-    """Full blocks of tokens that were seen, by what precedes and fills them; the simulator's caches know contexts by
-    chains. At most `capacity` blocks are remembered: those that were seen last."""
+    """Maps full blocks, by all tokens up to their end, to the chains that identify contexts in the simulator's caches.
+    Keeps the `capacity` most recently used blocks."""
 
     def __init__(self, block_size: int, capacity: int) -> None:
         self._size, self._capacity = block_size, capacity
@@ -25,8 +25,7 @@ class PrefixIndex:
         return len(self._chains)
 
     def chain(self, tokens: Sequence[int], salt: str = "") -> Chain:
-        """A new chain for a prompt, which forks from the one that it has most tokens in common with. Requests with
-        another `salt` share nothing."""
+        """A new chain for a prompt, forked from the one with the longest common prefix and the same salt."""
         states = self._states(tokens, salt)
         parent, shared = None, 0
         for state in states:
@@ -40,7 +39,7 @@ class PrefixIndex:
         return chain
 
     def learn(self, chain: Chain, tokens: Sequence[int], salt: str = "") -> None:
-        """The context of a chain has these tokens, from its beginning."""
+        """Record the tokens of a chain's whole context."""
         self._learn(chain, self._states(tokens, salt))
 
     def _states(self, tokens: Sequence[int], salt: str) -> list[int]:

@@ -1,7 +1,7 @@
-"""HTTP in front of live engines.
+"""The HTTP application of emulated engines: all in one process, each with a base URL `/engines/NAME/v1`.
 
-Invariant: an answer comes when the simulator says that its last token is there, and a request whose client has gone
-away is cancelled. All engines are in one process; `/engines/NAME/v1` is what a client takes for a server of its own.
+Invariant: a response is sent when the simulator has generated its last token, and a request whose client has
+disconnected is cancelled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, 
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 
-_LARGEST_BODY, _BODY_BESIDE, _BODY_TOKEN = 64 * 2**20, 2**20, 64  # bytes: at most, beside a prompt, of its token
-_REMEMBERED = 2  # times the blocks of an engine's cache
+_LARGEST_BODY, _BODY_BASE, _BODY_PER_TOKEN = 64 * 2**20, 2**20, 64  # bytes; a longer body holds no prompt that fits
+_REMEMBERED = 2  # blocks in the prefix index per block of the engine's KV cache
 
 
 class Emulator:
-    """The engines of a deployment, and how each of them is asked."""
+    """The engines of a deployment and their endpoints."""
 
     def __init__(self, specs: Sequence[EngineSpec], speed: float, default_tokens: int, seed: int) -> None:
         clock = WallClock(asyncio.get_running_loop(), speed)
@@ -41,7 +41,7 @@ class Emulator:
 
     def application(self) -> web.Application:
         longest = max(engine.spec.config.max_model_len for engine in self.engines.values())
-        largest = min(_LARGEST_BODY, _BODY_BESIDE + _BODY_TOKEN * longest)  # more is not even decoded
+        largest = min(_LARGEST_BODY, _BODY_BASE + _BODY_PER_TOKEN * longest)
         app = web.Application(client_max_size=largest, middlewares=[in_openai_shape])
         app.on_shutdown.append(self._close)
         app.router.add_get("/health", self._health)
@@ -116,7 +116,7 @@ class Emulator:
         return response
 
     def _tokens(self, asked: GenerationRequest, engine: LiveEngine) -> int:
-        """To generate. Raises ValueError where the context cannot hold them."""
+        """Number of tokens to generate. Raises ValueError if they do not fit the context."""
         longest = engine.spec.config.max_model_len
         room = longest - len(asked.prompt)
         if asked.max_tokens is None:
@@ -139,7 +139,7 @@ class Emulator:
 
 
 class _EngineCollector(Collector):
-    """Under the names that vLLM gives them."""
+    """Uses vLLM's metric names."""
 
     def __init__(self, engines: Mapping[str, LiveEngine]) -> None:
         self._engines = engines

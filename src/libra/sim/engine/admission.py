@@ -24,7 +24,7 @@ def admit(state: Scheduler, budget: int, now: int, chunks: list[Chunk], cached: 
             # request writes its context, or its first chunk alone counts, which needs the more the more is found.
             state.blocked = not chunks and config.reserve_full_prompt and not state.is_written(request)
             break
-        waiting.pop()
+        waiting.pop_head()
         found, new = room
         tokens = found * size
         if found:

@@ -7,11 +7,8 @@ nobody outside can tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from libra.sim.clock import TICKS
-from libra.sim.engine.admission import may_admit, refusal
+from libra.sim.engine.admission import refusal
 from libra.sim.engine.arriving import cached_blocks, take_in
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
@@ -19,16 +16,8 @@ from libra.sim.engine.iteration_cost import IterationCost
 from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settle
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Request
-from libra.sim.engine.running import complete, schedule
-from libra.sim.engine.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """An engine stops between two iterations, for new weights."""
-
-    until: Callable[[int], int]  # tick at which it goes on, told the tick at which it stopped
-    refresh: bool  # contexts are computed again, with the new weights
+from libra.sim.engine.running import complete, fill, nothing_fits, schedule
+from libra.sim.engine.scheduler import Pause, Scheduler
 
 
 class Engine(Scheduler):
@@ -221,7 +210,9 @@ class Engine(Scheduler):
         if self._due or self.closing or self._pause is not None:
             return self._drain(now)
         if self.overlapping:
-            return self._fill(now)
+            under_way = fill(self, now)
+            self.busy, self.open = under_way > 0, under_way < len(self.flights.all)
+            return self.end if under_way else None
         if not self.running and not self.waiting:
             self.busy = False
             return None
@@ -229,7 +220,7 @@ class Engine(Scheduler):
         self.busy = True
         self.events += 1
         if not schedule(self, now):
-            raise AssertionError(f"engine {self.index}: nothing fits, and nothing will be let go")
+            raise nothing_fits(self)
         return self.end
 
     def _drain(self, now: int) -> int:
@@ -242,27 +233,6 @@ class Engine(Scheduler):
             self.end = self._pause.until(now)
         self.busy, self.open = True, False
         return self.end
-
-    def _fill(self, now: int) -> int | None:
-        """Every pipeline stage that has no batch gets one, as by vLLM's batch queue."""
-        flights = self.flights
-        for flight in flights.free:
-            self.flight = flight
-            if not (flight.generation.count or self.partial is not None or may_admit(self)):
-                continue
-            self.start = now
-            self.events += 1
-            schedule(self, now)  # what does not fit waits for the batches that hold the blocks
-            if flight.generation.count or flight.finishing or self.partial is not None:
-                flights.depart(flight, now, self.end)
-        under_way = flights.under_way
-        self.busy, self.open = bool(under_way), len(under_way) < len(flights.all)
-        if under_way:
-            self.end = under_way[0].end
-            return self.end
-        if self.waiting:
-            raise AssertionError(f"engine {self.index}: nothing fits, and nothing will be let go")
-        return None
 
     def commit(self) -> list[Request]:
         """Make happen what was planned; returns the requests that finished with it, in order."""

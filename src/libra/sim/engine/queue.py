@@ -12,38 +12,26 @@ from heapq import heapify, heappop, heappush
 from libra.sim.engine.request import Request
 
 
-class FcfsQueue:
+class FcfsQueue(deque[Request]):
     """First come, first served; a preempted request goes on where it was: at the head."""
 
-    __slots__ = ("_requests",)
-
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+    __slots__ = ()
 
     @property
     def head(self) -> Request:
-        return self._requests[0]
+        return self[0]
 
     def push(self, request: Request) -> bool:
         """True: it is the head now."""
-        self._requests.append(request)
-        return len(self._requests) == 1
+        self.append(request)
+        return len(self) == 1
 
     def push_back(self, request: Request) -> None:
         """A preempted one."""
-        self._requests.appendleft(request)
+        self.appendleft(request)
 
-    def pop(self) -> Request:
-        return self._requests.popleft()
-
-    def remove(self, request: Request) -> None:
-        self._requests.remove(request)
+    def pop_head(self) -> Request:
+        return self.popleft()
 
 
 class PriorityQueue:
@@ -73,7 +61,7 @@ class PriorityQueue:
         """A preempted one."""
         self.push(request)
 
-    def pop(self) -> Request:
+    def pop_head(self) -> Request:
         return heappop(self._entries)[3]
 
     def remove(self, request: Request) -> None:

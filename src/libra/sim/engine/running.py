@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra.sim.engine.admission import admit
+from libra.sim.engine.admission import admit, may_admit
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import count_stretch, plan_stretch
 from libra.sim.engine.preemption import make_room, stop_generating
@@ -77,6 +77,30 @@ def schedule(state: Scheduler, now: int) -> bool:
     if generating or chunks:
         return True
     return bool(preempted) and schedule(state, now)  # the only one that was looked at was preempted
+
+
+def fill(state: Scheduler, now: int) -> int:
+    """Every pipeline stage that has no batch gets one, as by vLLM's batch queue. Returns how many are under way; the
+    first of them ends at `state.end`."""
+    flights = state.flights
+    for flight in flights.free:
+        state.flight = flight
+        if not (flight.generation.count or state.partial is not None or may_admit(state)):
+            continue
+        state.start = now
+        state.events += 1
+        schedule(state, now)  # what does not fit waits for the batches that hold the blocks
+        if flight.generation.count or flight.finishing or state.partial is not None:
+            flights.depart(flight, now, state.end)
+    if flights.under_way:
+        state.end = flights.under_way[0].end
+    elif state.waiting:
+        raise nothing_fits(state)
+    return len(flights.under_way)
+
+
+def nothing_fits(state: Scheduler) -> AssertionError:
+    return AssertionError(f"engine {state.index}: nothing fits, and nothing will be let go")
 
 
 def complete(state: Scheduler) -> list[Request]:

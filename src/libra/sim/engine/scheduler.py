@@ -33,6 +33,14 @@ class Iteration:
     free_blocks: int  # after scheduling
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """An engine stops between two iterations, for new weights."""
+
+    until: Callable[[int], int]  # tick at which it goes on, told the tick at which it stopped
+    refresh: bool  # contexts are computed again, with the new weights
+
+
 class Scheduler:
     """State and its smallest changes; the rules are in `running`, `admission`, `preemption`, `arriving` and `jump`."""
 

@@ -139,9 +139,9 @@ class _Run:
                 seconds(engine.busy_ticks) * spec.devices
                 for engine, spec in zip(cluster.engines, cluster.specs, strict=True)
             ),
-            placements=cluster.placements,
-            migrations=cluster.migrations,
-            migrated_tokens=cluster.migrated_tokens,
+            placements=cluster.placer.placements,
+            migrations=cluster.placer.migrations,
+            migrated_tokens=cluster.placer.migrated_tokens,
             moved_tokens=cluster.moved_tokens,
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
@@ -188,7 +188,7 @@ class _Run:
     def _fill(self, now: int) -> None:
         """Start what may start."""
         admission, recipe = self._admission, self._recipe
-        training = self._trainer.option.follows + self._trainer.option.publish
+        training = self._trainer.option.after_rollout + self._trainer.option.publish
         due = seconds(now) + (1 + recipe.staleness) * self._expected - training
         while self._groups < self._steps * recipe.prompts and admission.may_start() and self._has_room():
             name = str(self._groups)

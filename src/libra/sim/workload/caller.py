@@ -5,10 +5,11 @@ Invariant: a caller says of its turn what was known when that was placed, and go
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from libra.route import policy
 from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Request
 from libra.sim.workload.calls import Call
 from libra.trajectory import Trajectory
 
@@ -67,6 +68,23 @@ class TrajectoryCaller(Caller):
     @property
     def turn(self) -> int:
         return self.call.turn
+
+
+def rest_of(request: Request, number: int, now: int) -> Request:
+    """What is left of a request that was stopped, as a request of its own."""
+    owner = request.owner
+    if isinstance(owner, TrajectoryCaller):
+        owner = replace(owner, generated_before=owner.generated_before + request.generated, told=True)
+    return Request(
+        number,
+        now,
+        request.prompt_tokens + request.generated,
+        request.output_tokens - request.generated,
+        chain=request.chain,
+        priority=request.priority,
+        cancel_at=request.cancel_at,
+        owner=owner,
+    )
 
 
 def _returned_before(trajectory: Trajectory, calls: tuple[Call, ...], position: int) -> policy.ToolReturn | None:

@@ -1,4 +1,4 @@
-"""Sittings of a post-training run whose engine and trainers answer at once; everything else of the loop is real."""
+"""Sessions of a post-training run whose engine and trainers answer at once; everything else of the loop is real."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.messages import Acknowledged, Generate, Message, Piece, Sample, SaveCheckpoint
 from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
-from libra.exec.executor import Executor
-from libra.exec.journal import Journal, Start
-from libra.exec.workers import Role, Worker
+from libra.exec.journal import Journal, SessionStarted
+from libra.exec.pool import Worker
 from libra.loop.checkpoint import read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.observations import Observations
 from libra.loop.posttrain import PostTraining
+from libra.loop.process_controller import RunExecutor
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
-from libra.loop.replanning import Replanner
+from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
-from libra.loop.steering import Steering
 from libra.loop.tally import EngineCounters
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import Role
 from libra.records.schema import Evaluation
 from libra.report.live import PlainDisplay
 from libra.route.published import PublishedCMLFQ
@@ -39,7 +40,7 @@ from libra.route.published import PublishedCMLFQ
 STEPS, PER_STEP, SIZE, STALENESS = 7, 2, 3, 1
 CONFIG = RunConfig.model_validate(
     {
-        "name": "sittings",
+        "name": "sessions",
         "checkpoint_every": 2,
         "environment": {"kind": "ask", "tools": ["e"]},
         "engines": {"long": {"max_model_len": 100, "max_num_seqs": 4, "kv_tokens": 400}},
@@ -116,6 +117,7 @@ class MadeTrainers:
 class MadeExecutor:
     def __init__(self, core: Core, fleet: EngineFleet, engine: QuickEngine) -> None:
         self.trainers, self.fleet, self._engine = MadeTrainers(core), fleet, engine
+        self.processes = self
 
     def allocation(self) -> Allocation:
         return self.fleet.allocation
@@ -134,7 +136,7 @@ class MadeTracker:
         return {"seen": list(self.seen)}
 
 
-class MadeReplanner:
+class MadeObservations:
     """Remembers whom it has seen, as the tracked statistics do."""
 
     def __init__(self, seen: list[str]) -> None:
@@ -154,7 +156,7 @@ class MadePeriods:
     predicted_seconds = None
 
 
-class MadeSteering:
+class MadeController:
     """Never decides anything."""
 
     urgent, last_decision, periods = False, "", MadePeriods()
@@ -168,7 +170,7 @@ class MadeSteering:
     def close(self) -> None: ...
 
 
-class Sitting:
+class Session:
     """From the beginning, or from what an interrupted run left in the directory."""
 
     def __init__(self, directory: Path, resume: bool, seed: int) -> None:
@@ -180,7 +182,7 @@ class Sitting:
             seen, policy = before.state.tracker["seen"], PublishedCMLFQ.restore(before.state.policy)
             assert len(self.core.trained) == history.step
         self.journal = Journal(directory / "journal.jsonl")
-        self.journal.commit(Start(history.step))
+        self.journal.commit(SessionStarted(history.step))
         self.file = EpisodeFile(directory, history.step, history.groups)
         self.recorder = Recorder(directory, before.seconds if before is not None else 0.0)
         for episode in missing_trajectories(directory, history.finished):
@@ -195,15 +197,15 @@ class Sitting:
                 Worker("rollout-0", 1, frozenset({Role.ROLLOUT}), Role.ROLLOUT, "long"),
             )
         )
-        self.replanner = MadeReplanner(seen)
+        self.observations = MadeObservations(seen)
         self.training = PostTraining(
             CONFIG,
             AskTool({"e": echo}),
             PROMPTS,
-            cast(Executor, MadeExecutor(self.core, fleet, engine)),
+            cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
             Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now),
-            cast(Replanner, self.replanner),
-            cast(Steering, MadeSteering()),
+            cast(Observations, self.observations),
+            cast(ReplanController, MadeController()),
             self.recorder,
             self.journal,
             self.file,
@@ -220,22 +222,22 @@ class Sitting:
             file.close()
 
 
-def sit(directory: Path, resume: bool, seed: int) -> Sitting:
-    """A sitting until its run is over, or fails."""
-    sitting = Sitting(directory, resume, seed)
+def sit(directory: Path, resume: bool, seed: int) -> Session:
+    """A session until its run is over, or fails."""
+    session = Session(directory, resume, seed)
     try:
-        asyncio.run(sitting.training.run())
+        asyncio.run(session.training.run())
     finally:
-        sitting.close()
-    return sitting
+        session.close()
+    return session
 
 
 def sit_until_killed(directory: Path, left: Path, resume: bool, seed: int, rounds: int) -> bool:
-    """A sitting that is killed after so many rounds of the event loop; what it leaves is copied to `left`. Whether it
+    """A session that is killed after so many rounds of the event loop; what it leaves is copied to `left`. Whether it
     was still at work."""
 
-    async def run(sitting: Sitting) -> bool:
-        task = asyncio.create_task(sitting.training.run())
+    async def run(session: Session) -> bool:
+        task = asyncio.create_task(session.training.run())
         for _ in range(rounds):
             await asyncio.sleep(0)
         at_work = not task.done()
@@ -244,8 +246,8 @@ def sit_until_killed(directory: Path, left: Path, resume: bool, seed: int, round
         await asyncio.gather(task, return_exceptions=True)
         return at_work
 
-    sitting = Sitting(directory, resume, seed)
+    session = Session(directory, resume, seed)
     try:
-        return asyncio.run(run(sitting))
+        return asyncio.run(run(session))
     finally:
-        sitting.close()
+        session.close()

@@ -1,7 +1,6 @@
-"""What the planner is asked during a run: tracked work, measured costs, and the decision each period.
+"""What a run has measured that its planner has to know: speeds, costs of role changes, how often the router hits.
 
-Invariant: everything in a request was measured or tracked by this run (or is in its calibration), and every decision
-keeps the numbers it was made of, so that the report can hold it against what then happened.
+Invariant: everything was measured by this run, or is in its calibration.
 """
 
 from __future__ import annotations
@@ -15,16 +14,13 @@ from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.cost.train import step_seconds
 from libra.exec.ratio import Ratio
-from libra.exec.workers import Role, Worker
 from libra.lengths import LengthTracker
 from libra.loop.rollout import Episode
-from libra.plan.model.solve import solve
-from libra.plan.options.slots import Fleet, SlotRequest
-from libra.plan.plan import Plan, answer
 from libra.plan.problem import Allocation
-from libra.plan.replan import Decision, decide
-from libra.plan.request import make_request, make_tracker
-from libra.plan.transition import diff, seconds
+from libra.plan.replanner import Replanner
+from libra.plan.request import make_tracker
+from libra.plan.site import SlotSite
+from libra.plan.transition import Device, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +34,37 @@ class EngineWork:
     turns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A solved plan and what is to be done with it."""
+class Observations:
+    """Feeds a run's `Replanner`, and knows the site that it plans for."""
 
-    plan: Plan
-    decision: Decision
-
-
-class Replanner:
     def __init__(self, config: RunConfig, profile: DeviceProfile, max_turn_tokens: int) -> None:
         self._config = config
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
-        self.tracker = make_tracker(config)
+        self.replanner = self._make_replanner(make_tracker(config))
         self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
         self._router_hits = Ratio()
         self._routed_tokens = self._hit_tokens = 0  # since the last step
         self._engine_speed = Ratio()  # measured over modelled busy seconds
         self._train_speed = Ratio()
 
+    @property
+    def tracker(self) -> LengthTracker:
+        return self.replanner.tracker
+
     def restore_tracker(self, snapshot: dict[str, Any]) -> None:
         """Go on from a checkpoint's statistics."""
-        self.tracker = LengthTracker.restore(snapshot)
+        self.replanner = self._make_replanner(LengthTracker.restore(snapshot))
+
+    def _make_replanner(self, tracker: LengthTracker) -> Replanner:
+        """The first allocation is the user's, not a plan that has to prove how long plans hold."""
+        planner = self._config.planner
+        return Replanner(period=planner.period, tracker=tracker, holds=planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         """Finished episodes, and the bucket limits they were routed by."""
+        self.replanner.observe(episode.trajectory for episode in episodes)
         for episode in episodes:
-            self.tracker.observe(episode.trajectory)
             peak = episode.trajectory.peak_context
             own = next((index for index, limit in enumerate(limits) if peak <= limit), len(limits) - 1)
             if own > 0:
@@ -110,40 +109,14 @@ class Replanner:
         )
         self.profile = replace(self.profile, switch=measured)
 
-    def request(self, workers: Sequence[Worker], current: Allocation | None) -> SlotRequest:
-        tokens = self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak
-        return make_request(
+    def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
+        """These devices, of which `current` is what they do, at the costs that are known now."""
+        return SlotSite(
             self._config,
-            self.tracker,
+            devices,
+            current,
             self.current_profile(),
-            fleet=_fleet(workers),
-            max_turn_tokens=self._max_turn_tokens,
-            train_tokens=tokens,
-            router_hit=self._router_hits.value,
-            current=current,
+            self._max_turn_tokens,
+            self._forward_tokens.value if self._forward_tokens.below else self.tracker.mean_peak,
+            self._router_hits.value,
         )
-
-    def propose(self, request: SlotRequest, steps_left: int) -> Proposal:
-        """Solve, and weigh the change against its cost. Pure: may run beside the event loop."""
-        problem = request.problem()
-        solution = solve(problem, seed=self._config.seed)
-        plan = answer(request, problem, solution)
-        horizon = float(min(self._config.planner.horizon, steps_left))
-        uncertainty = self.tracker.work_uncertainty()
-        if request.current is None:
-            reason = "no worker is left that generates: the healthy ones are divided anew"
-            return Proposal(
-                plan, Decision(None, plan.predicted, (), None, horizon, 0.0, uncertainty, taken=True, reason=reason)
-            )
-        cost = seconds(diff(request.current, plan.allocation), request.profile.switch)
-        decision = decide(problem, solution, horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
-        return Proposal(plan, decision)
-
-
-def _fleet(workers: Sequence[Worker]) -> Fleet:
-    kinds = [worker.allowed for worker in workers if worker.role is not Role.FAILED]
-    return Fleet(
-        core=sum(kind == {Role.TRAIN} for kind in kinds),
-        hybrid=sum(kind == {Role.TRAIN, Role.ROLLOUT} for kind in kinds),
-        rollout=sum(kind == {Role.ROLLOUT} for kind in kinds),
-    )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from libra.plan.decision import Case, decide, expected
 from libra.plan.options.price import price
 from libra.plan.problem import (
     ONE_DEVICE,
@@ -15,12 +16,9 @@ from libra.plan.problem import (
     Pool,
     Prediction,
     Problem,
-    Proof,
-    Solution,
     TrainingOption,
 )
-from libra.plan.replan import Case, decide, decide_over, expected
-from libra.plan.transition import changes, diff
+from libra.plan.transition import Transition, group_transition
 
 
 def make_problem(work: float = 8.0, layout: str = ONE_DEVICE) -> Problem:
@@ -35,10 +33,10 @@ def make_problem(work: float = 8.0, layout: str = ONE_DEVICE) -> Problem:
         engines=engines,
         training=training,
         peaks=(1000, 4000),
-        met=(True, True),
+        expected=(True, True),
         longest_context=5000,
-        reach_tried=((1.0, 1.0),),
-        reach_untried=((1.0, 1.0),),
+        recall_known=((1.0, 1.0),),
+        recall_possible=((1.0, 1.0),),
         staleness=3,
     )
 
@@ -48,12 +46,8 @@ def one_bucket(replicas: int, engines: int, end: int = 5000) -> Allocation:
 
 
 PROBLEM = make_problem()
+ALWAYS = (Case(PROBLEM, 1.0),)
 SLOW, FAST = one_bucket(2, 2), one_bucket(1, 3)  # 4 s and 8/3 s a step
-
-
-def solution(problem: Problem, allocation: Allocation) -> Solution:
-    predicted = price(problem, allocation)
-    return Solution(allocation, predicted, Proof("optimal", predicted.step, 0.0))
 
 
 TABLE = [
@@ -80,14 +74,14 @@ def test_decide(
     taken: bool,
     reason: str,
 ) -> None:
-    problem = replace(PROBLEM, current=current)
-    found = decide(problem, solution(problem, proposed), horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
+    transition = group_transition(current, proposed)
+    found = decide(ALWAYS, transition, horizon_steps=horizon, uncertainty=uncertainty, cost=cost)
     assert found.taken is taken
     assert reason in found.reason
-    assert found.current == price(problem, current)
-    assert found.proposed == price(problem, proposed)
+    assert found.current == price(PROBLEM, current)
+    assert found.proposed == price(PROBLEM, proposed)
     assert found.gain_per_step == found.current.step - found.proposed.step
-    assert found.moves == diff(current, proposed)
+    assert found.transition == transition
     assert (found.horizon_steps, found.uncertainty, found.cost) == (horizon, uncertainty, cost)
 
 
@@ -100,50 +94,33 @@ def test_decide(
     ],
 )
 def test_an_allocation_that_no_longer_fits_is_left_at_any_cost(current: Allocation, reason: str) -> None:
-    problem = replace(PROBLEM, current=current)
-    found = decide(problem, solution(problem, FAST), horizon_steps=1.0, uncertainty=1.0, cost=1e9)
+    found = decide(ALWAYS, group_transition(current, FAST), horizon_steps=1.0, uncertainty=1.0, cost=1e9)
     assert found.taken
     assert found.reason.startswith("the current allocation no longer fits: ")
     assert reason in found.reason
     assert (found.current, found.gain_per_step) == (None, None)
 
 
-def test_both_sides_are_priced_for_the_work_of_the_problem() -> None:
-    """A proposal computed under yesterday's work is judged under today's."""
-    problem = replace(PROBLEM, current=SLOW)
-    stale = solution(make_problem(work=80.0), FAST)
-    found = decide(problem, stale, horizon_steps=2.0, uncertainty=0.1, cost=8.0)
-    assert found.proposed == price(problem, FAST) != stale.predicted
-
-
-def test_where_replicas_have_several_devices_the_moves_are_of_groups() -> None:
-    problem = make_problem(layout="tp2")
-    current, proposed = replace(SLOW, layout="tp2"), replace(FAST, layout="tp2")
-    found = decide(
-        replace(problem, current=current),
-        solution(problem, proposed),
-        horizon_steps=1.0,
-        uncertainty=0.0,
-        cost=0.0,
-    )
-    assert found.moves == changes(current, proposed) != diff(current, proposed)
+def test_where_nothing_runs_the_proposal_is_taken() -> None:
+    found = decide(ALWAYS, Transition(None, FAST, ()), horizon_steps=0.0, uncertainty=1.0, cost=1e9)
+    assert (found.taken, found.current, found.proposed) == (True, None, price(PROBLEM, FAST))
 
 
 def test_cases_are_weighed() -> None:
     """Half of the time there is thrice the work: the step is the mean, the bottleneck that of the first likeliest."""
     cases = (Case(PROBLEM, 0.5), Case(make_problem(work=24.0), 0.5))
     assert expected(cases, SLOW) == Prediction(8.0, 8.0, 1.0, 0.375, "rollout")
-    found = decide_over(cases, SLOW, FAST, horizon_steps=1.0, uncertainty=0.0, cost=2.6)
+    found = decide(cases, group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.6)
     assert found.gain_per_step == pytest.approx(8 - 16 / 3)
     assert found.taken
-    assert not decide_over(cases, SLOW, FAST, horizon_steps=1.0, uncertainty=0.0, cost=2.7).taken
-    assert not decide_over(cases[:1], SLOW, FAST, horizon_steps=1.0, uncertainty=0.0, cost=2.6).taken
+    assert not decide(cases, group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.7).taken
+    assert not decide(cases[:1], group_transition(SLOW, FAST), horizon_steps=1.0, uncertainty=0.0, cost=2.6).taken
 
 
 def test_what_fits_only_some_cases_is_left() -> None:
     smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),))
     cases = (Case(PROBLEM, 0.9), Case(smaller, 0.1))
-    found = decide_over(cases, SLOW, one_bucket(1, 2), horizon_steps=1.0, uncertainty=0.0, cost=1e9)
+    found = decide(cases, group_transition(SLOW, one_bucket(1, 2)), horizon_steps=1.0, uncertainty=0.0, cost=1e9)
     assert found.taken
     assert "uses 4 devices" in found.reason
 
@@ -151,18 +128,13 @@ def test_what_fits_only_some_cases_is_left() -> None:
 @pytest.mark.parametrize("argument", ["horizon_steps", "uncertainty", "cost"])
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
 def test_arguments_are_not_negative(argument: str, value: float) -> None:
-    problem = replace(PROBLEM, current=SLOW)
     arguments = {"horizon_steps": 1.0, "uncertainty": 0.0, "cost": 0.0, argument: value}
     with pytest.raises(ValueError, match=argument):
-        decide(problem, solution(problem, FAST), **arguments)
-
-
-def test_there_must_be_an_allocation_to_leave() -> None:
-    with pytest.raises(ValueError, match="put the running allocation there"):
-        decide(PROBLEM, solution(PROBLEM, FAST), horizon_steps=1.0, uncertainty=0.0, cost=0.0)
+        decide(ALWAYS, group_transition(SLOW, FAST), **arguments)
 
 
 def test_a_proposal_that_does_not_fit_is_an_error() -> None:
-    smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),), current=one_bucket(1, 2))
+    smaller = replace(PROBLEM, pools=(Pool("pool", 1, 3),))
+    transition = group_transition(one_bucket(1, 2), FAST)
     with pytest.raises(ValueError, match="uses 4 devices of pool pool; it has 3"):
-        decide(smaller, solution(PROBLEM, FAST), horizon_steps=1.0, uncertainty=0.0, cost=0.0)
+        decide([Case(smaller, 1.0)], transition, horizon_steps=1.0, uncertainty=0.0, cost=0.0)

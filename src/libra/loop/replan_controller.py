@@ -12,40 +12,42 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from libra.config.run import RunConfig
-from libra.exec.assignment import describe
 from libra.exec.executor import Executor
-from libra.exec.workers import Role
+from libra.exec.protocols import ProcessController
+from libra.loop.observations import Observations
 from libra.loop.periods import Periods
 from libra.loop.recorder import Recorder
-from libra.loop.replanning import Proposal, Replanner
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Allocation
+from libra.plan.problem import Allocation, Prediction
+from libra.plan.replanner import Proposal
+from libra.plan.site import SlotSite
+from libra.plan.transition import Role, Transition, describe
 from libra.records.schema import DecisionRecord
 from libra.report.live import Display
 
 
-class Steering:
+class ReplanController:
     """The periods of a run and its changes of allocation. The verbs belong to step boundaries, except `worker_lost`."""
 
     def __init__(
         self,
         config: RunConfig,
-        executor: Executor,
-        replanner: Replanner,
+        executor: Executor[ProcessController],
+        observations: Observations,
         recorder: Recorder,
         display: Display,
-        home: Allocation,
+        first: Allocation,
         first_period: int,
     ) -> None:
-        """`home` is the allocation that the run began with, and keeps with `allocation: static`."""
-        self._config, self._executor, self._replanner = config, executor, replanner
+        """`first` is the allocation that the run began with, and keeps with `allocation: static`."""
+        self._config, self._executor, self._observations = config, executor, observations
         self._recorder, self._display = recorder, display
         self.periods = Periods(recorder, first_period)
         self.changed: Callable[[], None] = lambda: None  # told when there may be something to do at a boundary
         self.last_decision = ""
         self._step = 0
-        self._page = 0  # the step after which the last period began, or should have
-        self._home = home
+        self._period_began = 0  # the step after which the last period began, or should have
+        self._first = first
         self._task: asyncio.Task[None] | None = None
         self._applying = False
         self._left: Allocation | None = None
@@ -81,11 +83,11 @@ class Steering:
         applied, self._applying = ended and self._applying, self._applying and not ended
         if self.urgent:
             self._lost = False
-            self._turn_page(decide=True, forced=True)
+            self._next_period(decide=True, forced=True)
         elif applied:
-            self._turn_page(decide=False, tried=False)
-        elif self._step - self._page >= self._config.planner.period:
-            self._turn_page(decide=self._config.allocation == "adaptive" or self._any_idle())
+            self._next_period(decide=False, tried=False)
+        elif self._step - self._period_began >= self._config.planner.period:
+            self._next_period(decide=self._config.allocation == "adaptive" or self._any_idle())
 
     def require_sound(self) -> None:
         """Raise what a decision raised."""
@@ -118,7 +120,7 @@ class Steering:
     def _any_idle(self) -> bool:
         return any(worker.role is Role.IDLE for worker in self._executor.healthy())
 
-    def _turn_page(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
+    def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
         self.periods.end(self._without_change)
         steps_left = self._config.training.steps - self._step
@@ -129,48 +131,55 @@ class Steering:
 
     def _without_change(self) -> float | None:
         """Step seconds of the allocation that was left last, for the work as it is tracked now."""
-        if self._left is None:
-            return None
-        problem = self._replanner.request(self._executor.healthy(), None).problem()
-        return price(problem, self._left).step if infeasibility(problem, self._left) is None else None
+        predicted = None if self._left is None else self._predict(self._left, tried=False)
+        return None if predicted is None else predicted.step
 
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
         """Predict the next period. Buckets that were not `tried` yet have no known router."""
-        self._page = self._step
+        self._period_began = self._step
         allocation = self._executor.allocation()
-        if allocation is None:
-            return
-        problem = self._replanner.request(self._executor.healthy(), allocation if tried else None).problem()
-        if infeasibility(problem, allocation) is None:
-            self.periods.begin(self._step + 1, describe(allocation), price(problem, allocation), switching)
+        predicted = None if allocation is None else self._predict(allocation, tried)
+        if allocation is not None and predicted is not None:
+            self.periods.begin(self._step + 1, describe(allocation), predicted, switching)
+
+    def _predict(self, allocation: Allocation, tried: bool) -> Prediction | None:
+        """The price of an allocation for the work as it is tracked now; None where it does not fit."""
+        site = self._site(allocation if tried else None)
+        [question] = site.questions([self._observations.replanner.scenario(site)])
+        return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
+
+    def _site(self, current: Allocation | None) -> SlotSite:
+        return self._observations.site(self._executor.pool.devices(), current)
 
     async def _decide(self, steps_left: int) -> None:
         """Plan, decide, and carry the decision out, while the steps go on."""
         workers, current = self._executor.healthy(), self._executor.allocation()
-        request = self._replanner.request(workers, current)
         if self._config.allocation == "static":
-            if current is not None and infeasibility(request.problem(), current) is None:
+            if current is not None and self._predict(current, tried=True) is not None:
                 return
-            if self._home.replicas + self._home.engines == len(workers):
-                await self._apply(self._home, current)
+            if self._first.replicas + self._first.engines == len(workers):
+                await self._apply(self._executor.transition(self._first))
                 return
         began = time.monotonic()
-        proposal = await asyncio.to_thread(self._replanner.propose, request, steps_left)
+        replanner = self._observations.replanner
+        outlook = replanner.outlook(self._site(current), steps_left)
+        proposal = await asyncio.to_thread(outlook.propose, self._config.seed)
         if self._executor.healthy() != workers:
             self.worker_lost()  # it was planned for others
             return
-        self._record(proposal, current, time.monotonic() - began)
+        replanner.decided(proposal)
+        self._record(proposal, time.monotonic() - began)
         if proposal.decision.taken:
-            await self._apply(proposal.plan.allocation, current)
+            await self._apply(proposal.decision.transition)
 
-    async def _apply(self, wanted: Allocation, current: Allocation | None) -> None:
+    async def _apply(self, transition: Transition) -> None:
         self._applying = True
-        self._left = current
+        self._left = transition.before
         self.periods.mark_switching()
-        applied = await self._executor.apply(wanted)
+        applied = await self._executor.apply(transition)
         for moved in applied.moves:
             if moved.outcome == "done":
-                self._replanner.observe_move(moved.move.after.role, moved.seconds)
+                self._observations.observe_move(moved.move.after.role, moved.seconds)
         if applied.failure is None:
             self.periods.carried_out(sum(moved.seconds for moved in applied.moves))
         else:
@@ -181,9 +190,10 @@ class Steering:
         if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
             self.worker_lost()
 
-    def _record(self, proposal: Proposal, current: Allocation | None, seconds: float) -> None:
+    def _record(self, proposal: Proposal, seconds: float) -> None:
         plan, decision = proposal.plan, proposal.decision
-        before = decision.current.step if decision.current is not None else plan.predicted.step
+        current, after = decision.transition.before, decision.proposed.step
+        before = decision.current.step if decision.current is not None else after
         record = DecisionRecord(
             period=self.periods.number,
             step=self._step,
@@ -191,8 +201,8 @@ class Steering:
             before=describe(current) if current is not None else "nothing that can go on",
             after=describe(plan.allocation),
             before_seconds=before,
-            after_seconds=plan.predicted.step,
-            gain_per_step=before - plan.predicted.step,
+            after_seconds=after,
+            gain_per_step=before - after,
             horizon_steps=int(decision.horizon_steps),
             cost=decision.cost,
             uncertainty=decision.uncertainty * before,
@@ -201,11 +211,11 @@ class Steering:
             solver_status=plan.proof.status,
             solver_gap=plan.proof.gap,
             solver_seconds=seconds,
-            moves=tuple(str(move) for move in decision.moves),
+            moves=decision.transition.words(),
             measured_before=self.periods.measured_before,
         )
         self.periods.decided(record)
         which = f"{record.before} → {record.after}" if decision.taken else "kept"
-        limits = " (no worker changes its role)" if decision.taken and not decision.moves else ""
+        limits = " (no worker changes its role)" if decision.taken and not decision.transition.moves else ""
         self.last_decision = f"step {self._step}: {which}{limits}: {decision.reason}"
         self._display.line(f"decision at {self.last_decision}")

@@ -138,7 +138,7 @@ def test_a_thousand_faults_in_one_run(tmp_path: Path) -> None:
                     world.clock += 4000.0
         assert min(world.faults.values()) > 20, world.faults
         if not any("rollout" in worker.allowed for worker in world.pool.healthy()):
-            world.crash()  # every slot was retired: a new sitting has them all again
+            world.crash()  # every slot was retired: a new session has them all again
         world.finish()
         world.require_everything_trained_once()
     finally:

@@ -11,17 +11,19 @@ from typing import Any, cast
 
 import pytest
 from test_episode_file import episode
-from test_executor import CONFIG
+from test_process_controller import CONFIG
 
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
-from libra.exec.assignment import assign, bucket_limits, current_allocation
+from libra.exec.allocation import bucket_limits, current_allocation
 from libra.exec.executor import Executor
-from libra.exec.transitions import Applied, Moved
-from libra.exec.workers import DEADLINES, Role, Worker, make_pool
+from libra.exec.pool import DEADLINES, Worker, make_pool
+from libra.exec.protocols import Applied, MoveOutcome
+from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
-from libra.loop.replanning import Replanner
-from libra.loop.steering import Steering
+from libra.loop.replan_controller import ReplanController
 from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
+from libra.plan.replanner import Outlook
+from libra.plan.transition import Role, Transition, device_transition
 from libra.report.live import PlainDisplay
 
 FIRST = Allocation(2, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 100)))
@@ -47,7 +49,7 @@ class MadeExecutor:
         self.outcomes: list[str] = []  # of the next moves; done after that
         self.open = asyncio.Event()
         self.open.set()
-        self._make(FIRST)
+        self._make(self.transition(FIRST))
 
     def healthy(self) -> tuple[Worker, ...]:
         return self.pool.healthy()
@@ -62,16 +64,19 @@ class MadeExecutor:
         if not self.pool.lose(name, 0.0).retired:
             self.pool.become(name, Role.IDLE, 0.0)
 
-    async def apply(self, wanted: Allocation) -> Applied:
-        self.wanted.append(wanted)
-        await self.open.wait()
-        return self._make(wanted)
+    def transition(self, wanted: Allocation) -> Transition:
+        return device_transition(self.pool.devices(), self.allocation(), wanted, {"long"})
 
-    def _make(self, wanted: Allocation) -> Applied:
-        moved: list[Moved] = []
-        for move in assign(self.pool.healthy(), wanted, {"long"}):
+    async def apply(self, transition: Transition) -> Applied:
+        self.wanted.append(transition.after)
+        await self.open.wait()
+        return self._make(transition)
+
+    def _make(self, transition: Transition) -> Applied:
+        moved: list[MoveOutcome] = []
+        for move in transition.moves:
             outcome = self.outcomes.pop(0) if self.outcomes else "done"
-            moved.append(Moved(move, 2.0, cast(Any, outcome)))
+            moved.append(MoveOutcome(move, 2.0, cast(Any, outcome)))
             if outcome != "done":
                 return Applied(tuple(moved), "it could not be")
             if move.before.role is not Role.IDLE:
@@ -79,7 +84,7 @@ class MadeExecutor:
                 self.pool.become(move.worker, Role.IDLE, 0.0)
             self.pool.become(move.worker, Role.JOINING, 0.0)
             self.pool.become(move.worker, move.after.role, 0.0, move.after.shape)
-        self.plans = (wanted,)
+        self.plans = (transition.after,)
         return Applied(tuple(moved), None)
 
 
@@ -95,19 +100,19 @@ class Made:
         self.executor = MadeExecutor()
         self.recorder = Recorder(directory, 0.0)
         self.recorder.begin()
-        self.replanner = Replanner(config, PROFILE, 8)
-        self.replanner.observe([episode(0, index) for index in range(20)], [40, 100])
-        self.steering = Steering(
+        self.observations = Observations(config, PROFILE, 8)
+        self.observations.observe([episode(0, index) for index in range(20)], [40, 100])
+        self.controller = ReplanController(
             config,
             cast(Executor, self.executor),
-            self.replanner,
+            self.observations,
             self.recorder,
             PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
-            home=FIRST,
+            first=FIRST,
             first_period=4,
         )
         self.directory, self.step = directory, 0
-        self.steering.begin(0)
+        self.controller.begin(0)
 
     def rows(self, name: str) -> int:
         return len((self.directory / f"{name}.jsonl").read_text().splitlines())
@@ -119,23 +124,23 @@ class Made:
         """Make steps, and let a decision come to its end."""
         for _ in range(steps):
             self.step += 1
-            self.steering.stepped(self.step, 1.0)
-            self.steering.at_boundary()
+            self.controller.stepped(self.step, 1.0)
+            self.controller.at_boundary()
             await self.settle()
 
     async def settle(self) -> None:
-        task = self.steering._task
+        task = self.controller._task
         if task is not None and self.executor.open.is_set():
             await asyncio.wait([task])
 
 
-def steered(directory: Path, scenario: Callable[[Made], Awaitable[None]], mode: str = "adaptive") -> None:
+def controlled(directory: Path, scenario: Callable[[Made], Awaitable[None]], mode: str = "adaptive") -> None:
     async def run() -> None:
         made = Made(directory, mode)
         try:
             await scenario(made)
         finally:
-            await made.steering.cancel()
+            await made.controller.cancel()
             made.recorder.close()
 
     asyncio.run(run())
@@ -153,7 +158,7 @@ def test_every_period_ends_with_a_decision(tmp_path: Path) -> None:
         assert made.rows("decisions") >= 1
         assert made.periods()[0]["period"] == 4  # the periods before the run was interrupted count
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 def test_a_static_allocation_is_not_decided_about(tmp_path: Path) -> None:
@@ -162,14 +167,14 @@ def test_a_static_allocation_is_not_decided_about(tmp_path: Path) -> None:
         assert (made.rows("decisions"), made.executor.wanted) == (0, [])
         assert len(made.periods()) == 3
 
-    steered(tmp_path, scenario, mode="static")
+    controlled(tmp_path, scenario, mode="static")
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "static"])
 def test_a_slot_that_came_back_is_used_at_the_next_boundary(tmp_path: Path, mode: str) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary()
         [wanted] = made.executor.wanted
         assert devices(wanted) == 4
@@ -177,98 +182,98 @@ def test_a_slot_that_came_back_is_used_at_the_next_boundary(tmp_path: Path, mode
         if mode == "static":
             assert (wanted, made.rows("decisions")) == (FIRST, 0)
         await made.boundary()
-        assert not made.steering.urgent
+        assert not made.controller.urgent
         assert len(made.executor.wanted) == 1
 
-    steered(tmp_path, scenario, mode)
+    controlled(tmp_path, scenario, mode)
 
 
 def test_a_loss_before_the_first_step_is_planned_around_too(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
-        made.steering.begin(0)
+        made.controller.begin(0)
         await made.boundary()
         assert made.executor.wanted == [FIRST]
 
-    steered(tmp_path, scenario, mode="static")
+    controlled(tmp_path, scenario, mode="static")
 
 
 def test_a_static_allocation_without_its_slots_is_planned_anew(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         for _ in range(3):
             made.executor.lose("rollout-1")  # retired
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary()
         assert [devices(wanted) for wanted in made.executor.wanted] in ([3], [])
         assert made.executor.allocation() is not None
 
-    steered(tmp_path, scenario, mode="static")
+    controlled(tmp_path, scenario, mode="static")
 
 
 def test_a_loss_during_a_move_is_planned_around_after_it(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.open.clear()
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary()
         while not made.executor.wanted:
             await asyncio.sleep(0.001)
         made.executor.lose("hybrid-0")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary(2)
-        assert len(made.executor.wanted) == 1 and not made.steering.urgent
+        assert len(made.executor.wanted) == 1 and not made.controller.urgent
         made.executor.outcomes = ["undone"]
         made.executor.open.set()
         await made.settle()
-        assert made.steering.urgent
+        assert made.controller.urgent
         await made.boundary()
         assert len(made.executor.wanted) == 2
         assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 def test_a_plan_for_other_workers_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody was lost while the solver was at work."""
 
     async def scenario(made: Made) -> None:
-        propose = Replanner.propose
+        propose = Outlook.propose
 
-        def slow(replanner: Replanner, *arguments: Any) -> Any:
-            proposal = propose(replanner, *arguments)
+        def slow(outlook: Outlook, *arguments: Any) -> Any:
+            proposal = propose(outlook, *arguments)
             if not made.executor.pool["hybrid-0"].losses:
                 made.executor.lose("hybrid-0")
             return proposal
 
-        monkeypatch.setattr(Replanner, "propose", slow)
+        monkeypatch.setattr(Outlook, "propose", slow)
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary()
         assert (made.executor.wanted, made.rows("decisions")) == ([], 0)
-        assert made.steering.urgent
+        assert made.controller.urgent
         await made.boundary()
         assert [devices(wanted) for wanted in made.executor.wanted] == [4]
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 def test_a_move_that_was_not_made_is_planned_around_at_once_where_a_slot_is_idle(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         made.executor.outcomes = ["failed"]
         await made.boundary()
-        assert made.steering.urgent and len(made.executor.wanted) == 1
+        assert made.controller.urgent and len(made.executor.wanted) == 1
         made.executor.outcomes = ["undone"]
         await made.boundary()  # such as one after which another worker was lost
-        assert made.steering.urgent and len(made.executor.wanted) == 2
+        assert made.controller.urgent and len(made.executor.wanted) == 2
         await made.boundary()
         assert len(made.executor.wanted) == 3
         assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
         await made.boundary()
-        assert not made.steering.urgent and len(made.executor.wanted) == 3
+        assert not made.controller.urgent and len(made.executor.wanted) == 3
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "static"])
@@ -276,82 +281,82 @@ def test_an_idle_slot_is_not_forgotten(tmp_path: Path, mode: str) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
         made.executor.outcomes = ["undone"]
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary(PERIOD + 2)
         assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
 
-    steered(tmp_path, scenario, mode)
+    controlled(tmp_path, scenario, mode)
 
 
 def test_a_dropped_plan_has_no_outcome(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
         made.executor.outcomes = ["failed"]
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary()
         [row] = (made.directory / "decisions.jsonl").read_text().splitlines()
         assert json.loads(row)["taken"] and json.loads(row)["measured_cost"] is None
-        assert made.steering.periods._waiting is None
+        assert made.controller.periods._waiting is None
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 def test_measured_seconds_of_done_moves_are_the_cost_of_the_next(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         made.executor.outcomes = ["failed"]
         await made.boundary()
-        assert made.replanner.profile.switch == PROFILE.switch
+        assert made.observations.profile.switch == PROFILE.switch
         await made.boundary()
-        assert made.replanner.profile.switch == replace(PROFILE.switch, engine_start=2.0)
+        assert made.observations.profile.switch == replace(PROFILE.switch, engine_start=2.0)
 
-    steered(tmp_path, scenario, mode="static")
+    controlled(tmp_path, scenario, mode="static")
 
 
 def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.open.clear()
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         await made.boundary()
         while not made.executor.wanted:
             await asyncio.sleep(0.001)
-        ending = asyncio.create_task(made.steering.finish())
+        ending = asyncio.create_task(made.controller.finish())
         await asyncio.sleep(0)
         assert made.executor.dropped == ["the run has made all its steps"] and not ending.done()
         made.executor.open.set()
         await ending
         assert not any(worker.role in DEADLINES for worker in made.executor.healthy())
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_plan(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         made.executor.lose("rollout-1")
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         made.step += 1
-        made.steering.stepped(made.step, 1.0)
-        made.steering.at_boundary()
-        await made.steering.finish()
+        made.controller.stepped(made.step, 1.0)
+        made.controller.at_boundary()
+        await made.controller.finish()
         assert made.executor.wanted == []
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)
 
 
 def test_a_run_that_cannot_go_on_is_told_so(tmp_path: Path) -> None:
     async def scenario(made: Made) -> None:
         told = asyncio.Event()
-        made.steering.changed = told.set
+        made.controller.changed = told.set
         for name in ("hybrid-0", "rollout-0", "rollout-1"):
             for _ in range(3):
                 made.executor.lose(name)
-        made.steering.worker_lost()
+        made.controller.worker_lost()
         told.clear()
         await made.boundary()
         assert told.is_set()  # or who waits for a batch would wait for ever
         with pytest.raises(InfeasiblePlanError, match="no device is left for a rollout engine"):
-            made.steering.at_boundary()
+            made.controller.at_boundary()
 
-    steered(tmp_path, scenario)
+    controlled(tmp_path, scenario)

@@ -2,17 +2,15 @@
 
 Invariant: a role changes only along a legal transition; a passing role has a deadline. A slot whose process is gone is
 `failed`, and idle again at once: another process may be started there, until the slot has lost too many. The pool holds
-no process and does no I/O: it is the truth that the mover keeps and the journal records.
+no process and does no I/O: it is the truth that the executor keeps and the journal records.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from libra.backends.grpo.joining import BOUNDARIES
 from libra.config.run import ClusterConfig
-from libra.exec.losses import LOSS_WINDOW, with_loss
-from libra.records.roles import Role as Role
+from libra.plan.transition import Device, Duty, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +25,19 @@ class Deadline:
         return self.seconds + self.steps * step_seconds
 
 
+# Step boundaries at which a replica that joins is given the chance to enter.
+JOIN_BOUNDARIES = 20
+
 # A worker that overstays a passing role is failed. A start has 120 s and draining 30 s, and either 300 s on top: what
 # happens in them has limits of its own, and this is the last one. A replica is introduced at the end of one step and
-# let in at one of the `BOUNDARIES` after it; it leaves at the end of the second.
-DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
+# let in at one of the `JOIN_BOUNDARIES` after it; it leaves at the end of the second.
+DEADLINES = {Role.JOINING: Deadline(120.0 + 300.0, 1 + JOIN_BOUNDARIES), Role.DRAINING: Deadline(30.0 + 300.0, 2)}
 
 # A process may die of something that passes, so its slot is used again. With so many losses within an hour it stays
-# empty for the rest of the sitting.
+# empty for the rest of the session: they have a cause that starting again does not remove. Three starts that hang for
+# the 120 s that they have fit into the hour.
 MOST_LOSSES = ClusterConfig().losses_per_hour  # unless the configuration says otherwise
+LOSS_WINDOW = 3600.0  # seconds
 
 _LEGAL = {
     Role.IDLE: {Role.JOINING},
@@ -50,22 +53,9 @@ class IllegalTransitionError(RuntimeError):
     """A role change that the state machine does not know."""
 
 
-@dataclass(frozen=True, slots=True)
-class Duty:
-    """What a worker does while nothing about it changes. `shape` is that of its engine, in ROLLOUT."""
-
-    role: Role
-    shape: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.role is Role.ROLLOUT) != (self.shape is not None):
-            raise ValueError(f"a duty of {self.role} with shape {self.shape}: an engine has a shape, nobody else has")
-
-    def __str__(self) -> str:
-        return f"{self.role}:{self.shape}" if self.shape is not None else str(self.role)
-
-
-IDLE, TRAIN = Duty(Role.IDLE), Duty(Role.TRAIN)
+def with_loss(losses: tuple[float, ...], now: float) -> tuple[float, ...]:
+    """The losses that count, by their moments, with one more at `now`."""
+    return (*(moment for moment in losses if now - moment <= LOSS_WINDOW), now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +69,18 @@ class Worker:
     shape: str | None = None  # of its engine, in ROLLOUT (and JOINING or DRAINING one)
     since: float = 0.0  # seconds on the caller's clock
     losses: tuple[float, ...] = ()  # when it lost its process, within the last `LOSS_WINDOW`
-    away: bool = False  # there is no device: its node is lost, and may come back
+    node_lost: bool = False  # and may come back
     most_losses: int = MOST_LOSSES
 
     @property
     def duty(self) -> Duty:
         """What it does; in a passing role that is nothing yet, or no more."""
         return Duty(self.role, self.shape if self.role is Role.ROLLOUT else None)
+
+    @property
+    def device(self) -> Device:
+        """As a planner sees it."""
+        return Device(self.id, self.slot, self.allowed, self.duty)
 
     @property
     def retired(self) -> bool:
@@ -110,7 +105,7 @@ class Worker:
         return replace(self.become(Role.FAILED, now), losses=with_loss(self.losses, now))
 
 
-class Pool:
+class WorkerPool:
     """All workers of a run, by id."""
 
     def __init__(self, workers: list[Worker]) -> None:
@@ -124,7 +119,9 @@ class Pool:
 
     def healthy(self) -> tuple[Worker, ...]:
         """Workers that do something, or could."""
-        return tuple(worker for worker in self._workers.values() if worker.role is not Role.FAILED and not worker.away)
+        return tuple(
+            worker for worker in self._workers.values() if worker.role is not Role.FAILED and not worker.node_lost
+        )
 
     def become(self, worker: str, role: Role, now: float, shape: str | None = None) -> Worker:
         self._workers[worker] = self._workers[worker].become(role, now, shape)
@@ -134,8 +131,12 @@ class Pool:
         self._workers[worker] = self._workers[worker].lose(now)
         return self._workers[worker]
 
-    def set_away(self, worker: str, away: bool) -> Worker:
-        self._workers[worker] = replace(self._workers[worker], away=away)
+    def devices(self) -> tuple[Device, ...]:
+        """Healthy workers, as a planner sees them."""
+        return tuple(worker.device for worker in self.healthy())
+
+    def set_node_lost(self, worker: str, lost: bool) -> Worker:
+        self._workers[worker] = replace(self._workers[worker], node_lost=lost)
         return self._workers[worker]
 
     def overdue(self, now: float, step_seconds: float) -> tuple[Worker, ...]:
@@ -147,7 +148,7 @@ class Pool:
         )
 
 
-def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> Pool:
+def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> WorkerPool:
     """Core trainers first, then hybrids, then engines; slot numbers in that order."""
     kinds = (
         [("core", frozenset({Role.TRAIN}))] * core
@@ -159,4 +160,4 @@ def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSS
     for slot, (kind, allowed) in enumerate(kinds):
         counts[kind] = counts.get(kind, -1) + 1
         workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed, most_losses=most_losses))
-    return Pool(workers)
+    return WorkerPool(workers)

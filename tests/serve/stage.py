@@ -131,6 +131,14 @@ class Stage:
             return response.status, json.loads(text) if text else None
 
 
+@asynccontextmanager
+async def emulated(name: str = "e", default_tokens: int = 10, **config: int) -> AsyncIterator[tuple[str, Emulator]]:
+    """The address of a server with one emulated engine of 512 tokens."""
+    emulator = Emulator([EngineSpec(name, replace(CONFIG, **config), COST)], 1.0, default_tokens, 0)
+    async with serving(emulator.application(), "127.0.0.1", 0) as base:
+        yield base, emulator
+
+
 def staged(
     test: Callable[[Stage], Awaitable[None]], engines: int = 2, scripted: Sequence[Scripted] = (), **settings: Any
 ) -> None:
@@ -138,9 +146,8 @@ def staged(
         async with AsyncExitStack() as stack:
             sections, emulators, stops = [], {}, {}
             for name in (f"e{number}" for number in range(engines)):
-                emulators[name] = Emulator([EngineSpec(name, CONFIG, COST)], 1.0, 10, 0)
                 own = await stack.enter_async_context(AsyncExitStack())
-                base = await own.enter_async_context(serving(emulators[name].application(), "127.0.0.1", 0))
+                base, emulators[name] = await own.enter_async_context(emulated(name))
                 sections.append(UpstreamSection(name=name, url=f"{base}/v1/", max_model_len=512))
                 stops[name] = own.aclose
             for number, server in enumerate(scripted):

@@ -1,8 +1,8 @@
-"""Whether a proposed plan is worth what the change costs.
+"""Whether a transition is worth what it costs.
 
 Invariant: both allocations are priced for the same work, the problem's. A change must earn back its cost within the
 horizon, and its gain must exceed what the tracked statistics may be wrong by; no other threshold delays it. The
-decision carries every number that it was made of.
+decision carries every number that it was made of, and the moves that were priced.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import ONE_DEVICE, Allocation, Prediction, Problem, Solution
-from libra.plan.transition import Change, Move, changes, diff
+from libra.plan.problem import Allocation, Prediction, Problem
+from libra.plan.transition import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Decision:
 
     current: Prediction | None  # None: nothing runs, or what runs cannot serve the problem
     proposed: Prediction
-    moves: tuple[Move | Change, ...]  # from the current allocation to the proposed one, also when it is not taken
+    transition: Transition  # from the current allocation to the proposed one, also when it is not taken
     gain_per_step: float | None  # seconds; None: the current allocation has no price
     horizon_steps: float  # steps for which the proposed plan is expected to hold
     cost: float  # seconds of stepping that the change loses
@@ -39,53 +39,38 @@ class Case:
     weight: float  # probability
 
 
-def decide(problem: Problem, solution: Solution, *, horizon_steps: float, uncertainty: float, cost: float) -> Decision:
-    """Compare the proposed allocation with `problem.current`: `decide_over` the one case."""
-    if problem.current is None:
-        raise ValueError("problem.current is None; put the running allocation there to decide whether to leave it")
-    return decide_over(
-        (Case(problem, 1.0),),
-        problem.current,
-        solution.allocation,
-        horizon_steps=horizon_steps,
-        uncertainty=uncertainty,
-        cost=cost,
-    )
-
-
-def decide_over(
-    cases: Sequence[Case],
-    current: Allocation,
-    proposed: Allocation,
-    *,
-    horizon_steps: float,
-    uncertainty: float,
-    cost: float,
+def decide(
+    cases: Sequence[Case], transition: Transition, *, horizon_steps: float, uncertainty: float, cost: float
 ) -> Decision:
-    """Compare two allocations over all that the work may be: the change is taken where
+    """Compare the two allocations of a transition over all that the work may be: the change is taken where
 
         (current step - proposed step) * horizon_steps  >  cost
          current step - proposed step                   >  uncertainty * current step
 
-    with both steps priced for the same cases, in expected seconds; `cost` is in seconds, of changes of this kind. What
-    does not fit one of the cases is left at any cost. Raises ValueError when an argument is negative, or the proposal
-    does not fit.
+    with both steps priced for the same cases, in expected seconds; `cost` are the seconds of the transition. What does
+    not fit one of the cases is left at any cost. Raises ValueError when an argument is negative, or the proposal does
+    not fit.
     """
     for name, value in (("horizon_steps", horizon_steps), ("uncertainty", uncertainty), ("cost", cost)):
         if not value >= 0:
             raise ValueError(f"{name} is {value}; give a number >= 0")
-    moves = _way(current, proposed)
+    current, proposed = transition.before, transition.after
     numbers = (horizon_steps, cost, uncertainty)
-    unfit = next((reason for case in cases if (reason := infeasibility(case.problem, current)) is not None), None)
     after = expected(cases, proposed)
+    if current is None:
+        first = "nothing runs yet, or nothing that can go on: the best plan starts"
+        return Decision(None, after, transition, None, *numbers, True, first)
+    unfit = next((reason for case in cases if (reason := infeasibility(case.problem, current)) is not None), None)
     if unfit is not None:
-        return Decision(None, after, moves, None, *numbers, True, f"the current allocation no longer fits: {unfit}")
+        return Decision(
+            None, after, transition, None, *numbers, True, f"the current allocation no longer fits: {unfit}"
+        )
     before = expected(cases, current)
     gain = before.step - after.step
     if current == proposed:
-        return Decision(before, after, moves, gain, *numbers, False, "the current allocation is optimal")
+        return Decision(before, after, transition, gain, *numbers, False, "the current allocation is optimal")
     taken, reason = _weigh(before.step, gain, *numbers)
-    return Decision(before, after, moves, gain, *numbers, taken, reason)
+    return Decision(before, after, transition, gain, *numbers, taken, reason)
 
 
 def expected(cases: Sequence[Case], allocation: Allocation) -> Prediction:
@@ -104,13 +89,6 @@ def expected(cases: Sequence[Case], allocation: Allocation) -> Prediction:
         latency=mean(each.latency for each in prices),
         bottleneck=prices[likeliest].bottleneck,
     )
-
-
-def _way(current: Allocation, proposed: Allocation) -> tuple[Move | Change, ...]:
-    """Where every device is a replica or an engine by itself, devices move; elsewhere groups of them end and begin."""
-    if current.layout == proposed.layout == ONE_DEVICE:
-        return diff(current, proposed)
-    return changes(current, proposed)
 
 
 def _weigh(step: float, gain: float, horizon_steps: float, cost: float, uncertainty: float) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""The worker processes: how one is started, freed and ended, and what engines hold.
+"""The worker processes of a run: how one is started, freed and ended, and what engines hold.
 
 Invariant: a slot has one process, and the next one only when the last is gone. Work is never lost: a turn whose engine
 is to do something else, or is gone, goes on elsewhere after its last token. An engine in service holds the current
@@ -8,19 +8,24 @@ weights, or is about to take them.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from libra.backends.arithmetic import served_dtype
+from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
-from libra.backends.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
+from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
 from libra.backends.transport.messages import (
     Acknowledged,
     KVBufferPlace,
     LoadCheckpoint,
     LoadWeights,
+    Precision,
     Publish,
     Published,
     Ready,
@@ -30,12 +35,16 @@ from libra.backends.transport.messages import (
 from libra.backends.transport.weights import BUFFERS
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import RunConfig
-from libra.exec.beginning import Beginning
-from libra.exec.journal import Journal, Process
-from libra.exec.workers import Duty, Pool, Role
+from libra.exec.executor import Executor
+from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
+from libra.exec.pool import WorkerPool
+from libra.exec.protocols import Engine, PoolObserver
 from libra.loop.fleet import EngineFleet, ServingEngine
-from libra.plan.problem import Allocation
+from libra.loop.published_weights import PublishedWeights, WeightsObserver
+from libra.plan.problem import ONE_DEVICE, Allocation
 from libra.plan.request import longest_context
+from libra.plan.transition import Duty, Role, Transition
+from libra.records.disk import writing
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
 # again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Who waits about as long
@@ -47,41 +56,47 @@ _GRACE_SECONDS = 1.0
 _LEAVING_SECONDS = SAVE_SECONDS
 
 
-class Watcher(Protocol):
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the workers of a session begin with."""
+
+    model: Path  # its directory
+    precision: Precision
+    kv_bytes: int  # that one token takes in an engine
+    version: int  # of the weights: optimiser steps made before
+    checkpoint: Path | None  # that holds them; None: they are the model's own
+
+
+class ProcessObserver(WeightsObserver, Protocol):
     """Who is told what processes do beside their orders."""
-
-    def load(self, worker: str) -> None:
-        """An engine is told to take new weights."""
-        ...
-
-    def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them, and stood still for so long."""
-        ...
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
         """A replica takes part in training, so long after its start; for its entry a step waited so long."""
         ...
 
 
-class Processes:
-    """The hands of a `Mover`, with real processes."""
+class RunObserver(PoolObserver, ProcessObserver, Protocol):
+    """Who is told of all changes of a run's workers."""
+
+
+class SlotProcesses:
+    """The `ProcessController` of a run on slots: one replica or one engine on each."""
 
     def __init__(
         self,
-        launcher: Launcher,
-        pool: Pool,
+        launcher: WorkerLauncher,
+        pool: WorkerPool,
         fleet: EngineFleet,
         config: RunConfig,
-        beginning: Beginning,
+        origin: Origin,
         journal: Journal,
-        watcher: Watcher,
-        lost: Callable[[str, str], None],
+        observer: ProcessObserver,
     ) -> None:
-        """`lost` is told the name of a worker that went away, and why."""
-        self._launcher, self._pool, self._config, self._beginning = launcher, pool, config, beginning
-        self._journal, self._watcher, self._lost = journal, watcher, lost
+        self._launcher, self._pool, self._config, self._origin = launcher, pool, config, origin
+        self._journal, self._observer = journal, observer
+        self.lost: Callable[[str, str], None] = lambda worker, why: None  # told which worker went away, and why
         self._layout: Ready
-        self._current: LoadWeights
+        self._published: PublishedWeights
         self.fleet = fleet
         self._trainers: Trainers | None = None
         self._handles: dict[str, Handle] = {}  # the latest of every worker
@@ -93,31 +108,49 @@ class Processes:
         return self._trainers
 
     @property
-    def step_seconds(self) -> float:
-        """That a training step may take."""
-        return 0.0 if self._trainers is None else self._trainers.step_allowance
+    def trainer(self) -> Trainers | None:
+        """See `ProcessController`."""
+        return self._trainers
+
+    def unsupported(self, transition: Transition) -> str | None:
+        """See `ProcessController`."""
+        wanted, slots = transition.after, {worker.id for worker in self._pool.all()}
+        if wanted.layout != ONE_DEVICE:
+            return f"layout {wanted.layout}: each slot trains one whole replica, none can be spread over several"
+        elsewhere = [move.worker for move in transition.moves if move.worker not in slots]
+        if elsewhere:
+            return f"placement on {elsewhere[0]}: the slots of this run are {', '.join(sorted(slots))}"
+        unknown = [bucket.shape for bucket in wanted.buckets if bucket.shape not in self._config.engines]
+        if unknown:
+            return f"engine {unknown[0]}: the configuration has {', '.join(sorted(self._config.engines))}"
+        return None
+
+    def offers(self, slot: int) -> bool:
+        """See `ProcessController`."""
+        return self._launcher.offers(slot)
 
     async def free(self, worker: str, duty: Duty) -> None:
-        """See `Hands`."""
+        """See `ProcessController`."""
         if duty.role is Role.TRAIN:
             await (await self.trainers.leave(worker)).stop()
             return
         instance = self.fleet.remove(worker)
         if instance is None:
             raise WorkerLostError(f"engine {worker} is not in service")
-        await instance.handle.drained(_GRACE_SECONDS)
-        await instance.handle.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
-        await instance.handle.stop()
+        engine: Engine = instance.handle
+        await engine.drained(_GRACE_SECONDS)
+        await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
+        await engine.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
-        """See `Hands`."""
+        """See `ProcessController`."""
         if duty.shape is None:
             await self._start_trainer(worker)
         else:
             await self._start_engine(worker, duty.shape)
 
     def end(self, worker: str, why: str) -> None:
-        """See `Hands`."""
+        """See `ProcessController`."""
         self.fleet.remove(worker)
         handle = self._handles.get(worker)
         if handle is not None:
@@ -125,13 +158,20 @@ class Processes:
             self._launcher.kill(handle.link)
 
     def route(self, allocation: Allocation) -> None:
-        """See `Hands`."""
+        """See `ProcessController`."""
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
         """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
-        self._current = LoadWeights(version, buffer, checksum)
+        self._journal.note(WeightsPublished(version))
+        self._published.current = LoadWeights(version, buffer, checksum)
         return await self.reload()
+
+    async def save_final(self, directory: Path) -> None:
+        """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
+        await save_weights(self.trainers, directory, optimiser=False)
+        with writing(directory):
+            shutil.copy(self._origin.model / "tokenizer.json", directory / "tokenizer.json")
 
     async def reload(self) -> list[float]:
         """Every engine takes the current weights, if it has them or not; returns the seconds of each."""
@@ -157,22 +197,22 @@ class Processes:
             link = await self._launcher.spawn(name, self._pool[name].slot)
         except ForkError as error:
             raise WorkerFailedError(str(error)) from None
-        self._journal.commit(Process(name, link.pid))
+        self._journal.commit(ProcessStarted(name, link.pid))
         return link
 
     async def _start_trainer(self, name: str) -> None:
         training, began = self._config.training, time.monotonic()
-        handle = self._handles[name] = Handle(await self._spawn(name), self._lost)
+        handle = self._handles[name] = Handle(await self._spawn(name), self.lost)
         ready = await handle.start(
             StartTrainer(
-                model_directory=str(self._beginning.model),
+                model_directory=str(self._origin.model),
                 learning_rate=training.learning_rate,
                 clip=training.clip,
                 denominator=training.denominator,
                 token_constant=training.token_constant,
                 temperature=training.temperature,
                 micro_batch_tokens=training.micro_batch_tokens,
-                precision=self._beginning.precision,
+                precision=self._origin.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
@@ -183,33 +223,33 @@ class Processes:
         self._layout = ready
         if self._trainers is not None:
             held_seconds = await self._trainers.join(handle, core=self._pool[name].allowed == {Role.TRAIN})
-            self._watcher.joined(name, time.monotonic() - began, held_seconds)
+            self._observer.joined(name, time.monotonic() - began, held_seconds)
         else:
             await self._open_training(handle)
 
     async def _open_training(self, core: Handle) -> None:
         """The first core replica: it has the state to begin with, and knows the layout of the weights."""
-        version, checkpoint = self._beginning.version, self._beginning.checkpoint
+        version, checkpoint = self._origin.version, self._origin.checkpoint
         if checkpoint is not None:
             await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
-        self._current = LoadWeights(version, buffer, first.checksum)
-        self._trainers = Trainers(
-            core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port
-        )
+        trainers = Trainers(core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port)
+        current = LoadWeights(version, buffer, first.checksum)
+        self._published = PublishedWeights(self._launcher, trainers, self._layout.buffer_bytes, current, self._observer)
+        self._trainers = trainers
 
     async def _start_engine(self, name: str, shape: str) -> None:
         size = self._config.engines[shape]
-        handle = EngineHandle(await self._spawn(name), self._lost)
+        handle = EngineHandle(await self._spawn(name), self.lost)
         self._handles[name] = handle
         await handle.start(
             StartEngine(
-                model_directory=str(self._beginning.model),
+                model_directory=str(self._origin.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
-                dtype=served_dtype(self._beginning.precision),
-                kv_cache_bytes=size.kv_tokens * self._beginning.kv_bytes,
+                dtype=served_dtype(self._origin.precision),
+                kv_cache_bytes=size.kv_tokens * self._origin.kv_bytes,
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
                 seed=self._config.seed * 1000 + self._pool[name].slot,
@@ -220,8 +260,8 @@ class Processes:
             )
         )
         async with self.trainers.boundary:  # no step may overwrite the buffer while it is read
-            while handle.version != self._current.version:  # another may be published meanwhile
-                await self._load(handle)
+            while handle.version != self._published.current.version:  # another may be published meanwhile
+                await self._published.load(handle)
             self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
@@ -231,34 +271,35 @@ class Processes:
             return None
         return handover.place(handle)
 
-    async def _load(self, handle: EngineHandle) -> float:
-        order = self._current
-        await self._bring(order, handle.link)
-        self._watcher.load(handle.name)
-        seconds = await handle.load(order)
-        self._watcher.weights(handle.name, order.version, seconds)
-        return seconds
-
-    async def _bring(self, order: LoadWeights, target: WorkerLink) -> None:
-        """The worker's node holds the weights when this returns."""
-        size, trainers = self._layout.buffer_bytes, self.trainers
-        try:
-            try:
-                await self._launcher.bring(order, size, trainers.publisher.link, target)
-            except SourceLostError as error:
-                # Every core replica holds the same, until the next step is made.
-                if await trainers.publish(order.version, order.buffer) != order.checksum:
-                    raise CopyError(f"{error}, and the core replica {trainers.publisher.name} is ahead") from None
-                await self._launcher.bring(order, size, trainers.publisher.link, target)
-        except CopyError as error:
-            raise WorkerFailedError(str(error)) from None
-
     async def _load_or_lose(self, handle: EngineHandle) -> float | None:
         """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""
         try:
-            return await self._load(handle)
+            return await self._published.load(handle)
         except WorkerLostError:
             return None  # reported by its channel; nobody waits for it
         except (WorkerFailedError, TimeoutError) as error:
-            self._lost(handle.name, f"it could not take weights v{self._current.version}: {error}")
+            self.lost(handle.name, f"it could not take weights v{self._published.current.version}: {error}")
             return None
+
+
+RunExecutor = Executor[SlotProcesses]
+
+
+def begin_session(
+    launcher: WorkerLauncher,
+    pool: WorkerPool,
+    fleet: EngineFleet,
+    config: RunConfig,
+    origin: Origin,
+    journal: Journal,
+    observer: RunObserver,
+) -> RunExecutor:
+    """An executor over the processes of a launcher, which looks after them; nothing is started yet."""
+    processes = SlotProcesses(launcher, pool, fleet, config, origin, journal, observer)
+    most = longest_context(config)
+    longest = {name for name, shape in config.engines.items() if shape.max_model_len == most}
+    executor = Executor(pool, processes, journal, observer, longest, most)
+    processes.lost, launcher.slots_changed = executor.lose, executor.slots_changed
+    journal.commit(SessionStarted(origin.version))
+    executor.watch()
+    return executor

@@ -1,0 +1,190 @@
+"""What a replanner plans for at one moment: devices, what they do, and what everything costs there.
+
+Invariant: a site is a value. Asking it changes nothing, so a thread may search while the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from libra.config.run import RunConfig
+from libra.cost.device import DeviceProfile, SwitchCost
+from libra.hardware.parallel import ParallelLayout
+from libra.lengths import TrajectoryClass
+from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
+from libra.plan.options.slots import Fleet, SlotRequest
+from libra.plan.placement import DeviceGroup, place
+from libra.plan.plan import Plan, answer
+from libra.plan.planner import CLASSES, Planner, what_runs
+from libra.plan.problem import Allocation, Problem, Solution
+from libra.plan.request import SLOT_CLASSES, longest_context, make_request
+from libra.plan.switching import cluster_seconds, live_refill, machine_seconds, switch_cost
+from libra.plan.transition import (
+    Device,
+    Role,
+    Transition,
+    device_transition,
+    group_transition,
+    longest_shapes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One way in which the lengths of the coming trajectories may turn out."""
+
+    classes: tuple[TrajectoryClass, ...]
+    scale: float  # factor on the tracked lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, and everything that could be chosen, priced."""
+
+    request: SlotRequest | ClusterRequest
+    problem: Problem
+    layouts: dict[tuple[str, int], ParallelLayout] = field(default_factory=dict)  # by layout and replicas
+
+
+class Site(Protocol):
+    """`classes` trajectories are told apart, none is longer than `longest_context`, and no plan is expected to hold for
+    more than `horizon` steps."""
+
+    @property
+    def classes(self) -> int: ...
+    @property
+    def longest_context(self) -> int: ...
+    @property
+    def horizon(self) -> int: ...
+
+    @property
+    def current(self) -> Allocation | None:
+        """What runs; None where nothing does that can go on."""
+        ...
+
+    def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
+        """What could be chosen, in each of the scenarios. Everything on one of the menus is on all of them."""
+        ...
+
+    def transition(self, question: Question, wanted: Allocation) -> Transition:
+        """The moves from what runs."""
+        ...
+
+    def seconds(self, question: Question, transition: Transition) -> float:
+        """What the moves cost, in seconds of stepping."""
+        ...
+
+    def plan(self, question: Question, solution: Solution) -> Plan:
+        """The plan that a solution stands for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSite:
+    """Nodes of GPUs. `running` is the plan in force; `switch` are measured role changes, if any are."""
+
+    planner: Planner
+    running: Plan | None = None
+    switch: SwitchCost | None = None
+    classes: int = CLASSES
+
+    @property
+    def longest_context(self) -> int:
+        return self.planner.recipe.max_length
+
+    @property
+    def horizon(self) -> int:
+        return self.planner.recipe.horizon
+
+    @property
+    def current(self) -> Allocation | None:
+        return None if self.running is None else self.running.allocation
+
+    def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
+        requests = [self.planner.request(each.classes, *what_runs(self.running)) for each in scenarios]
+        menus = [(request, request.menu()) for request in sharing_layouts(requests)]
+        return tuple(Question(request, menu.problem, menu.layouts) for request, menu in menus)
+
+    def transition(self, question: Question, wanted: Allocation) -> Transition:
+        if self.running is None:
+            return Transition(None, wanted, ())
+        placement = self._place(question, wanted)
+        return group_transition(self.running.allocation, wanted, self.running.placement, placement)
+
+    def seconds(self, question: Question, transition: Transition) -> float:
+        if not isinstance(question.request, ClusterRequest):
+            raise TypeError("the question is of one machine's slots; ask it of their site")
+        switch = self.switch or switch_cost(question.request)
+        return cluster_seconds(question.problem, transition, switch, live_refill(question.request))
+
+    def plan(self, question: Question, solution: Solution) -> Plan:
+        chosen = solution.allocation
+        return answer(
+            question.request,
+            question.problem,
+            solution,
+            layout=question.layouts[chosen.layout, chosen.replicas],
+            placement=self._place(question, chosen),
+        )
+
+    def _place(self, question: Question, wanted: Allocation) -> tuple[DeviceGroup, ...]:
+        return place(question.problem, wanted, () if self.running is None else self.running.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSite:
+    """The healthy devices of a run on slots. What is measured is of the run so far."""
+
+    config: RunConfig
+    devices: tuple[Device, ...]
+    current: Allocation | None
+    profile: DeviceProfile
+    max_turn_tokens: int
+    train_tokens: float  # through the trainer, per trajectory
+    router_hit: float
+    classes: int = SLOT_CLASSES
+
+    @property
+    def longest_context(self) -> int:
+        return longest_context(self.config)
+
+    @property
+    def horizon(self) -> int:
+        return self.config.planner.horizon
+
+    def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
+        requests = [self.request(each) for each in scenarios]
+        return tuple(Question(request, request.problem()) for request in requests)
+
+    def request(self, scenario: Scenario) -> SlotRequest:
+        kinds = [device.allowed for device in self.devices]
+        return make_request(
+            self.config,
+            scenario.classes,
+            self.profile,
+            fleet=Fleet(
+                core=sum(kind == {Role.TRAIN} for kind in kinds),
+                hybrid=sum(kind == {Role.TRAIN, Role.ROLLOUT} for kind in kinds),
+                rollout=sum(kind == {Role.ROLLOUT} for kind in kinds),
+            ),
+            max_turn_tokens=self.max_turn_tokens,
+            train_tokens=self.train_tokens * scenario.scale,
+            router_hit=self.router_hit,
+            current=self.current,
+        )
+
+    def transition(self, question: Question, wanted: Allocation) -> Transition:
+        longest = longest_shapes(question.problem.engines, self.longest_context)
+        return device_transition(self.devices, self.current, wanted, longest)
+
+    def seconds(self, question: Question, transition: Transition) -> float:
+        return machine_seconds(transition, self.profile.switch)
+
+    def plan(self, question: Question, solution: Solution) -> Plan:
+        return answer(question.request, question.problem, solution)
+
+    def untried(self) -> SlotSite:
+        """The same, where the router has not worked with the present ranges yet."""
+        return replace(self, current=None)
