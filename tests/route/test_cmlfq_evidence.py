@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from libra.route.evidence import Context, Evidence
-from libra.route.remaining import BINS, EDGES, Remaining, bin_of, redistributed
-from libra.route.running import Running
+from libra.route.remaining import BINS, EDGES, Remaining, bin_of
+from libra.route.running import Running, redistributed
 
 Array = NDArray[np.float64]
 

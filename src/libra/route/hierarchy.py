@@ -20,8 +20,8 @@ import numpy as np
 from libra.route.causal_tree import PayloadClass, ToolState, payload_class
 from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS, Context, Evidence
 from libra.route.policy import Request
-from libra.route.remaining import BINS, Histogram, Remaining, bin_of, redistributed
-from libra.route.running import Running
+from libra.route.remaining import BINS, Histogram, Remaining, bin_of
+from libra.route.running import Running, redistributed
 from libra.trajectory import ToolStatus, Trajectory
 
 # Trajectories of evidence of its own with which a context weighs as much as all that is more general.
