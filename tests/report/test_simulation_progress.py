@@ -7,7 +7,7 @@ from io import StringIO
 
 from libra.report import simulation_progress
 from libra.report.simulation_progress import FIRST_SECONDS, PLAIN_SECONDS, SimulationProgress
-from libra.sim.simulate import Moment
+from libra.sim.simulate import Elapsed
 
 
 class Terminal(StringIO):
@@ -29,7 +29,7 @@ def moments(stream: StringIO, clock: Clock, *after: float) -> str:
     with SimulationProgress(stream, clock) as progress:
         for number, seconds in enumerate(after):
             clock.now = begun + seconds
-            progress(Moment(float(number), 10 * number, 9 * number))
+            progress(Elapsed(float(number), 10 * number, 9 * number))
     return stream.getvalue()
 
 

@@ -194,7 +194,7 @@ def _cold_router(deployment: Deployment) -> list[str]:
 
 
 def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: Forecast | None) -> str:
-    from libra.sim.outcome.result_document import document
+    from libra.sim.outcome.result_file import document
 
     asked = {
         "route": deployment.route,
@@ -233,7 +233,7 @@ def _write(
     from libra.report.simulation_html import simulation_page
     from libra.report.simulation_timeline import write_simulation_timeline
     from libra.report.simulation_verdict import simulation_view
-    from libra.sim.outcome.outcome_file import write_outcomes
+    from libra.sim.outcome.result_file import write_outcomes
 
     if output is not None:
         write_text(output, text)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from libra.report.words import count, duration
-from libra.sim.simulate import Moment
+from libra.sim.simulate import Elapsed
 
 FIRST_SECONDS = 1.0  # of waiting before anything is shown
 TERMINAL_SECONDS = 0.25
@@ -29,7 +29,7 @@ class _Display(Protocol):
 
 
 class SimulationProgress:
-    """Told a `Moment` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
+    """Told a `Elapsed` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
 
     `clock` gives seconds. A context manager: at its end the terminal is as it was.
     """
@@ -41,7 +41,7 @@ class SimulationProgress:
         self._clock = clock
         self._due = clock() + (FIRST_SECONDS if live else PLAIN_SECONDS)
 
-    def __call__(self, moment: Moment) -> None:
+    def __call__(self, moment: Elapsed) -> None:
         now = self._clock()
         if now >= self._due:
             self._due = now + self._pace
@@ -56,9 +56,9 @@ class SimulationProgress:
         self._display.close()
 
 
-def words(moment: Moment) -> str:
+def words(moment: Elapsed) -> str:
     """
-    >>> words(Moment(seconds=61.2, arrived=1500, ended=1400))
+    >>> words(Elapsed(seconds=61.2, arrived=1500, ended=1400))
     'simulated 1 min 01 s: 1,400 of 1,500 requests that came have ended'
     """
     return (
