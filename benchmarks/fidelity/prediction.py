@@ -18,7 +18,7 @@ from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
 from libra.sim.cluster import Cluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, Batch, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
 
 _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what they attend to, prefill chunks
 
@@ -54,10 +54,10 @@ class _Taken:
         self._asked = 0
         self._difference: str | None = None
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         return self._take((batch.requests, context, ())), 0, UNLIMITED
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         return self._take((batch.requests, context, tuple(chunks)))
 
     def difference(self) -> str | None:

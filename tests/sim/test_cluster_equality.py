@@ -18,7 +18,7 @@ from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Batch, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.link import Link
@@ -38,12 +38,12 @@ class TwoPieces:
 
     knee: int
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         if context < self.knee:
             return 2 * STEP + batch.requests, 1, self.knee
         return STEP, 7, UNLIMITED
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         return 3 * STEP + batch.requests + context + sum(9 * new + before for new, before in chunks)
 
 

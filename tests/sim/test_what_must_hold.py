@@ -32,7 +32,7 @@ from libra.sim.clock import TICKS
 from libra.sim.cluster import Cluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.engine.iteration_cost import AffineCost, Batch, IterationCost
+from libra.sim.engine.iteration_cost import AffineCost, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.result import result_of
@@ -263,9 +263,13 @@ def test_a_graph_pads_a_batch_of_5_to_8() -> None:
     padded = GridCost(GRID, config_of(capture_sizes=(1, 2, 4, 8)))
     plain = GridCost(GRID, config_of())
     for context in (40, 2000, 9000, 30_000):
-        assert padded.line(Batch(5), context) == padded.line(Batch(8), context) == plain.line(Batch(8), context)
-        assert padded.line(Batch(4), context) == plain.line(Batch(4), context)
-        assert padded.line(Batch(9), context) == plain.line(Batch(9), context)  # no graph is that large
+        assert (
+            padded.line(DecodeBatch(5), context)
+            == padded.line(DecodeBatch(8), context)
+            == plain.line(DecodeBatch(8), context)
+        )
+        assert padded.line(DecodeBatch(4), context) == plain.line(DecodeBatch(4), context)
+        assert padded.line(DecodeBatch(9), context) == plain.line(DecodeBatch(9), context)  # no graph is that large
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 8, 9, 64]), st.floats(1, 1e12), st.floats(1, 1e12))

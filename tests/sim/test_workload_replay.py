@@ -16,8 +16,7 @@ from libra.route import policy
 from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
 from libra.sim.workload.arrivals import AtTimes, Poisson, Steady
-from libra.sim.workload.caller import TrajectoryCaller
-from libra.sim.workload.calls import Call, calls
+from libra.sim.workload.caller import Call, TrajectoryCaller, calls
 from libra.sim.workload.protocol import Workload
 from libra.sim.workload.replay import Kept, Replay
 from libra.trajectory import Trajectory, Turn, read_trajectories

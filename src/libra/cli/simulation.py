@@ -196,7 +196,7 @@ def _cold_router(deployment: Deployment) -> list[str]:
 
 
 def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: Forecast | None) -> str:
-    from libra.sim.outcome.result_document import document
+    from libra.sim.outcome.result_file import document
 
     asked = {
         "route": deployment.route,
@@ -234,7 +234,7 @@ def _write(
 ) -> None:
     from libra.report.simulation_trace import write_simulation_trace
     from libra.report.simulation_view import simulation_view
-    from libra.sim.outcome.outcome_file import write_outcomes
+    from libra.sim.outcome.result_file import write_outcomes
 
     if output is not None:
         write_text(output, text)

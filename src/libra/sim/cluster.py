@@ -86,8 +86,7 @@ class Cluster:
         self._again: set[Request] = set()  # that arrived before, and will once more
         self._known: Iterator[Request] = iter(())  # what the workload says beforehand
         self._next: Request | None = None  # of these, the one whose arrival is an event already
-        for spec in specs:
-            self._add(spec)
+        self._add(specs)
         self._events = EventQueue(self.engines, updates)
         for update in updates:
             if update.link is not None:
@@ -137,7 +136,7 @@ class Cluster:
 
     def add(self, spec: EngineSpec) -> None:
         """An engine is ready."""
-        self._add(spec)
+        self._add([spec])
         self._look_again()
 
     def close(self, name: str) -> None:
@@ -147,12 +146,14 @@ class Cluster:
         if not engine.busy:
             self._empty(engine)
 
-    def _add(self, spec: EngineSpec) -> None:
-        engine = Engine(spec.config, spec.cost, len(self.engines), exact=self._exact)
-        engine.trace = self._trace
-        self.placer.add(spec, engine, self)
-        self.engines.append(engine)
-        self.specs.append(spec)
+    def _add(self, specs: Sequence[EngineSpec]) -> None:
+        known = len(self.engines)
+        engines = [Engine(it.config, it.cost, known + place, exact=self._exact) for place, it in enumerate(specs)]
+        for engine in engines:
+            engine.trace = self._trace
+        self.placer.add(list(zip(specs, engines, strict=True)), self)
+        self.engines += engines
+        self.specs += specs
 
     def _look_again(self) -> None:
         for request in self._unplaced:

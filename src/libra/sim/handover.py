@@ -14,13 +14,13 @@ from libra.cost.transfer import kv_move_seconds
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import Engine
-from libra.sim.engine.iteration_cost import Batch
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class KVMove:
     tokens: int  # from the context's beginning
     ticks: int
 
@@ -43,7 +43,7 @@ class KVMoves:
         target_spec: EngineSpec,
         request: Request,
         now: int,
-    ) -> Moved | None:
+    ) -> KVMove | None:
         """What to move for a request that goes to `target`; None where it is quicker to compute it again."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
@@ -58,7 +58,7 @@ class KVMoves:
         )
         again = _prefill_ticks(target_spec, there - missing, there)
         needed = ticks(seconds)
-        return Moved(there, needed) if needed < again else None
+        return KVMove(there, needed) if needed < again else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,6 @@ def _prefill_ticks(spec: EngineSpec, start: int, end: int) -> int:
     most, total = spec.config.max_num_batched_tokens, 0
     while start < end:
         chunk = min(most, end - start)
-        total += spec.cost.mixed(Batch(0), 0, [(chunk, start)])
+        total += spec.cost.mixed(DecodeBatch(0), 0, [(chunk, start)])
         start += chunk
     return total

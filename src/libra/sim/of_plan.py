@@ -19,7 +19,7 @@ from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
-from libra.sim.simulate import Moment, simulate
+from libra.sim.simulate import Elapsed, simulate
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import PostTraining
 from libra.sim.training_run.resampled import Resampled
@@ -61,7 +61,7 @@ def simulate_plan(
     time_limit: float | None = None,
     seed: int = 0,
     exact: bool = False,
-    progress: Callable[[Moment], None] | None = None,
+    progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
     """What the plan's engines make of the trajectories of `steps` steps, drawn from the finished ones of a log.
 

@@ -5,7 +5,7 @@ Invariant: a policy is told of each tool return and of each end once, and only o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -74,13 +74,14 @@ class Placer:
         """Whether it is this engine that has the name."""
         return self._by_name.get(name) is engine
 
-    def add(self, spec: EngineSpec, engine: Engine, clock: Clock) -> None:
+    def add(self, engines: Sequence[tuple[EngineSpec, Engine]], clock: Clock) -> None:
         """Raises ValueError where another one has the name."""
-        if spec.name in self._by_name:
-            raise ValueError(f"there is an engine {spec.name} already: close it first")
-        self._by_name[spec.name] = engine
-        instances = (*self.fleet.instances, EngineInstance(spec, engine, clock))
-        self.fleet = replace(self.fleet, instances=instances)
+        for spec, engine in engines:
+            if spec.name in self._by_name:
+                raise ValueError(f"there is an engine {spec.name} already: close it first")
+            self._by_name[spec.name] = engine
+        added = (EngineInstance(spec, engine, clock) for spec, engine in engines)
+        self.fleet = replace(self.fleet, instances=(*self.fleet.instances, *added))
 
     def remove(self, name: str) -> Engine:
         engine = self._by_name.pop(name)

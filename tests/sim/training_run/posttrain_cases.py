@@ -24,8 +24,7 @@ from libra.plan.problem import Allocation, Bucket, Proof, Solution
 from libra.route.admission import Admission
 from libra.sim import cluster as sim_cluster
 from libra.sim.clock import ticks
-from libra.sim.engine.iteration_cost import Batch as Decoding
-from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
@@ -192,8 +191,8 @@ def cost_of(plan: Plan) -> IterationCost:
 def turn_ticks(cost: IterationCost, prompt: int, generated: int, cached: int = 0) -> int:
     """A turn with an engine to itself: what is not cached of its prompt is computed with the first token, each further
     token attends to all before it and to itself."""
-    now = cost.mixed(Decoding(0), 0, [(prompt - cached, cached)])
+    now = cost.mixed(DecodeBatch(0), 0, [(prompt - cached, cached)])
     for context in range(prompt + 1, prompt + generated):
-        base, slope, _ = cost.line(Decoding(1), context)
+        base, slope, _ = cost.line(DecodeBatch(1), context)
         now += base + slope * context
     return now

@@ -15,7 +15,7 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import Engine
 from libra.sim.outcome.engine_series import EngineSeries
 from libra.sim.outcome.request_columns import RequestColumns, request_columns
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.watcher import OccupancyRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SimulationResult:
         return max(0, last - self.start)
 
 
-def result_of(cluster: Cluster, watcher: Watcher | None = None) -> SimulationResult:
+def result_of(cluster: Cluster, watcher: OccupancyRecorder | None = None) -> SimulationResult:
     """The result of a cluster that has run. `watcher` is the one that it was given as `watch`: it adds the peaks and
     the series over time. Raises ValueError for a cluster that has not run to its end."""
     return SimulationResult(

@@ -14,7 +14,7 @@ from libra.sim.outcome.engine_series import EngineSeries
 MOST_ROWS = 50_000  # of all engines together, about 20 MB
 
 
-class Watcher:
+class OccupancyRecorder:
     """The `watch` of one cluster. A row is of as many of an engine's decisions as it takes to stay within `most_rows`
     rows in all (or four an engine, where that is more), the same number for all engines."""
 

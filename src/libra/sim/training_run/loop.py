@@ -31,9 +31,9 @@ from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PlanChange, PostTraining, StepRecord
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
-from libra.sim.training_run.trainer import Trainer, training_nodes
+from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.calls import calls
+from libra.sim.workload.caller import calls
 from libra.trajectory import Trajectory
 
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
@@ -121,7 +121,9 @@ class _Run:
 
         self._service = Service(system, cluster)
         self._cluster = self._service.cluster
-        self._trainer = Trainer(system, self._admission, self._cluster, lambda: self._service.devices, self._stepped)
+        self._trainer = SimulatedTrainer(
+            system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
+        )
 
     def outcome(self) -> PostTraining:
         cluster = self._cluster

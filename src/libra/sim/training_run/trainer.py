@@ -102,7 +102,7 @@ class _Step:
         )
 
 
-class Trainer:
+class SimulatedTrainer:
     """Trains on what admission gives, and calls `stepped` with each step when it is made.
 
     With `early_gradients` a batch is trained on in parts, as its groups are complete, and only the last part follows
