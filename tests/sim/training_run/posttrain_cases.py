@@ -29,7 +29,7 @@ from libra.sim.engine.scheduler import Iteration
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
 from libra.sim.training_run.episodes import Episodes
-from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import TrainingPrice
 from libra.trajectory import Trajectory, Turn
@@ -168,7 +168,7 @@ def seeing() -> Iterator[Seen]:
         yield seen
 
 
-def run(system: System, episodes: Episodes, steps: int, **others: Any) -> PostTraining:
+def run(system: System, episodes: Episodes, steps: int, **others: Any) -> SimulatedRun:
     return loop.simulate_posttraining(system, episodes, steps, **others)
 
 
