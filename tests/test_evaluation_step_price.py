@@ -168,7 +168,6 @@ SMALL = Problem(
     reach_tried=((1.0,) * 3,),
     reach_untried=((1.0,) * 3,),
     staleness=1,
-    batched=True,
 )
 
 

@@ -15,27 +15,21 @@ versions late. With L the seconds of one training step, S those of its publicati
 
 (L here, and in all that follows, are the seconds of training after the last trajectory: all, or a `tail`)
 
-Where all trajectories of a step start together (`batched`, and always with staleness 0), the longest of a bucket would
-take `generates_b + waits_b` seconds if it were the only one: it generates, and it waits for tools. Others slow it while
-it generates. With staleness 0, synchronous training, nothing overlaps, and what is not shared adds to the load:
+Where all trajectories of a step start together, the longest that a bucket serves shares its engine with the others
+while it generates, and not while its tools run (processor sharing). An engine that is busy for a share u of the time
+slows it by 1 / (1 - u), and with every line (generates, waits) of its residence
 
-    step >= W_b / n_b + stall_b + generates_b + waits_b + L + S        for every bucket
-    step >= R + L + S
+    R_b = waits + generates / (1 - u)         u = (W_b / n_b + stall_b) / step
 
-and colocated training adds two switches. With staleness, the others are under way all the time, and leave a share
-1 - (W_b / n_b + stall_b) / step of the engine to it (processor sharing), so that its residence is
+With staleness 0, synchronous training, nothing overlaps: the work is spread over the rollout, u = W_b / (n_b R_b), and
 
-    R_b = waits_b + generates_b / (1 - (W_b / n_b + stall_b) / step)
+    step >= stall_b + R_b + L + S
 
-The line of staleness, (1 + staleness) * step >= R_b + L + S, then reads
+and colocated training adds two switches.
 
-    ((1 + staleness) * step - L - S - waits_b) * (step - stall_b - W_b / n_b) >= generates_b * step
-
-with no factor below 0. The step is never longer than W_b / n_b + stall_b + (generates_b + waits_b + L + S) / (1 +
-staleness), and as long only where the longest never waits and nothing follows.
-
-Caches that are full forget contexts, which then are prefilled again. Options of a shape that differ in how much of that
-their work has are for different numbers of engines: those whose caches hold what the bucket's classes fill of them.
+Caches that are full forget contexts, which then are prefilled again: of a bucket's returns the share that its caches
+cannot hold, 1 - n_b / D_b, where its contexts would fill the caches of D_b engines. They do so as long as they are
+unfinished (Little's law), the longer the busier engines are; options of a shape differ in how busy they may be.
 
 A bucket's work W_b is the largest of several rows, each linear in the classes the bucket serves; with `refresh` it also
 grows by (refresh seconds squared) / step.
@@ -93,10 +87,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
-    """One way to generate, priced for every class. Options of one `shape` differ only in `seats`, `fills` and
-    prices.
-
-    Prices may be for some of the classes only: those of others are then no less than what another option asks.
+    """One way to generate, priced for every class. Options of one `shape` differ only in `seats`, `busy` and prices.
 
     All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
     """
@@ -109,27 +100,40 @@ class EngineOption:
     stall: float  # seconds of every step in which it takes new weights
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
-    residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, tools included
-    # Where batches start together, the longest trajectory of one that an engine serves, if it were the only one:
-    generates: float = 0.0  # seconds in which it generates
-    waits: float = 0.0  # seconds in which its tools run
-    # [class] engines whose caches its unfinished contexts fill: the prices hold for a bucket that has as many engines
-    # as its classes fill. Empty: for any number of engines; each shape has an option of that kind.
-    fills: tuple[float, ...] = ()
+    residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, at least, tools included
+    # Where batches start together, the longest trajectory of all classes up to each one. Slowed by s while it generates
+    # it takes as long as the line says that is longest then: waits + s * generates.
+    generates: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
+    waits: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
+    # Where caches cannot hold all contexts:
+    refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
+    # [class] engines whose caches its contexts fill: of a batch that starts on empty engines; and, to be divided by the
+    # step's seconds, of batches that overlap
+    kv_occupancy: tuple[float, ...] = ()
+    kv_seconds: tuple[float, ...] = ()
+    busy: float = 1.0  # share of the step in which its engines may work
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
-        _require_costs(f"engine option {self.name}", stall=(self.stall,), refresh=self.refresh)
-        _require_costs(f"engine option {self.name}", generates=(self.generates,), waits=(self.waits,))
-        _require_costs(f"engine option {self.name}", fills=self.fills)
-        _require_costs(
-            f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row)
-        )
-        rows = (*self.work, self.refresh, *((self.fills,) if self.fills else ()))
-        if not self.work or any(len(row) != len(self.residence) for row in rows):
-            raise ValueError(
-                f"engine option {self.name}: work, refresh, residence and fills must be of the same classes"
-            )
+        owner = f"engine option {self.name}"
+        _require_costs(owner, stall=(self.stall,), refresh=self.refresh, residence=self.residence)
+        _require_costs(owner, refill=self.refill, kv_occupancy=self.kv_occupancy, kv_seconds=self.kv_seconds)
+        for field, table in (("work", self.work), ("generates", self.generates), ("waits", self.waits)):
+            _require_costs(owner, **{field: (seconds for row in table for seconds in row)})
+        if not 0 < self.busy <= 1:
+            raise ValueError(f"{owner}: busy is {self.busy}; it is a share of the step, above 0")
+        shared = (*self.generates, *self.waits)
+        rows = (*self.work, self.refresh, *shared, self.refill, self.kv_occupancy, self.kv_seconds)
+        if not self.work or any(row and len(row) != len(self.residence) for row in rows):
+            raise ValueError(f"{owner}: all its prices must be of the same classes")
+        if self.refill and not (self.kv_occupancy or self.kv_seconds):
+            raise ValueError(f"{owner}: refill needs kv_occupancy or kv_seconds; what is always gone belongs to work")
+        if len(self.generates) != len(self.waits):
+            raise ValueError(f"{owner}: generates and waits must have the same lines")
+
+    def lines(self, last: int) -> tuple[tuple[float, float], ...]:
+        """(generates, waits) of the longest trajectory of the classes up to `last`."""
+        return tuple((g[last], w[last]) for g, w in zip(self.generates, self.waits, strict=True))
 
     @property
     def name(self) -> str:
@@ -138,7 +142,7 @@ class EngineOption:
     @property
     def alone(self) -> float:
         """Seconds of the longest trajectory of a batch if it were the only one."""
-        return self.generates + self.waits
+        return max((sum(line) for last in range(len(self.residence)) for line in self.lines(last)), default=0.0)
 
     @property
     def footprint(self) -> tuple[str, int, int]:
@@ -224,7 +228,6 @@ class Problem:
     reach_tried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
     reach_untried: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
-    batched: bool = False  # all trajectories of a step start together
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
     switch: float = 0.0  # seconds to change sides, twice a step, when colocated
     use_all_devices: bool = False  # a run's devices are there anyway: what is not needed generates, too
@@ -258,9 +261,6 @@ class Problem:
                 raise ValueError(
                     f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart"
                 )
-        for shape in self.shapes:
-            if all(option.fills for option in self.engines if option.shape == shape):
-                raise ValueError(f"shape {shape} has no price for few engines; list an option of it that fills none")
         classes = len(self.peaks)
         rows = (self.met, *self.reach_tried, *self.reach_untried, *(option.residence for option in self.engines))
         if any(len(row) != classes for row in rows):
@@ -270,6 +270,8 @@ class Problem:
                 raise ValueError("reach holds fractions of 0 to 1")
         if not set(self.reach_tried) <= set(self.reach_untried):
             raise ValueError("reach_untried must list every router of reach_tried: what is known is also possible")
+        if self.staleness == 0 and any(option.kv_seconds or option.busy < 1 for option in self.engines):
+            raise ValueError("kv_seconds and busy are for batches that overlap; staleness is 0: give kv_occupancy")
         _require_costs("problem", switch=(self.switch,))
 
     @property
@@ -280,7 +282,7 @@ class Problem:
     @property
     def shared(self) -> bool:
         """Whether batches that start together overlap, so that each one's longest trajectory shares its engine."""
-        return self.batched and self.staleness > 0
+        return self.staleness > 0 and any(option.generates for option in self.engines)
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)

@@ -35,19 +35,29 @@ class RangeTable:
         work = np.zeros((len(problem.engines), most_rows, classes))
         for o, option in enumerate(problem.engines):
             work[o, : len(option.work)] = option.work
-        refresh = np.array([option.refresh for option in problem.engines])[:, None, :]
-        self._work = _asked(work, routers)
-        self._refresh = _asked(refresh, routers)
-        self._refreshes = bool(refresh.any())
+        self._work = _asked(work, routers).max(axis=1)  # [option, router, first, last]
+        self._refresh = self._rows("refresh", routers)
+        self._refreshes = bool(self._refresh.any())
         residence = np.array([option.residence for option in problem.engines]) * np.array(problem.met)
         self._residence = _longest(residence)
         self._residences = np.unique(self._residence)
-        self._stall, self._generates, self._waits = (
-            np.array(seconds)[:, None, None]
-            for seconds in zip(*((o.stall, o.generates, o.waits) for o in problem.engines), strict=True)
+        self._stall, self._busy = (
+            np.array(shares)[:, None, None]
+            for shares in zip(*((o.stall, o.busy) for o in problem.engines), strict=True)
         )
-        fills = np.array([option.fills or (0.0,) * classes for option in problem.engines])
-        self._least = np.maximum(1.0, np.ceil(_sums(fills) * (1 - _SLACK)))  # engines with room for the range
+        most_lines = max(1, max(len(option.generates) for option in problem.engines))
+        self._generates, self._waits = np.zeros((2, most_lines, len(problem.engines), 1, classes))
+        for o, option in enumerate(problem.engines):
+            for line, (generates, waits) in enumerate(zip(option.generates, option.waits, strict=True)):
+                self._generates[line, o, 0], self._waits[line, o, 0] = generates, waits
+        self._forgets = np.flatnonzero([bool(option.refill) for option in problem.engines])
+        refill, always, passing = (
+            self._rows(field, routers)[self._forgets] for field in ("refill", "kv_occupancy", "kv_seconds")
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._saved_always = np.where(always > 0, refill / always, 0.0)  # seconds of prefill that a cache saves
+            self._saved_passing = np.where(passing > 0, refill / passing, 0.0)  # and in each second of the step
+        self._forgotten = np.where((always > 0) | (passing > 0), self._work[self._forgets] + refill, 0.0)
         self._possible = self._ranges_held()
 
     def engines(self, training: TrainingOption, step: float) -> Counts:
@@ -57,14 +67,26 @@ class RangeTable:
         """
         limit = self._limit(training, step)
         usable = self._usable(limit, step * (1 + _SLACK))
-        asked = self._work
+        asked, forgotten = self._work, self._forgotten
         if self._refreshes:
             asked = asked + self._refresh / step
+            forgotten = forgotten + self._refresh[self._forgets] / step
         with np.errstate(divide="ignore", invalid="ignore"):
-            count = np.maximum(self._least, np.ceil(asked / usable * (1 - _SLACK)))
+            count = asked.max(axis=1) / usable
+            if len(self._forgets):
+                saved = self._saved_always + self._saved_passing * step
+                more = (forgotten / (usable[self._forgets, None] + saved)).max(axis=1)
+                count[self._forgets] = np.maximum(count[self._forgets], more)
+            count = np.maximum(1.0, np.ceil(count * (1 - _SLACK)))
         kept = self._possible & (usable > 0) & (self._residence <= limit)
         count = np.where(kept & (count < NEVER), count, NEVER)
         return np.array([count[options].min(axis=0) for options in self._options]).astype(np.int64)
+
+    def _rows(self, field: str, routers: Floats) -> Floats:
+        """[option, router, first, last] what ranges ask for of one row of prices; 0 of options without."""
+        nothing = (0.0,) * len(self.problem.peaks)
+        rows = np.array([getattr(option, field) or nothing for option in self.problem.engines])
+        return _asked(rows[:, None, :], routers)[:, 0]
 
     def rank(self, training: TrainingOption, step: float) -> float:
         """Training options of equal rank leave `engines` the same table."""
@@ -78,15 +100,16 @@ class RangeTable:
         return (1 + self.problem.staleness) * step * (1 + _SLACK) - fixed_seconds(self.problem, training)
 
     def _usable(self, limit: float, step: float) -> Floats:
-        """[option, 1, 1] seconds that an engine may work in a step whose trajectories take at most `limit`; not above 0
-        where it keeps no step. More of them the longer the step is."""
-        if self.problem.synchronous:
-            return np.asarray(limit - self._stall - self._generates - self._waits)
-        if not self.problem.shared:
-            return np.asarray(step - self._stall)
-        left = limit - self._waits
+        """[option, 1, last] seconds that an engine may work in a step whose trajectories take at most `limit`; not
+        above 0 where it keeps no step. More of them the longer the step is."""
+        within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
+        left = (within if self.problem.synchronous else limit) - self._waits  # [line, option, 1, last] to generate in
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(left > 0, step - self._stall - self._generates * step / left, -np.inf)
+            slowed = np.where(self._generates > 0, self._generates * within / left, 0.0)
+        usable = np.where((left > 0) | ((left == 0) & (self._generates == 0)), within - slowed, -np.inf).min(axis=0)
+        if self.problem.synchronous:
+            return np.asarray(usable)
+        return np.asarray(np.minimum(usable, self._busy * step) - self._stall)
 
     def _ranges_held(self) -> NDArray[np.bool_]:
         """[option, first, last] whether the range exists and the option holds its longest context."""
@@ -102,16 +125,16 @@ class RangeTable:
 
 
 def _asked(costs: Floats, routers: Floats) -> Floats:
-    """[option, first, last] the largest, over rows and routers, of what the range's bucket is asked for.
+    """[option, row, router, first, last] what the range's bucket is asked for.
 
     `costs` is [option, row, class]. A bucket gets its classes' work as far as the router brings it there; the first
     one also gets all that goes astray.
     """
     rows = costs[:, :, None, :] * routers  # [option, row, router, class]
     strays = (costs[:, :, None, :] * (1 - routers)).sum(axis=-1)
-    sums = _sums(rows)  # [option, row, router, first, last]
+    sums = _sums(rows)
     sums[..., 0, :] += strays[..., None]
-    return np.asarray(sums.max(axis=(1, 2)))
+    return sums
 
 
 def _sums(costs: Floats) -> Floats:

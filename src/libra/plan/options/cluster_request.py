@@ -103,7 +103,6 @@ class ClusterRequest:
             reach_tried=tuple(dict.fromkeys((routers[0], foreseeing))),
             reach_untried=tuple(dict.fromkeys((*routers, foreseeing))),
             staleness=recipe.staleness,
-            batched=True,
             colocated=colocated,
             switch=self.switch_seconds if colocated else 0.0,
             most_buckets=most_buckets(recipe, classes),

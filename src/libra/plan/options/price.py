@@ -7,11 +7,16 @@ problem and report the price computed here, so prediction, comparison and explan
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Prediction, Problem, TrainingOption
+import numpy as np
+from numpy.typing import NDArray
 
-_ROOM = 1e-9  # relative: what just fits must not need an engine more for rounding
+from libra.plan.problem import Allocation, Bottleneck, EngineOption, Prediction, Problem, TrainingOption
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +135,23 @@ def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
-    """Each bucket of an allocation that fits, with the seats under which it delays the step least."""
+    """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
     training = training_option(problem, allocation)
     assert training is not None
     tried = problem.current is not None and ranges(problem.current) == ranges(allocation)
+    routers = np.array(problem.reach_tried if tried else problem.reach_untried)
+    peaks = np.array(problem.peaks)
     found = []
     for bucket in allocation.buckets:
-        members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+        own = (peaks > bucket.above) & (peaks <= bucket.up_to)
+        served = routers * own + (1 - routers if bucket.above == 0 else 0.0)  # [router, class] shares of work
         candidates = [
-            _bucket_price(problem, training, option, bucket, members, tried)
+            _bucket_price(problem, training, option, bucket.engines, served, own)
             for option in problem.engines
-            if option.shape == bucket.shape and option.holds >= bucket.up_to and _has_room(option, bucket, members)
+            if option.shape == bucket.shape and option.holds >= bucket.up_to
         ]
         found.append(min(candidates, key=lambda c: max(c.load, bucket_latency(problem, training, c))))
     return tuple(found)
-
-
-def _has_room(option: EngineOption, bucket: Bucket, members: list[int]) -> bool:
-    """Whether the caches of the bucket's engines hold as much as the option is priced for."""
-    filled = math.fsum(option.fills[j] for j in members) if option.fills else 0.0
-    return filled <= bucket.engines * (1 + _ROOM)
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
@@ -165,63 +167,87 @@ def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPri
 
 
 def _bucket_price(
-    problem: Problem, training: TrainingOption, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
+    problem: Problem, training: TrainingOption, option: EngineOption, engines: int, served: Floats, own: Bools
 ) -> BucketPrice:
-    load, squared = _asked(problem, option, bucket, members, tried)
-    longest = max((option.residence[j] for j in members if problem.met[j]), default=0.0)
     fixed = fixed_seconds(problem, training)
-    if not problem.shared:
-        # Synchronous steps last as long as their load and what follows it; others can be as short as their load.
-        waits = fixed if problem.synchronous else 0.0
-        load += option.alone if problem.synchronous else 0.0
-        return BucketPrice(option, _refreshed(load, squared, waits), longest, longest)
-    batches = 1 + problem.staleness
-    step = _shared_step(load, squared, option.generates, option.waits + fixed, batches)
-    step = max(step, (longest + fixed) / batches)
-    # What never generates is never slowed. Else a step has no time but for what its longest trajectory takes.
-    residence = batches * step - fixed if option.generates else max(longest, option.waits)
-    load += squared / step if squared else 0.0
-    return BucketPrice(option, load, residence, max(longest, option.alone))
+    members = np.flatnonzero(own).tolist()
+    longest = max((option.residence[j] for j in members if problem.met[j]), default=0.0)
+    lines = option.lines(members[-1]) if members else ()
+    alone = max([longest, *(generates + waits for generates, waits in lines)])
+    loads = _loads(option, engines, served)
+    step = max(load.shortest_step(option, lines, fixed, problem.staleness) for load in loads)
+    late = (longest + fixed) / (1 + problem.staleness)
+    if problem.synchronous:
+        return BucketPrice(option, step - fixed, alone, alone)
+    step = max(step, late)
+    # Where others slow the longest trajectory, the shortest step has no time but for what it takes.
+    slowed = option.busy < 1 or any(generates for generates, _ in lines)
+    residence = (1 + problem.staleness) * step - fixed if slowed else alone
+    return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, alone)
 
 
-def _asked(
-    problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
-) -> tuple[float, float]:
-    """Seconds of a step that each engine is busy, and the seconds squared of refresh, to be divided by the step's."""
-    own = set(members)
-    first = bucket.above == 0
-    routers = problem.reach_tried if tried else problem.reach_untried
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Seconds of a step T in which an engine works: `seconds + squared / T - saved * T`, new weights left out."""
 
-    def total(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
-        strays = sum(cost * (1 - reach[j]) for j, cost in enumerate(costs)) if first else 0.0
-        return strays + sum(cost * reach[j] for j, cost in enumerate(costs) if j in own)
+    seconds: float
+    squared: float = 0.0  # refresh
+    saved: float = 0.0  # of each second of the step, as its cache holds contexts that would be prefilled again
 
-    work = max(total(row, reach) for row in option.work for reach in routers)
-    squared = max(total(option.refresh, reach) for reach in routers)
-    return work / bucket.engines + option.stall, squared / bucket.engines
+    def at(self, step: float) -> float:
+        return self.seconds - self.saved * step + (self.squared / step if self.squared else 0.0)
+
+    def shortest_step(
+        self, option: EngineOption, lines: Sequence[tuple[float, float]], fixed: float, staleness: int
+    ) -> float:
+        """The shortest step in which the engine does this and no trajectory is late; see `libra.plan.problem`.
+
+        The shorter the step, the more is asked of it by what is divided by it: found by bisection, to the last bit.
+        """
+
+        def at(seconds: float) -> float:
+            if staleness == 0:
+                rollout = max([_root(seconds, generates, waits, 1, 0.0) for generates, waits in lines], default=seconds)
+                return rollout + option.stall + fixed
+            load = seconds + option.stall
+            ends = [_root(load, generates, waits + fixed, 1 + staleness, self.saved) for generates, waits in lines]
+            return max([load / (option.busy + self.saved), *ends])
+
+        short = at(self.seconds)
+        if not self.squared:
+            return short
+        long = short + math.sqrt(self.squared)
+        while at(self.seconds + self.squared / long) > long:
+            long *= 2
+        while short < (middle := (short + long) / 2) < long:
+            late = at(self.seconds + self.squared / middle) > middle
+            short, long = (middle, long) if late else (short, middle)
+        return long
 
 
-def _refreshed(load: float, squared: float, waits: float) -> float:
-    """The smallest x with  x >= load + squared / (x + waits)."""
-    return load if squared == 0 else (load - waits + math.sqrt((load + waits) ** 2 + 4 * squared)) / 2
+def _loads(option: EngineOption, engines: int, served: Floats) -> list[_Load]:
+    """What one engine of a bucket is asked for by each router: with all contexts in the caches, and with as many as
+    they hold. `served` is [router, class]."""
+    work = (served @ np.array(option.work).T).max(axis=1) / engines
+    squared = served @ np.array(option.refresh) / engines
+    loads = [_Load(*pair) for pair in zip(work.tolist(), squared.tolist(), strict=True)]
+    if not option.refill:
+        return loads
+    nothing = np.zeros(served.shape[1])
+    again = served @ np.array(option.refill)
+    always, passing = (served @ np.array(row or nothing) for row in (option.kv_occupancy, option.kv_seconds))
+    for load, refill, filled, seconds in zip(tuple(loads), again, always, passing, strict=True):
+        if filled > engines:
+            loads.append(replace(load, seconds=load.seconds + float(refill / engines - refill / filled)))
+        elif seconds > 0:
+            loads.append(_Load(load.seconds + float(refill / engines), load.squared, float(refill / seconds)))
+    return loads
 
 
-def _shared_step(load: float, squared: float, generates: float, follows: float, batches: int) -> float:
-    """The smallest step T with  (batches * T - follows) * (T - load - squared / T) >= generates * T, no factor below 0.
-
-    Without `squared` that is the larger root of a quadratic. With it the step is no more than its root longer, and the
-    shorter the step, the more is asked of it: so it is found by bisection, to the last bit.
-    """
-
-    def at(load: float) -> float:
-        work, rest = batches * load, follows + generates
-        root = math.sqrt((work - follows) ** 2 + generates * (generates + 2 * (work + follows)))
-        return (work + rest + root) / (2 * batches)
-
-    short = at(load)
-    if squared == 0:
-        return short
-    long = short + math.sqrt(squared)
-    while short < (middle := (short + long) / 2) < long:
-        short, long = (middle, long) if at(load + squared / middle) > middle else (short, middle)
-    return long
+def _root(load: float, generates: float, follows: float, batches: int, saved: float) -> float:
+    """The smallest T with  (batches * T - follows) * (T - load + saved * T) >= generates * T, no factor below 0."""
+    steep = 1 + saved
+    linear = follows * steep + batches * load + generates
+    # The discriminant, as a sum of what is not negative.
+    root = (follows * steep - batches * load) ** 2 + generates * (generates + 2 * (follows * steep + batches * load))
+    return (linear + math.sqrt(root)) / (2 * batches * steep)
