@@ -3,8 +3,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 
 STAMP := $(VENV)/.libra-installed
-# Built for CUDA: beside the CPU build of PyTorch they break the imports of the libraries that look for them.
-UNWANTED := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test fuzz soak lint bench bench-quick bench-evaluation fidelity
@@ -17,12 +15,8 @@ setup: $(STAMP)  ## make the virtual environment; done once, and again when pypr
 # The stamp is the last thing written: an install that was cut off is started again.
 $(STAMP): pyproject.toml
 	@rm -f $@
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "setup: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	@echo "setup: installing into $(VENV): about 3.4 GB to download once (vLLM with CPU PyTorch), a couple of minutes"
-	@$(VENV)/bin/python -m pip install -q -e '.[cpu,dev]'
-	@$(VENV)/bin/python -m pip uninstall -q -y $(UNWANTED)
+	@test -n "$(PYTHON)" || { echo "setup: there is no python3: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
 run: setup  ## post-train the calculator agent; see runs/calculator/report.html

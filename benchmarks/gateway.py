@@ -87,7 +87,7 @@ class Load:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few trajectories and short turns: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--trajectories", type=int, metavar="N", help="in flight")
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else FULL

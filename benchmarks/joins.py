@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.joins", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model and few joins: a first look, not a verdict")
     parser.add_argument("--remote", action="store_true", help="the joiner reads the core over TCP, as on another node")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))
     taken = psutil.cpu_percent(interval=1.0) / 100

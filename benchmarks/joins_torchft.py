@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.joins_torchft", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="a smaller state and two joins")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     try:
         from torchft.coordination import LighthouseServer

@@ -36,8 +36,8 @@ from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
     Done,
     Generate,
-    KVPlace,
-    Parcel,
+    KVBufferPlace,
+    KVTransfer,
     Piece,
     Ready,
     Save,
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.kv_handover", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="a smaller model and few repeats: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else FULL
     cores = sorted(os.sched_getaffinity(0))
@@ -134,14 +134,15 @@ class Engines:
         await trainer.ask(SaveCheckpoint(str(self._model), optimiser=False), Done)
         await trainer.stop()
 
-    async def start(self, name: str, core: int, place: KVPlace | None) -> EngineHandle:
+    async def start(self, name: str, core: int, place: KVBufferPlace | None) -> EngineHandle:
         engine = EngineHandle(await self._launcher.spawn(name, 0), lambda name, why: None)
         await engine.start(
             StartEngine(
                 model_directory=str(self._model),
                 max_model_len=self._longest,
                 max_num_seqs=8,
-                kv_cache_bytes=3 * self._longest * kv_bytes_per_token(self._model),
+                dtype="bfloat16",
+                kv_cache_bytes=3 * self._longest * kv_bytes_per_token(self._model, "bfloat16"),
                 layout=self._ready.layout,
                 buffer_bytes=self._ready.buffer_bytes,
                 seed=0,
@@ -159,7 +160,7 @@ async def _contexts(size: Size, directory: Path, cores: Sequence[int]) -> list[R
     async with LocalLauncher.open(directory / "logs") as launcher:
         engines = Engines(launcher, directory / "model", longest)
         await engines.write_model(size.model)
-        kv_bytes = kv_bytes_per_token(directory / "model")
+        kv_bytes = kv_bytes_per_token(directory / "model", "bfloat16")
         handover = KVHandover(kv_bytes, 2 * longest)
         handover.price_by(_ALWAYS)
         first, other = [
@@ -207,15 +208,15 @@ async def _compare(
         await _first_token(other, prompt, computed)
     await _first_token(first, prompt, handed)
     with context.handed.once(first, other):
-        parcel, change = await handover.bring(prompt, handed, first, other)
-        await _first_token(other, prompt, handed, parcel)
+        transfer, change = await handover.bring(prompt, handed, first, other)
+        await _first_token(other, prompt, handed, transfer)
     expected = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     if change.handed_tokens != expected:
         raise RuntimeError(f"{change.handed_tokens} of {expected} tokens were handed over: {change.why}")
 
 
-async def _first_token(engine: EngineHandle, prompt: list[int], salt: str, parcel: Parcel | None = None) -> None:
-    await engine.generate(Generate(salt, prompt, 1, 0.0, -1, 0, salt, parcel), lambda piece: None)
+async def _first_token(engine: EngineHandle, prompt: list[int], salt: str, transfer: KVTransfer | None = None) -> None:
+    await engine.generate(Generate(salt, prompt, 1, 0.0, -1, 0, salt, transfer), lambda piece: None)
 
 
 def _processor(engines: Sequence[EngineHandle]) -> float:
@@ -241,20 +242,20 @@ async def _while_saving(handover: KVHandover, engine: EngineHandle, tokens: int,
     parts = 0
     while not turn.done() and parts < 4 * repeats:
         parts += 1
-        parcel = handover.leases.lease(tokens // BLOCK_TOKENS)
-        assert parcel is not None
+        transfer = handover.leases.lease(tokens // BLOCK_TOKENS)
+        assert transfer is not None
         began, before = time.monotonic(), engine.generated_tokens
         saves = 0
         while time.monotonic() - began < 0.5:
             if parts % 2:
-                parcel = Parcel(parcel.number + 100_000, parcel.frames)
-                await engine.save(Save(prompt, "saved", parcel))
+                transfer = KVTransfer(transfer.number + 100_000, transfer.frames)
+                await engine.save(Save(prompt, "saved", transfer))
                 saves += 1
             else:
                 await asyncio.sleep(0.05)
         rate = (engine.generated_tokens - before) / (time.monotonic() - began)
         (saving if parts % 2 else idle).append(rate)
-        handover.leases.release(parcel)
+        handover.leases.release(transfer)
     engine.interrupt("other")
     await turn
     return float(median(saving) / median(idle))
@@ -266,7 +267,7 @@ async def _hooks(size: Size, directory: Path, cores: Sequence[int]) -> list[Row]
     async with LocalLauncher.open(directory / "logs") as launcher:
         engines = Engines(launcher, directory / "model", 256)
         await engines.write_model(_TINY)
-        handover = KVHandover(kv_bytes_per_token(directory / "model"), 256)
+        handover = KVHandover(kv_bytes_per_token(directory / "model", "bfloat16"), 256)
         with_hooks = await engines.start("with", cores[0], handover.memory.place)
         without = await engines.start("without", cores[0], None)
         rows = []

@@ -83,7 +83,7 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few plans a case: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     plans = 3 if options.quick else 10
     rows: list[Row] = []

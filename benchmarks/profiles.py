@@ -80,7 +80,7 @@ def at(grid: EngineGrid, phase: str) -> Array:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiles", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     models = (QWEN_14B,) if options.quick else (QWEN_8B, QWEN_14B, QWEN_32B)
     seconds: dict[str, list[float]] = {"tables": [], "roofline": []}

@@ -34,7 +34,7 @@ from libra.plan.model.horizon import PoolSizes, pool_sizes, shortest_path
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.held import sharing_layouts
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines
 from libra.plan.problem import Allocation, Problem
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.replanning", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="one seed, half of the steps: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     for name, mean in SCENARIOS.items():
@@ -195,7 +195,9 @@ def _charged(
     candidates = list(dict.fromkeys([*anyones, *best]))
     index = {allocation: position for position, allocation in enumerate(candidates)}
     prices = {
-        id(problem): [price(problem, each).step if fits(problem, each) is None else math.inf for each in candidates]
+        id(problem): [
+            price(problem, each).step if infeasibility(problem, each) is None else math.inf for each in candidates
+        ]
         for problem in problems
     }
     cost = [[PERIOD * step for step in prices[id(problem)]] for problem in problems]

@@ -28,6 +28,7 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
+from libra.backends.arithmetic import choose, served_dtype
 from libra.backends.grpo.warmup import WarmUpProgress, warm_model
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.local import LocalLauncher
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.role_changes", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="two changes each way: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     taken = psutil.cpu_percent(interval=1.0) / 100
     with tempfile.TemporaryDirectory() as directory:
@@ -118,13 +119,15 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[E
     generating = Allocation(1, (short, replace(long, engines=2)))
     async with LocalLauncher.open(directory / "logs") as launcher:
         await launcher.ready()
-        model = await warm_model(config, load_environment(config.environment, _EXAMPLE.parent), launcher, _say_nothing)
+        precision = choose("auto", launcher.bf16).precision
+        environment = load_environment(config.environment, _EXAMPLE.parent)
+        model = await warm_model(config, environment, launcher, precision, _say_nothing)
         executor = Executor(
             launcher,
             make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
             Fleet(policy_named("least-loaded", seed=0), training),
             config,
-            Beginning(model, kv_bytes_per_token(model), version=0, checkpoint=None),
+            Beginning(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
             Journal(directory / "journal.jsonl"),
             _Silent(),
         )

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.rollout_price", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="few cases: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
     options = parser.parse_args(arguments)
     if options.fit:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.routing_speed", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help="little history and few instances: a first look")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     seen, fleets = (2_000, (10,)) if options.quick else (100_000, (10, 1_024))
     rows: list[Row] = []

@@ -33,10 +33,15 @@ class Row:
 
 
 def report(rows: Sequence[Row], json_path: Path | None) -> None:
-    """Print the rows as a table; also write them to `json_path` as a JSON list, if there is one."""
+    """Print the rows as a table; also write them to `json_path`, if there is one."""
     Console().print(make_table(rows))
     if json_path is not None:
-        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        write_rows(rows, json_path)
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """A JSON line a row."""
+    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
 
 
 def make_table(rows: Sequence[Row]) -> Table:

@@ -78,7 +78,7 @@ class _Slot:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slots", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short measurements: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     seconds, repeats = (0.5, 4) if options.quick else (2.0, 5)
     cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -70,7 +70,7 @@ class Followed:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tracking", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed of one shape: a first look, not a verdict")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     options = parser.parse_args(arguments)
     shapes, seeds, replays = (list(SHAPES)[:1], 1, 5) if options.quick else (list(SHAPES), 3, 40)
     rows: list[Row] = []

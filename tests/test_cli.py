@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from libra.cli.app import app
 from libra.config.recipe import Recipe
-from libra.config.run import ConfigError, load_config
+from libra.config.run import ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
 from libra.loop.run_lock import locked
 from libra.plan.document import dump_plan, parse_plan
@@ -735,7 +736,8 @@ def test_a_run_neither_destroys_nor_invents_an_earlier_one(
 
 def make_checkpoint(run: Path, policy: dict[str, Any]) -> Path:
     """What a run with `BASE` left in its directory, with this snapshot of its router."""
-    (run / "config.json").write_text(load_config(write(run.parent / "run.yaml", BASE)).model_dump_json())
+    config = load_config(write(run.parent / "run.yaml", BASE)).computing_in("fp32")
+    (run / "config.json").write_text(config.model_dump_json())
     (run.parent / "run.yaml").unlink()
     checkpoint = run / "checkpoint-3"
     checkpoint.mkdir()
@@ -770,14 +772,30 @@ def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
             "training.prompts_per_step: the run was started with 24 and cannot go on",
         ),
         (
-            {"training": {"precision": "fp32"}},
-            "training.precision: the run was started with bf16 and cannot go on with fp32; give the same, or start",
+            {"training": {"precision": "bf16"}},
+            "training.precision: the run was started with fp32 and cannot go on with bf16; give the same, or start",
         ),
     ],
 )
 def test_a_run_goes_on_with_the_groups_that_it_has(here: Path, change: dict[str, Any], message: str) -> None:
     make_checkpoint(make_run(here), policy_named("cmlfq").snapshot())
     assert_refused(libra("run", write(here / "run.yaml", changed(**change)), "--resume"), message)
+
+
+def test_a_run_that_goes_on_computes_as_it_did(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(make_run(here), policy_named("cmlfq").snapshot())
+    asked = []
+
+    async def full(config: RunConfig, *_: object) -> None:
+        asked.append(config.training.precision)
+        raise DiskError(here, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", full)
+    for precision in ("auto", "fp32"):
+        libra("run", write(here / "run.yaml", changed(training={"precision": precision})), "--resume")
+        recorded = json.loads((here / "runs" / "calculator" / "config.json").read_text())
+        assert recorded["training"]["precision"] == "fp32"
+    assert asked == ["fp32", "fp32"]
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -872,3 +890,8 @@ def test_a_refusal_in_a_process_of_its_own(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", changed(training={"learning_rat": 1e-4}, directory=str(tmp_path / "runs")))
     assert_refused(process("run", config), f"{config}: training.learning_rat: unknown key 'learning_rat'")
     assert everything_below(tmp_path) == {config}
+
+
+def test_the_version_is_told() -> None:
+    told = libra("--version")
+    assert (told.exit_code, told.stdout) == (0, f"libra {version('libra-rl')}\n")

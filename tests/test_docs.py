@@ -25,8 +25,8 @@ from libra.config.recipe import Recipe
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
 from libra.hardware.cluster import load_cluster
+from libra.records.causes import Cause
 from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
-from libra.report.causes import Cause
 from libra.route.catalogue import POLICIES
 from libra.sim.engines_file import EnginesFile
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.evaluation.cells import Cell, CellError, call, run
+from benchmarks.evaluation.cells import Cell, CellError, call, canonical, run
 from benchmarks.evaluation.progress import Progress
-from benchmarks.evaluation.store import Store, Stored, canonical
 
 WORK = """
 import os
@@ -169,44 +168,35 @@ def test_results_must_be_dicts_of_json(work: Path, name: str, message: str) -> N
         call(Cell(name, _function(name), {}))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-@given(at=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.booleans())
-def test_a_damaged_file_counts_as_not_there(tmp_path: Path, at: int, byte: int, cut: bool) -> None:
-    store, stored = Store(tmp_path), Stored({"mean": 1.25, "all": [1, "two", None]}, 0.5)
-    store.keep("key", {"name": "a cell"}, stored)
-    path = tmp_path / "key.json"
-    whole = path.read_bytes()
-    at %= len(whole)
-    path.write_bytes(whole[:at] if cut else whole[:at] + bytes([byte]) + whole[at + 1 :])
-    assert store.find("key") in (None, stored)
-    path.write_bytes(whole)
-    assert store.find("key") == stored
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"cell": 1, "content": {}, "sum": ""}', "[" * 100_000])
-def test_a_file_of_something_else_counts_as_not_there(tmp_path: Path, text: str) -> None:
-    (tmp_path / "key.json").write_text(text)
-    assert Store(tmp_path).find("key") is None
-
-
-def test_a_file_under_another_key_counts_as_not_there(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.keep("key", {"name": "a cell"}, Stored({}, 0.0))
-    (tmp_path / "key.json").rename(tmp_path / "other.json")
-    assert store.find("other") is None
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole.replace(b'"scaled": 14', b'"scaled": 15'),
+        lambda whole: b"[" * 100_000,
+        *(lambda _, text=text: text for text in (b"", b"[]", b"{}", b"null", b'{"values": {}, "sum": 1}')),
+    ],
+)
+def test_a_damaged_file_counts_as_not_there(work: Path, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    log, kept = tmp_path / "log", tmp_path / "kept"
+    run(_cells(log, [7]), progress=False, folder=kept)
+    (path,) = kept.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    (again,) = run(_cells(log, [7]), progress=False, folder=kept)
+    assert (again.values["scaled"], again.found) == (14, False)
 
 
 def test_a_file_says_whose_result_it_is(work: Path, tmp_path: Path) -> None:
     run(_cells(tmp_path / "log", [7]), progress=False, folder=tmp_path / "kept")
     (path,) = (tmp_path / "kept").iterdir()
-    told = json.loads(path.read_text())["cell"]
-    assert (told["name"], told["function"], told["key"]) == ("number 7", "cellwork.work:scaled", path.stem)
+    told = json.loads(path.read_text())
+    assert (told["name"], told["function"]) == ("number 7", "cellwork.work:scaled")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="set XDG_CACHE_HOME"):
-        Store(tmp_path / "file" / "kept")
+        run([], folder=tmp_path / "file" / "kept")
 
 
 JSON = st.recursive(

@@ -268,7 +268,7 @@ def test_one_command_runs_and_writes_everything(tiny: Path) -> None:
     asked = ["--processes", "1", "--json", str(rows), "--markdown", str(page), "--figures", str(tiny / "figures")]
     assert command.main(asked) == 0
     first = page.read_text(), rows.read_text(), (tiny / "figures" / "tiny-all.svg").read_text()
-    (row,) = json.loads(first[1])
+    (row,) = map(json.loads, first[1].splitlines())
     assert row["value"] == pytest.approx(300 / 7)
     assert first[0] == f"above\n<!-- table: tiny/all -->\n\n| {row['value']:.6f} |\n\n<!-- end -->\nbelow\n"
     assert first[2] == f"<svg>{row['value']:.6f}</svg>\n"

@@ -21,7 +21,7 @@ from benchmarks.evaluation.step_price import EXPERIMENT as STEP_PRICE
 from benchmarks.evaluation.step_price import STALENESS, error
 from benchmarks.evaluation.step_price_cell import FIRST_SEED, step
 from benchmarks.rollout_price_cases import FITTED, TESTED
-from libra.plan.options.price import devices_used, fits, price
+from libra.plan.options.price import devices_used, infeasibility, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
 
@@ -204,7 +204,7 @@ def test_neighbours_by_hand() -> None:
 @settings(max_examples=100)
 def test_neighbours_fit_differ_and_are_one_step_away(train: int, short: int, long: int, limit: int) -> None:
     here = small(train, short, long, limit)
-    if fits(SMALL, here) is not None:
+    if infeasibility(SMALL, here) is not None:
         with pytest.raises(ValueError, match="does not fit has no neighbours"):
             neighbours(SMALL, here)
         return
@@ -212,7 +212,7 @@ def test_neighbours_fit_differ_and_are_one_step_away(train: int, short: int, lon
     assert len(set(found)) == len(found)
     assert here not in found
     for other in found:
-        assert fits(SMALL, other) is None
+        assert infeasibility(SMALL, other) is None
         moved = other.buckets[0].up_to != limit
         changes = [
             other.layout != here.layout,

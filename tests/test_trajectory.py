@@ -22,11 +22,12 @@ from libra.trajectory import (
     truncate,
     write_trajectories,
 )
+from libra.trajectory.record import LONGEST
 
 SAMPLE = Path(__file__).parent / "data" / "trajectories.jsonl"
 
 tokens = st.integers(min_value=0, max_value=2**40)
-seconds = st.none() | st.floats(min_value=0, allow_infinity=False)
+seconds = st.none() | st.floats(min_value=0, max_value=LONGEST)
 statuses = st.sampled_from(["ok", "error", "timeout", "unknown"])
 tool_turns = st.builds(Turn, tokens, st.text(), statuses, tokens, seconds, st.none() | tokens)
 last_turns = st.builds(Turn, tokens, st.none(), st.none(), st.just(0), st.none(), st.none() | tokens)
@@ -97,8 +98,11 @@ def ends_on_a_tool(record: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "unknown key": (broken(lambda r: r.update(rewards=1.0)), "rewards"),
-    "unknown key of a turn": (broken(lambda r: r["turns"][1].update(tokens=1)), "turns.1.tokens"),
+    "optional field with a typo": (
+        broken(lambda r: r["turns"][1].update(tool_second=1)),
+        "'tool_second' .*tool_seconds",
+    ),
+    "unknown field beside a wrong one": (broken(lambda r: r.update(model="m", prompt_tokens=-1)), "prompt_tokens"),
     "text for a count": (broken(lambda r: r.update(prompt_tokens="10")), "prompt_tokens"),
     "fraction for a count": (broken(lambda r: r["turns"][0].update(generated_tokens=1.5)), "turns.0.generated_tokens"),
     "boolean for a count": (broken(lambda r: r["turns"][0].update(returned_tokens=True)), "turns.0.returned_tokens"),
@@ -112,6 +116,7 @@ REFUSED = {
     "negative context": (broken(lambda r: r["turns"][1].update(context_tokens=-1)), "turns.1: .*context_tokens"),
     "negative seconds": (broken(lambda r: r["turns"][0].update(tool_seconds=-0.5)), "turns.0: .*tool_seconds"),
     "seconds that are no number": (broken(lambda r: r["turns"][0].update(tool_seconds=float("nan"))), "tool_seconds"),
+    "seconds beyond belief": (broken(lambda r: r["turns"][0].update(tool_seconds=1e300)), "tool_seconds"),
     "endless seconds": (broken(lambda r: r["turns"][0].update(tool_seconds=float("inf"))), "tool_seconds"),
     "reward that is no number": (broken(lambda r: r.update(reward=float("nan"))), "reward"),
     "start that is no number": (broken(lambda r: r.update(started_at=float("nan"))), "started_at"),
@@ -132,6 +137,12 @@ def test_a_line_that_breaks_the_schema_is_refused_by_file_line_and_field(tmp_pat
     assert next(reader).id == "a"
     with pytest.raises(TrajectoryFormatError, match=rf"log\.jsonl:2: .*{field}"):
         next(reader)
+
+
+def test_fields_of_other_systems_are_ignored() -> None:
+    extended = {**valid(), "model": "m", "usage": {"cost": [1]}}
+    extended["turns"] = [{**turn, "logprobs": [0.5]} for turn in extended["turns"]]
+    assert parse_trajectory(json.dumps(extended), "here") == parse_trajectory(json.dumps(valid()), "here")
 
 
 def test_the_valid_line_of_the_table_is_valid() -> None:

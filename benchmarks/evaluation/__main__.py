@@ -10,10 +10,8 @@ computed again only when its code, inputs or libraries have changed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +20,7 @@ from rich.markup import escape
 from benchmarks.evaluation.cells import CellError, run
 from benchmarks.evaluation.page import with_tables
 from benchmarks.evaluation.registry import experiments
-from benchmarks.rows import Row, report
+from benchmarks.rows import Row, report, write_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +58,7 @@ def _main(options: argparse.Namespace) -> int:
             for name, svg in experiment.figures(results).items():
                 (options.figures / f"{experiment.name}-{name}.svg").write_text(svg, encoding="utf-8")
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        write_rows(rows, options.json)
     if options.markdown is not None:
         page = options.markdown.read_text(encoding="utf-8")
         known = [experiment.name for experiment in experiments()]
@@ -91,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="say which experiments there are, and run none")
     parser.add_argument("--quick", action="store_true", help="fewer seeds and smaller sizes: a first look, no verdict")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that compute at a time (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the tables of FILE, by their markers")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures to FOLDER, as SVG files")
     return parser

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluation.digest import Code, code_of, versions
 from benchmarks.evaluation.progress import Progress
-from benchmarks.evaluation.store import Store, Stored, canonical
 from libra.config.cache import cache_directory
 
 
@@ -64,6 +64,14 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What a cell returned, and the CPU seconds that it took."""
+
+    values: dict[str, Any]
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """What a cell returned, and the CPU seconds of the process that computed it, be it now or earlier."""
 
@@ -84,7 +92,11 @@ def run(
     """
     if processes < 1:
         raise ValueError(f"processes is {processes}; give 1 or more")
-    store = Store(folder or cache_directory() / "evaluation")
+    folder = folder or cache_directory() / "evaluation"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written") from None
     codes = _codes(cells)
     keys = [_key(cell, codes[_code(cell)][1]) for cell in cells]
     first = {key: cell for key, cell in reversed(list(zip(keys, cells, strict=True)))}
@@ -92,7 +104,7 @@ def run(
     with Progress(len(first), progress) as shown:
         missing = []
         for key in dict.fromkeys(keys):
-            kept = store.find(key)
+            kept = _find(folder, key)
             if kept is None:
                 missing.append(key)
             else:
@@ -103,7 +115,7 @@ def run(
             for key, computed in finished:
                 cell = first[key]
                 _require_unchanged(cell, *codes[_code(cell)])
-                store.keep(key, _told(cell), computed)
+                _keep(folder, key, cell, computed)
                 stored[key] = computed
                 shown.finished(cell.name, computed.cpu_seconds, found=False)
     computed_now = set(missing)
@@ -179,5 +191,34 @@ def _key(cell: Cell, digest: str) -> str:
     return hashlib.sha256(canonical(parts, f"cell {cell.name}").encode()).hexdigest()
 
 
-def _told(cell: Cell) -> dict[str, Any]:
-    return {"name": cell.name, "function": cell.function_name, "arguments": cell.arguments, "versions": versions()}
+def _find(folder: Path, key: str) -> Stored | None:
+    """The result under a key. A file that is damaged counts as not there."""
+    try:
+        record = json.loads((folder / f"{key}.json").read_bytes())
+        if record["sum"] == _sum(record["values"], record["cpu_seconds"]):
+            return Stored(record["values"], record["cpu_seconds"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return None
+
+
+def _keep(folder: Path, key: str, cell: Cell, result: Stored) -> None:
+    """Written whole or not at all, with the call that it is the result of for who reads the file."""
+    told = {"name": cell.name, "function": cell.function_name, "arguments": cell.arguments, "versions": versions()}
+    record = {**told, **asdict(result), "sum": _sum(result.values, result.cpu_seconds)}
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as part:
+        part.write(json.dumps(record, indent=1) + "\n")
+    Path(part.name).replace(folder / f"{key}.json")
+
+
+def _sum(values: Any, cpu_seconds: Any) -> str:
+    return hashlib.sha256(canonical([values, cpu_seconds], "result").encode()).hexdigest()
+
+
+def canonical(value: Any, what: str) -> str:
+    """JSON with sorted keys: the same text for equal values. Raises ValueError that opens with `what` where there is
+    none: NaN and infinity among them."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}; give numbers, strings, lists and dicts with strings as keys") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from libra.plan.options.cluster_request import ClusterRequest, Menu
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
 from libra.plan.problem import Allocation, Bucket, Proof, Solution, TrainingOption
@@ -29,7 +29,7 @@ def uniform_plan(request: ClusterRequest, menu: Menu, training: TrainingOption, 
         return None
     bucket = Bucket(shape, free // devices, 0, problem.longest_context)
     allocation = Allocation(training.replicas, (bucket,), training.layout)
-    if fits(problem, allocation) is not None:
+    if infeasibility(problem, allocation) is not None:
         return None
     predicted = price(problem, allocation)
     return answer(

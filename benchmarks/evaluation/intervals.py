@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 2000  # of a bootstrap: Efron and Tibshirani 1993, sec. 13.3, ask for 1,000 or more of a percentile interval
@@ -83,58 +83,42 @@ def bootstrap_interval(
     """
     if not arrays:
         raise ValueError("no array is given; give one or more, of the same length")
-    if resamples < 100:
-        raise ValueError(f"resamples is {resamples}; give 100 or more")
     _check_level(level)
     given = [_values(f"array {number}", array, 2) for number, array in enumerate(arrays)]
     size = len(given[0])
     if any(len(array) != size for array in given):
         raise ValueError(f"arrays have {[len(array) for array in given]} entries; give as many of each")
-    generator = np.random.default_rng(seed)
-    drawn = np.empty(resamples)
-    for number in range(resamples):
-        chosen = generator.integers(0, size, size)
-        drawn[number] = statistic(*(array[chosen] for array in given))
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    if len({row.tobytes() for row in np.column_stack(given)}) == 1:  # nothing to draw; scipy would call it degenerate
+        low = high = float(statistic(*given))
+    else:
+        found = stats.bootstrap(
+            given,
+            statistic,
+            n_resamples=resamples,
+            vectorized=False,
+            paired=True,
+            confidence_level=level,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+        low, high = found.confidence_interval
     value = float(statistic(*given))
     return Interval(value, min(float(low), value), max(float(high), value))
 
 
-@cache
 def t_quantile(degrees: int, level: float = LEVEL) -> float:
-    """The t for which a share `level` of Student's distribution is within -t and t.
-
-    Found by bisection of the closed form for whole degrees of freedom, Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
-    """
+    """The t for which a share `level` of Student's distribution is within -t and t."""
     if degrees < 1:
         raise ValueError(f"degrees is {degrees}; give 1 or more")
     _check_level(level)
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _t_within(middle, degrees) < level else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _t_within(angle: float, degrees: int) -> float:
-    """The share of Student's distribution within -t and t, for t = sqrt(degrees) tan(angle)."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(1 + odd, degrees, 2):
-        total += term
-        term *= power / (power + 1) * cosine * cosine
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return float(stats.t.ppf((1 + level) / 2, degrees))
 
 
 def _median_rank(count: int, level: float) -> int:
+    """The largest k for which the k-th smallest and the k-th largest leave out no more than 1 - level; 0 if none."""
     _check_level(level)
-    rank, outside = 0, 0.0
-    while rank < count // 2:
-        outside += 2 * math.comb(count, rank) / 2**count
-        if outside > (1 - level) * (1 + 1e-12):
-            break
-        rank += 1
-    return rank
+    allowed = (1 - level) / 2 * (1 + 1e-12)
+    return int(np.searchsorted(stats.binom.cdf(np.arange(count // 2), count, 0.5), allowed, side="right"))
 
 
 def _check_level(level: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from libra.plan.options.price import devices_used, fits, training_option
+from libra.plan.options.price import devices_used, infeasibility, training_option
 from libra.plan.problem import Allocation, Bucket, Problem, TrainingOption
 
 
@@ -29,14 +29,14 @@ def neighbours(problem: Problem, allocation: Allocation) -> tuple[Neighbour, ...
     Devices that are needed come from those that idle, from training, or from one other bucket; those that become free
     go there, or idle: each way is a neighbour. Raises ValueError where the allocation does not fit the problem.
     """
-    reason = fits(problem, allocation)
+    reason = infeasibility(problem, allocation)
     if reason is not None:
         raise ValueError(f"an allocation that does not fit has no neighbours: {reason}")
     found: dict[Allocation, Neighbour] = {}
     here = _Here(problem, allocation)
     for neighbour in (*here.engines(), *here.training(), *here.limits()):
         other = neighbour.allocation
-        if other != allocation and other not in found and fits(problem, other) is None:
+        if other != allocation and other not in found and infeasibility(problem, other) is None:
             found[other] = neighbour
     return tuple(found.values())
 

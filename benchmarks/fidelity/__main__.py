@@ -28,7 +28,7 @@ from benchmarks.fidelity.comparison import rows as rows_of_times
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
 from benchmarks.rows import report
-from libra.backends.launch.nursery_process import WORKER_ENVIRONMENT
+from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 
 SEED = 0  # of the first random schedule
 _SAID_EVERY = 100  # schedules
@@ -90,7 +90,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is measured, a file for each model")
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE as a JSON list")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)
     effort = QUICK if options.quick else FULL

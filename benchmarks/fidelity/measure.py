@@ -5,7 +5,7 @@ and the repeats of a workload as far apart as can be: a machine's pace drifts, a
 
     python -m benchmarks.fidelity.measure MODEL FILE [--repeats N] [--quick]
 
-with the environment that `libra.backends.launch.nursery_process.WORKER_ENVIRONMENT` says.
+with the environment that `libra.backends.launch.fork_server.WORKER_ENVIRONMENT` says.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
-from libra.backends.launch.nursery_process import WORKER_ENVIRONMENT
+from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.chain import Chain
@@ -55,7 +55,7 @@ class RealEngine:
         wrong = [name for name, value in WORKER_ENVIRONMENT.items() if os.environ.get(name) != value]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)}: start this process with libra.backends.launch.nursery_process.WORKER_ENVIRONMENT"
+                f"{', '.join(wrong)}: start this process with libra.backends.launch.fork_server.WORKER_ENVIRONMENT"
             )
         torch.set_num_threads(1)
         self.number = number
@@ -233,7 +233,7 @@ def _arguments(model: Path, config: EngineConfig) -> EngineArgs:
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
         num_gpu_blocks_override=blocks,
-        kv_cache_memory_bytes=2 * blocks * config.block_size * kv_bytes_per_token(model),
+        kv_cache_memory_bytes=2 * blocks * config.block_size * kv_bytes_per_token(model, "bfloat16"),
         block_size=config.block_size,
         watermark=config.watermark,
         scheduler_reserve_full_isl=config.reserve_full_prompt,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between two faults (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"), help="emptied (default: runs/soak)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
-    parser.add_argument("--save", action="store_true", help=f"write it to {RESULTS.name}/soak-<date>.json as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, a JSON line each")
+    parser.add_argument("--save", action="store_true", help=f"write it to {RESULTS.name}/soak-<date>.jsonl as well")
     options = parser.parse_args(arguments)
     console, began = Console(highlight=False), time.monotonic()
 
@@ -54,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(make_table(soaked))
     for table in (faults_table(soaked), recoveries_table(soaked)):
         console.print(table)
-    found = json.dumps(result(soaked, options), indent=1) + "\n"
-    for path in filter(None, (options.json, RESULTS / f"soak-{date.today()}.json" if options.save else None)):
-        path.write_text(found, encoding="utf-8")
+    lines = "".join(json.dumps(line) + "\n" for line in result(soaked, options))
+    for path in filter(None, (options.json, RESULTS / f"soak-{date.today()}.jsonl" if options.save else None)):
+        path.write_text(lines, encoding="utf-8")
     return 0 if soaked.held else 1
 
 
@@ -88,8 +89,9 @@ def recoveries_table(soaked: Soaked) -> Table:
     return table
 
 
-def result(soaked: Soaked, options: argparse.Namespace) -> dict[str, object]:
-    return {
+def result(soaked: Soaked, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The soak as lines: what was run, then each check, then each recovery."""
+    run = {
         "command": f"python -m benchmarks.soak --minutes {options.minutes:g} --seed {options.seed}"
         f" --pause {options.pause:g}",
         "date": str(date.today()),
@@ -103,9 +105,8 @@ def result(soaked: Soaked, options: argparse.Namespace) -> dict[str, object]:
         "processes": soaked.processes,
         "passed": soaked.passed,
         "faults": dict(Counter(str(entry.kind) for entry in soaked.struck)),
-        "checks": [asdict(check) for check in soaked.checks],
-        "recoveries": [asdict(each) for each in soaked.recoveries],
     }
+    return [run, *map(asdict, soaked.checks), *map(asdict, soaked.recoveries)]
 
 
 def _commit() -> str:

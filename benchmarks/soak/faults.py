@@ -22,13 +22,13 @@ class Kind(StrEnum):
     SLOW_CONTROLLER = "stop the controller for a moment"
     HOG = "take the processor away"
     KILL_CORES = "kill all core trainers"
-    KILL_NURSERY = "kill the nursery"
+    KILL_FORK_SERVER = "kill the fork server"
     KILL_CONTROLLER = "kill the controller"
     INTERRUPT = "interrupt the run"
 
 
 # What ends the sitting; after everything else it must go on.
-ENDING = frozenset({Kind.KILL_CORES, Kind.KILL_NURSERY, Kind.KILL_CONTROLLER, Kind.INTERRUPT})
+ENDING = frozenset({Kind.KILL_CORES, Kind.KILL_FORK_SERVER, Kind.KILL_CONTROLLER, Kind.INTERRUPT})
 
 _DECK = {
     Kind.KILL_ENGINE: 22,
@@ -40,7 +40,7 @@ _DECK = {
     Kind.SLOW_CONTROLLER: 5,
     Kind.HOG: 5,
     Kind.KILL_CORES: 1,
-    Kind.KILL_NURSERY: 1,
+    Kind.KILL_FORK_SERVER: 1,
     Kind.KILL_CONTROLLER: 3,
     Kind.INTERRUPT: 1,
 }

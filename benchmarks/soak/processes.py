@@ -26,7 +26,7 @@ class Sample:
     descriptors: int
     threads: int
     memory: int
-    nursery_descriptors: int
+    fork_server_descriptors: int
 
 
 class Processes:
@@ -47,9 +47,9 @@ class Processes:
             family = [root, *root.children(recursive=True)]
             for process in family:
                 self._seen.setdefault((process.pid, process.create_time()), process)
-            if ready and len(family) > 1:  # it has a nursery until it ends
-                memory, nursery = root.memory_info().rss, family[1].num_fds()
-                sample = Sample(sitting, time.monotonic(), root.num_fds(), root.num_threads(), memory, nursery)
+            if ready and len(family) > 1:  # it has a fork server until it ends
+                memory, fork_server = root.memory_info().rss, family[1].num_fds()
+                sample = Sample(sitting, time.monotonic(), root.num_fds(), root.num_threads(), memory, fork_server)
                 self.samples.append(sample)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return

@@ -70,7 +70,7 @@ class Sitting:
             return None
         return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
 
-    def nursery(self) -> psutil.Process | None:
+    def fork_server(self) -> psutil.Process | None:
         try:
             return next(iter(psutil.Process(self.pid).children()), None)
         except psutil.NoSuchProcess:

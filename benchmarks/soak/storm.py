@@ -151,8 +151,8 @@ class Storm:
                 sitting.signal(signal.SIGKILL)
             case Kind.INTERRUPT:
                 sitting.signal(signal.SIGINT)
-            case Kind.KILL_NURSERY:
-                _send(sitting.nursery(), signal.SIGKILL)
+            case Kind.KILL_FORK_SERVER:
+                _send(sitting.fork_server(), signal.SIGKILL)
             case Kind.KILL_CORES:
                 for name in [name for name in sitting.pids if name.startswith("core")]:
                     _send(sitting.worker(name), signal.SIGKILL)

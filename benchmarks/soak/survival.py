@@ -23,7 +23,7 @@ _STATUS: Mapping[Kind | None, int] = {
     Kind.KILL_CONTROLLER: -9,
     Kind.INTERRUPT: 130,
     Kind.KILL_CORES: 1,
-    Kind.KILL_NURSERY: 1,
+    Kind.KILL_FORK_SERVER: 1,
 }
 
 _FEW_DESCRIPTORS = 6  # by which those of a controller may differ: a process that starts, a file that changes
@@ -79,7 +79,7 @@ def survival(ends: Sequence[Ended], struck: Sequence[Struck], seen: Sequence[See
 
 def _losses(struck: Sequence[Struck], seen: Sequence[Seen]) -> tuple[int, list[str]]:
     fatal = {(entry.sitting, entry.worker, entry.pid) for entry in struck if entry.kind is not Kind.SLOW}
-    ended = {entry.sitting: entry.time for entry in struck if entry.kind in (Kind.KILL_NURSERY, Kind.KILL_CORES)}
+    ended = {entry.sitting: entry.time for entry in struck if entry.kind in (Kind.KILL_FORK_SERVER, Kind.KILL_CORES)}
     pids: dict[str, int] = {}
     lost, unexplained = 0, []
     for entry in seen:
@@ -107,7 +107,7 @@ def growth(samples: Sequence[Sample]) -> Iterator[Check]:
     counts: dict[str, Callable[[Sample], int]] = {
         "descriptors": lambda sample: sample.descriptors,
         "threads": lambda sample: sample.threads,
-        "descriptors of the nursery": lambda sample: sample.nursery_descriptors,
+        "descriptors of the fork server": lambda sample: sample.fork_server_descriptors,
     }
     for name, held in counts.items():
         # The fewest of a while: in a move there are more.

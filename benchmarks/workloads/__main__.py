@@ -13,11 +13,12 @@ from benchmarks.rows import Row, report
 from benchmarks.workloads.baselines import PUBLISHED, quality
 from benchmarks.workloads.definition import SIGNALS, Workload, names, read
 from benchmarks.workloads.facts import BATCH, PERCENTS, Facts, at_version, facts
-from libra.trajectory import read_trajectories
+from libra.trajectory import read_trajectories, write_trajectories
 
 # Assumption: to generate one token of one of many sequences.
 TOKEN_SECONDS = 0.015
 GROUPS = 250  # at each stage
+EXAMPLE_GROUPS = 12
 SEEDS = (11, 12, 13)  # none that the calibration uses
 POINTS = 0.02  # an accuracy may be this far from the published one
 
@@ -31,7 +32,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--log", type=Path, help="the facts of this log of trajectories, instead of the workloads")
     parser.add_argument("--passive", nargs="*", default=[], help="tools of the log that only answer, such as a user")
+    parser.add_argument(
+        "--example",
+        type=Path,
+        help=f"write {EXAMPLE_GROUPS} groups of search_r1, halfway through its drift, to this file",
+    )
     options = parser.parse_args()
+    if options.example is not None:
+        workload = read("search_r1")
+        write_trajectories(
+            options.example, at_version(workload.episodes("strong"), workload.steps // 2, EXAMPLE_GROUPS)
+        )
+        return
     if options.log is not None:
         report(list(_log_rows(options.log, options.passive)), options.json)
         return

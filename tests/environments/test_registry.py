@@ -19,6 +19,11 @@ class Doubled(Calculator):
     name = "doubled"
 
 
+class Half:
+    name, stop, tools = "half", ".", {}
+    prompts = parse = reward = demonstration = lambda self: None
+
+
 NOT_A_CLASS = 3
 """
 
@@ -39,6 +44,13 @@ def environment(
 
 def test_a_built_in_name_with_options(tmp_path: Path) -> None:
     assert load_environment(environment(max_turns=3), tmp_path) == Calculator(max_turns=3)
+
+
+def test_nothing_is_called_before_it_is_known_to_be_a_task(tmp_path: Path) -> None:
+    mark = tmp_path / "called"
+    with pytest.raises(ConfigError, match="is not a class"):
+        load_environment(environment("os:system", command=f"touch {mark}"), tmp_path)
+    assert not mark.exists()
 
 
 def test_a_class_of_a_module_beside_the_configuration(beside: Path) -> None:
@@ -75,7 +87,10 @@ REFUSED = [
         environment("plugged_in_task:Task"),
         "environment.kind: 'plugged_in_task:Task' cannot be imported",
     ),
-    ("not a class", environment("plugged_in_task:NOT_A_CLASS"), "environment.options: 'int' object is not callable"),
+    ("not a class", environment("plugged_in_task:NOT_A_CLASS"), "'plugged_in_task:NOT_A_CLASS' is not a class; give"),
+    ("a function", environment("os:system", command="exit 1"), "'os:system' is not a class; give a class with"),
+    ("another class", environment("pathlib:Path"), "'pathlib:Path' has no prompts, parse, reward, demonstration; give"),
+    ("half a class", environment("plugged_in_task:Half"), "'plugged_in_task:Half' has no alphabet, "),
 ]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from far_end import FarEnd
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import (
@@ -24,6 +25,7 @@ from libra.backends.transport.messages import (
     Generate,
     Generated,
     HandoverMeasured,
+    HostRendezvous,
     Identify,
     Interrupt,
     LoadCheckpoint,
@@ -32,20 +34,19 @@ from libra.backends.transport.messages import (
     MeasureEngine,
     MeasureHandover,
     MeasureTraining,
-    Meet,
-    Meeting,
     Message,
     Piece,
     Publish,
     Published,
     Ready,
     Reduced,
+    Rendezvous,
     SaveCheckpoint,
     Score,
     Scored,
-    Standing,
     StartEngine,
     StartTrainer,
+    StateDigest,
     StatePlace,
     Stop,
     Train,
@@ -108,8 +109,8 @@ class MadeWorker:
                 return Ready(0.1, (), 0)
             case Publish():
                 return Published(order.version, 7)
-            case Meet():
-                return Meeting(4711)
+            case HostRendezvous():
+                return Rendezvous(4711)
             case Enter():
                 return Entered(order.generation, "")
             case Identify() | Follow():
@@ -153,8 +154,8 @@ class MadeWorker:
         busy = self._iterations / 1000
         return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
 
-    def _standing(self) -> Standing:
-        return Standing(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
+    def _standing(self) -> StateDigest:
+        return StateDigest(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
 
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1
@@ -178,6 +179,7 @@ class MadeLauncher:
         self.prepared: dict[str, dict[type[Message], Any]] = {}
         self.slots_changed: Callable[[], None] = lambda: None
         self._missing: set[int] = set()
+        self.bf16: Sequence[Bf16Speed] = (Bf16Speed("", 16.0),)
         self.without_weights = 0  # times that they are not where they should be
         self._by_link: dict[WorkerLink, MadeWorker] = {}
 

@@ -17,7 +17,7 @@ from libra.backends.grpo.trainer import Trainer
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.messages import (
     Commit,
-    Meet,
+    HostRendezvous,
     Precision,
     Prepare,
     Reduced,
@@ -109,7 +109,7 @@ def at_once(*verbs: Callable[[], R]) -> list[R]:
 def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Sequence[str] = ()) -> int:
     """A membership with ranks in this order, each at its address; returns the port at which they meet."""
     addresses = hosts or [HOST] * len(exchanges)
-    port = exchanges[0].meet(Meet(addresses[0], 0))
+    port = exchanges[0].host_rendezvous(HostRendezvous(addresses[0], 0))
     for rank, (exchange, address) in enumerate(zip(exchanges, addresses, strict=True)):
         exchange.prepare(Prepare(generation, rank, len(exchanges), address, addresses[0], port))
     return port

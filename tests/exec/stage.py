@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, write_model
-from nurseries import TRAINING, nursery
+from fork_servers import TRAINING, fork_server
 from safetensors.torch import load_file
 
 from libra.backends.grpo.trainers import Trainers
@@ -33,7 +33,7 @@ ONE_PROCESS = Division(1, "none")
 
 @dataclass
 class Stage:
-    """One nursery for all tests here, on one event loop."""
+    """One fork server for all tests here, on one event loop."""
 
     runner: asyncio.Runner
     launcher: LocalLauncher
@@ -117,7 +117,7 @@ class Stage:
 def open_stage(directory: Path) -> Iterator[Stage]:
     write_model(directory / "model")
     with asyncio.Runner() as runner:
-        context = nursery(directory, TRAINING)
+        context = fork_server(directory, TRAINING)
         launcher, _ = runner.run(context.__aenter__())
         runner.run(launcher.ready())
         yield Stage(runner, launcher, directory)

@@ -1,4 +1,4 @@
-"""Workers on several nodes: real nurseries whose heavy imports are left out, on nodes that a test can lose."""
+"""Workers on several nodes: real fork servers whose heavy imports are left out, on nodes that a test can lose."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from far_end import PATIENCE
-from nurseries import BARE
+from fork_servers import BARE
 
 from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
-from libra.backends.launch.node import Node, NodeFacts
-from libra.backends.launch.nodes import NodeLostError
-from libra.backends.launch.nursery_process import NurseryProcess
+from libra.backends.launch.node import Node, NodeFacts, NodeLostError
 from libra.backends.launch.places import Seat
 from libra.backends.transport.messages import Failure, LoadWeights, Stop
 from libra.backends.transport.shared_vectors import Vector
@@ -99,7 +98,7 @@ class LossyNodes:
         self.instead: Callable[[], LossyNode] | None = None
 
     def open(self, number: int) -> LossyNode:
-        node = LossyNode(Node(self.host, self._logs, f"nursery-{number}"))
+        node = LossyNode(Node(self.host, self._logs, f"fork-server-{number}"))
         if self.instead is not None:
             node = self.instead()
         self.present[number] = node
@@ -130,10 +129,8 @@ Scenario = Callable[[ClusterLauncher, LossyNodes], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
-def bare_nurseries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "libra.backends.launch.node.NurseryProcess", functools.partial(NurseryProcess, command=("-c", BARE))
-    )
+def bare_fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.backends.launch.node.ForkServer", functools.partial(ForkServer, command=("-c", BARE)))
 
 
 def on_two_nodes(logs: Path, scenario: Scenario, marks: Mapping[str, str] | None = None) -> None:
@@ -167,7 +164,7 @@ def test_workers_run_on_the_nodes_of_their_slots(tmp_path: Path) -> None:
             await launcher.gone(link)
             assert not launcher.exists(link)
             assert not Path(f"/proc/{link.pid}").exists()
-        assert (tmp_path / "w1.log").read_text() and (tmp_path / "nursery-1.log").is_file()
+        assert (tmp_path / "w1.log").read_text() and (tmp_path / "fork-server-1.log").is_file()
 
     on_two_nodes(tmp_path, scenario)
 
@@ -179,7 +176,7 @@ def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(tmp
         room, lost = asyncio.Event(), nodes.present[0]
         told: list[list[bool]] = []
         launcher.slots_changed = lambda: told.append([launcher.offers(slot) for slot in range(3)])
-        nodes.instead = lambda: Waiting(room, Node(nodes.host, tmp_path, "nursery-0"))
+        nodes.instead = lambda: Waiting(room, Node(nodes.host, tmp_path, "fork-server-0"))
         # Their connections would not tell: the machines are only unplugged.
         lost._lost.set_exception(NodeLostError("unplugged"))
         for link in (links[0], links[2]):
@@ -203,7 +200,7 @@ def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(tmp
     on_two_nodes(tmp_path, scenario)
 
 
-def test_a_nursery_that_ends_takes_its_node_with_it(tmp_path: Path) -> None:
+def test_a_fork_server_that_ends_takes_its_node_with_it(tmp_path: Path) -> None:
     async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
         await launcher.ready()
         link = await launcher.spawn("w1", 1)
@@ -220,7 +217,7 @@ def test_a_nursery_that_ends_takes_its_node_with_it(tmp_path: Path) -> None:
 def test_a_place_in_which_no_node_starts_is_given_up(tmp_path: Path) -> None:
     async def scenario(launcher: ClusterLauncher, nodes: LossyNodes) -> None:
         await launcher.ready()
-        nodes.instead = lambda: Failing(Node(nodes.host, tmp_path, "nursery-0"))
+        nodes.instead = lambda: Failing(Node(nodes.host, tmp_path, "fork-server-0"))
         nodes.present[0].lose("unplugged")
         await launcher._keepers[0]
         assert len(nodes.opened) == 2 + LOSSES - 1
@@ -231,7 +228,7 @@ def test_a_place_in_which_no_node_starts_is_given_up(tmp_path: Path) -> None:
     on_two_nodes(tmp_path, scenario)
 
 
-def test_a_nursery_that_starts_well_and_dies_at_once_is_not_started_for_ever(
+def test_a_fork_server_that_starts_well_and_dies_at_once_is_not_started_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -248,7 +245,7 @@ def test_a_nursery_that_starts_well_and_dies_at_once_is_not_started_for_ever(
         os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)  # the third within the hour
         await launcher._keepers[0]
         assert len(nodes.opened) == 2 + 2 * LOSSES
-        log = re.escape(str(tmp_path / "nursery-0.log"))
+        log = re.escape(str(tmp_path / "fork-server-0.log"))
         with pytest.raises(ForkError, match=rf"ended: see {log}; it is given up with 3 losses within 3600 s"):
             await launcher.spawn("w0", 0)
         assert await answers(await launcher.spawn("w1", 1))
@@ -405,21 +402,21 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
 
 
 SHOWING = BARE.replace(
-    "nursery.main",
+    "fork_server.main",
     """
 import os
-nursery.serve = lambda channel, weights: print(os.environ["CUDA_VISIBLE_DEVICES"])
-nursery.main""",
+fork_server.serve = lambda channel, weights: print(os.environ["CUDA_VISIBLE_DEVICES"])
+fork_server.main""",
 )
 
 
 def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = functools.partial(NurseryProcess, command=("-c", SHOWING))
-    monkeypatch.setattr("libra.backends.launch.node.NurseryProcess", nursery)
+    fork_server = functools.partial(ForkServer, command=("-c", SHOWING))
+    monkeypatch.setattr("libra.backends.launch.node.ForkServer", fork_server)
 
     async def scenario() -> None:
         nodes = LossyNodes(tmp_path)
-        nodes.instead = lambda: LossyNode(Node(nodes.host, tmp_path, "nursery", devices=("4", "7")))
+        nodes.instead = lambda: LossyNode(Node(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
         async with (
             asyncio.timeout(PATIENCE),
             ClusterLauncher.open(nodes, [Seat(0, 0), Seat(0, 1)], {}, LOSSES) as launcher,
@@ -436,15 +433,15 @@ def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.
 
 class Unwritable(LossyNode):
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        raise PermissionError(13, "Permission denied", "nursery-0.log")
+        raise PermissionError(13, "Permission denied", "fork-server-0.log")
 
 
 def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
-        nodes.instead = lambda: Unwritable(Node(nodes.host, tmp_path, "nursery-0"))
+        nodes.instead = lambda: Unwritable(Node(nodes.host, tmp_path, "fork-server-0"))
         async with ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
-            with pytest.raises(LaunchError, match=r"Permission denied: 'nursery-0\.log'"):
+            with pytest.raises(LaunchError, match=r"Permission denied: 'fork-server-0\.log'"):
                 await asyncio.wait_for(launcher.ready(), PATIENCE)
 
     asyncio.run(run())
@@ -469,7 +466,7 @@ class Hanging(LossyNode):
 def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
-        hanging = Hanging(Node(nodes.host, tmp_path, "nursery-0"))
+        hanging = Hanging(Node(nodes.host, tmp_path, "fork-server-0"))
         nodes.instead = lambda: hanging
         async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()
@@ -498,7 +495,7 @@ class Halfway(LossyNode):
 def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
-        halfway = Halfway(Node(nodes.host, tmp_path, "nursery-0"))
+        halfway = Halfway(Node(nodes.host, tmp_path, "fork-server-0"))
         nodes.instead = lambda: halfway
         async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()

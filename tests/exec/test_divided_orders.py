@@ -16,11 +16,11 @@ from libra.backends.transport.messages import (
     Follow,
     FromWorker,
     MeasureTraining,
-    Meeting,
     Reduced,
+    Rendezvous,
     Sample,
     Serving,
-    Standing,
+    StateDigest,
     StatePlace,
     Train,
     Trained,
@@ -87,17 +87,20 @@ def test_replicas_are_equal_when_all_their_parts_are() -> None:
 @pytest.mark.parametrize(
     ("parts", "number", "ready", "behind"),
     [
-        ([Standing(7, 1, 64, [PLACES[0]], True), Standing(7, 2, 64, [PLACES[1]], True)], 7, True, ""),
-        ([Standing(7, 1, 64, [PLACES[0]], True), Standing(8, 2, 64, [PLACES[1]], True)], -1, True, ""),
-        ([Standing(7, 1, 64, [PLACES[0]], True), Standing(7, 2, 64, [PLACES[1]], False)], 7, False, ""),
-        ([Standing(7, 1, 64, [PLACES[0]], True), Standing(-1, 2, 64, [PLACES[1]], True, "slow")], -1, True, "slow"),
+        ([StateDigest(7, 1, 64, [PLACES[0]], True), StateDigest(7, 2, 64, [PLACES[1]], True)], 7, True, ""),
+        ([StateDigest(7, 1, 64, [PLACES[0]], True), StateDigest(8, 2, 64, [PLACES[1]], True)], -1, True, ""),
+        ([StateDigest(7, 1, 64, [PLACES[0]], True), StateDigest(7, 2, 64, [PLACES[1]], False)], 7, False, ""),
+        (
+            [StateDigest(7, 1, 64, [PLACES[0]], True), StateDigest(-1, 2, 64, [PLACES[1]], True, "slow")],
+            *(-1, True, "slow"),
+        ),
     ],
 )  # fmt: skip
 def test_a_replica_is_level_when_all_its_parts_are(
-    parts: Sequence[Standing], number: int, ready: bool, behind: str
+    parts: Sequence[StateDigest], number: int, ready: bool, behind: str
 ) -> None:
     found = join(parts)
-    assert isinstance(found, Standing)
+    assert isinstance(found, StateDigest)
     assert (found.number, found.ready, found.behind, found.places) == (number, ready, behind, PLACES[:2])
     assert found.size == 2 * 64
 
@@ -105,7 +108,7 @@ def test_a_replica_is_level_when_all_its_parts_are(
 @pytest.mark.parametrize(
     ("answers", "wanted"),
     [
-        ([Meeting(29500), Meeting(0)], Meeting(29500)),
+        ([Rendezvous(29500), Rendezvous(0)], Rendezvous(29500)),
         ([Serving([40000], ""), Serving([40001], "")], Serving([40000, 40001], "")),
         ([Serving([40000], ""), Serving([], "no address")], Serving([40000], "no address")),
         ([Entered(4, ""), Entered(4, "")], Entered(4, "")),

@@ -23,14 +23,14 @@ import libra.backends.grpo.elastic
 import libra.backends.grpo.trainer
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.inside import Inside
-from libra.backends.transport.messages import MeasureTraining, Meet, Prepare
+from libra.backends.transport.messages import HostRendezvous, MeasureTraining, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEER = """
 import sys
 from libra.backends.grpo.elastic import GradientExchange
-from libra.backends.transport.messages import Meet, Prepare
+from libra.backends.transport.messages import HostRendezvous, Prepare
 exchange = GradientExchange()
 exchange.prepare(Prepare(1, 1, 2, "127.0.0.1", "127.0.0.1", int(sys.argv[1])))
 exchange.enter(1)
@@ -147,7 +147,7 @@ def test_replicas_of_two_nodes_meet_and_listen_at_their_own_addresses() -> None:
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libra.backends.grpo.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = trainer.exchange.meet(Meet(HOST, 0)) if rank == 0 else free_port()
+    port = trainer.exchange.host_rendezvous(HostRendezvous(HOST, 0)) if rank == 0 else free_port()
     trainer.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
     with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
         trainer.exchange.enter(1)
@@ -160,7 +160,7 @@ def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monk
 
 def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
     core, hybrid = GradientExchange(), GradientExchange()
-    port = core.meet(Meet(HOST, 0))
+    port = core.host_rendezvous(HostRendezvous(HOST, 0))
     core.prepare(Prepare(1, 0, 2, HOST, HOST, port))
     assert not core.formed(1, 0.05)
     assert prepare([core, hybrid], 2) == port  # who hosts again does so at the same place
@@ -172,7 +172,7 @@ def test_who_never_comes_does_not_hold_up_the_membership_after() -> None:
 
 def test_a_port_that_is_taken_is_told() -> None:
     first, second, third = GradientExchange(), GradientExchange(), GradientExchange()
-    assert second.meet(Meet(HOST, first.meet(Meet(HOST, 0)))) == 0
+    assert second.host_rendezvous(HostRendezvous(HOST, first.host_rendezvous(HostRendezvous(HOST, 0)))) == 0
     second.prepare(Prepare(1, 0, 2, HOST, HOST, 0))
     third.prepare(Prepare(1, 1, 2, HOST, HOST, 0))
     assert not second.formed(1, 0.0) and not third.formed(1, PATIENCE)
@@ -189,7 +189,7 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
     first, second = GradientExchange(), GradientExchange()
     for generation in (1, 2):
         port = free_port()
-        assert first.meet(Meet(HOST, port)) == port
+        assert first.host_rendezvous(HostRendezvous(HOST, port)) == port
         first.prepare(Prepare(generation, 0, 2, HOST, HOST, port))
         second.prepare(Prepare(generation, 1, 2, HOST, HOST, port))
         enter([first, second], generation)
@@ -200,7 +200,7 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
 def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Signals, tiny_model: Path) -> None:
     patience = 1.0
     core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = core.exchange.meet(Meet(HOST, 0))
+    port = core.exchange.host_rendezvous(HostRendezvous(HOST, 0))
     core.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
     with peer_process(port) as peer:
         core.exchange.enter(1)

@@ -25,8 +25,8 @@ from libra.backends.transport.messages import (
     Publish,
     Published,
     SaveCheckpoint,
-    Standing,
     StartEngine,
+    StateDigest,
     StatePlace,
     Stop,
 )
@@ -102,7 +102,7 @@ class Made:
             self.pool,
             self.fleet,
             CONFIG,
-            Beginning(directory, kv_bytes=16, version=4, checkpoint=checkpoint),
+            Beginning(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
             self.journal,
             self.told,
         )
@@ -211,7 +211,7 @@ def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(t
         async def late() -> Message:
             asked.set()
             await hold.wait()
-            return Standing(0, 0, 64, [StatePlace(0, 0, 0)])
+            return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
 
         core = made.launcher.workers["core-0"]
         core.instead[Identify] = late

@@ -18,10 +18,10 @@ from libra.backends.transport.messages import (
     Fetched,
     Generate,
     Interrupt,
+    KVTransfer,
     Loaded,
     LoadWeights,
     Message,
-    Parcel,
     Piece,
     Publish,
     Published,
@@ -576,12 +576,12 @@ def test_an_answer_that_is_too_late_is_a_loss_and_not_the_next_orders() -> None:
 
 # --- KV that is handed over ----------------------------------------------------------------------------------------
 
-PARCEL = Parcel(7, [0, 1])
+TRANSFER = KVTransfer(7, [0, 1])
 
 
 def test_what_an_engine_says_after_it_was_given_up_is_dropped() -> None:
     async def scenario(handle: EngineHandle, far: FarEnd, lost: list[str]) -> None:
-        saving, fetching = handle.save(Save([5] * 32, None, PARCEL)), handle.fetched(8)
+        saving, fetching = handle.save(Save([5] * 32, None, TRANSFER)), handle.fetched(8)
         await far.receive()
         # All of it arrives at once, and the first thing is why it is given up.
         far.send_bytes(b"".join(map(_frame, (Failure("KeyError: 7"), Saved(7, 2), Fetched(8, 16)))))
@@ -594,15 +594,15 @@ def test_what_an_engine_says_after_it_was_given_up_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("unasked", [Saved(9, 2), Fetched(9, 16)])
-def test_an_engine_that_tells_of_a_parcel_which_nobody_gave_it_is_lost_and_nobody_else(unasked: Message) -> None:
+def test_an_engine_that_tells_of_a_transfer_which_nobody_gave_it_is_lost_and_nobody_else(unasked: Message) -> None:
     async def run() -> None:
         reasons: asyncio.Queue[str] = asyncio.Queue()
         handle, far = await connect(EngineHandle, lambda name, why: reasons.put_nowait(why), "engine")
         try:
-            saving = handle.save(Save([5] * 32, None, PARCEL))
+            saving = handle.save(Save([5] * 32, None, TRANSFER))
             far.send(unasked)
             why = await asyncio.wait_for(reasons.get(), PATIENCE)
-            assert why == f"it sent {type(unasked).__name__} for parcel 9, which it was not given"
+            assert why == f"it sent {type(unasked).__name__} for transfer 9, which it was not given"
             assert await saving is None
         finally:
             handle.close()

@@ -11,7 +11,7 @@ from far_end import PATIENCE, FarEnd, connect, generated, piece
 
 import libra.backends.vllm.kv_handover
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Fetched, Generate, Interrupt, Parcel, Save, Saved
+from libra.backends.transport.messages import Fetched, Generate, Interrupt, KVTransfer, Save, Saved
 from libra.backends.vllm.kv_handover import Change, Changes, KVHandover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
@@ -38,18 +38,18 @@ class Scene:
     target: EngineHandle
     target_far: FarEnd
 
-    def begin(self) -> asyncio.Task[tuple[Parcel | None, Change]]:
+    def begin(self) -> asyncio.Task[tuple[KVTransfer | None, Change]]:
         return asyncio.create_task(self.handover.bring(CONTEXT, "salt", self.source, self.target))
 
-    async def saved(self) -> tuple[Parcel, Change]:
+    async def saved(self) -> tuple[KVTransfer, Change]:
         """A context that lies in its frames."""
         brought = self.begin()
         order = await self.source_far.receive()
         assert isinstance(order, Save)
-        self.source_far.send(Saved(order.parcel.number, 3))
-        parcel, change = await brought
-        assert parcel is not None
-        return parcel, change
+        self.source_far.send(Saved(order.transfer.number, 3))
+        transfer, change = await brought
+        assert transfer is not None
+        return transfer, change
 
     async def free(self, frames: int) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -78,13 +78,13 @@ def test_a_context_is_saved_and_taken() -> None:
         brought = scene.begin()
         order = await scene.source_far.receive()
         assert isinstance(order, Save)
-        assert (order.tokens, order.salt, len(order.parcel.frames)) == (CONTEXT[: 3 * BLOCK_TOKENS], "salt", 3)
+        assert (order.tokens, order.salt, len(order.transfer.frames)) == (CONTEXT[: 3 * BLOCK_TOKENS], "salt", 3)
         assert scene.handover.leases.free == FRAMES - 3
-        scene.source_far.send(Saved(order.parcel.number, 2))  # it had forgotten the third
-        parcel, change = await brought
-        assert parcel == Parcel(order.parcel.number, order.parcel.frames[:2])
+        scene.source_far.send(Saved(order.transfer.number, 2))  # it had forgotten the third
+        transfer, change = await brought
+        assert transfer == KVTransfer(order.transfer.number, order.transfer.frames[:2])
         assert scene.handover.leases.free == FRAMES - 3
-        scene.target_far.send(Fetched(parcel.number, 2 * BLOCK_TOKENS))
+        scene.target_far.send(Fetched(transfer.number, 2 * BLOCK_TOKENS))
         await scene.free(FRAMES)
         assert (change.context, change.handed_tokens, change.why) == (len(CONTEXT), 2 * BLOCK_TOKENS, "handed over")
         assert change.seconds > 0
@@ -94,8 +94,8 @@ def test_a_context_is_saved_and_taken() -> None:
 
 def test_what_the_target_cannot_use_is_told() -> None:
     async def scenario(scene: Scene) -> None:
-        parcel, change = await scene.saved()
-        scene.target_far.send(Fetched(parcel.number, 0))
+        transfer, change = await scene.saved()
+        scene.target_far.send(Fetched(transfer.number, 0))
         await scene.free(FRAMES)
         assert (change.handed_tokens, change.why) == (0, "none of it was taken")
 
@@ -118,8 +118,8 @@ def test_a_source_that_goes_away_keeps_its_frames_while_it_lives() -> None:
         await scene.source_far.receive()
         scene.source.link = replace(scene.source.link, pid=1)  # a process that goes on
         scene.source_far.close()
-        parcel, change = await brought
-        assert parcel is None and change.why == "the engine went away"
+        transfer, change = await brought
+        assert transfer is None and change.why == "the engine went away"
         assert scene.handover.leases.free == FRAMES - 3
         again, change = await scene.begin()
         assert again is None and change.why == "the engine was gone"
@@ -134,11 +134,11 @@ def test_a_source_that_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         brought = scene.begin()
         order = await scene.source_far.receive()
         assert isinstance(order, Save)
-        parcel, change = await brought
-        assert parcel is None and change.why.startswith("it was not saved within")
+        transfer, change = await brought
+        assert transfer is None and change.why.startswith("it was not saved within")
         # It may still write there, until it says that it has.
         assert scene.handover.leases.free == FRAMES - 3
-        scene.source_far.send(Saved(order.parcel.number, 3))
+        scene.source_far.send(Saved(order.transfer.number, 3))
         await scene.free(FRAMES)
 
     play(scenario)
@@ -152,7 +152,7 @@ def test_a_turn_that_is_given_up_meanwhile_leaves_nothing_leased() -> None:
         brought.cancel()
         await asyncio.gather(brought, return_exceptions=True)
         assert scene.handover.leases.free == FRAMES - 3
-        scene.source_far.send(Saved(order.parcel.number, 3))
+        scene.source_far.send(Saved(order.transfer.number, 3))
         await scene.free(FRAMES)
 
     play(scenario)
@@ -171,7 +171,7 @@ def test_a_turn_that_is_given_up_as_its_context_is_saved_leaves_nothing_leased()
         brought = scene.begin()
         order = await scene.source_far.receive()
         assert isinstance(order, Save)
-        scene.source_far.send(Saved(order.parcel.number, 3))
+        scene.source_far.send(Saved(order.transfer.number, 3))
         with pytest.raises(asyncio.CancelledError):
             await brought
         await scene.free(FRAMES)
@@ -201,7 +201,7 @@ def test_an_engine_that_leaves_while_a_context_is_saved_for_it_is_not_sent_the_t
         order = await scene.source_far.receive()
         assert isinstance(order, Save)
         fleet.remove("target")
-        scene.source_far.send(Saved(order.parcel.number, 3))
+        scene.source_far.send(Saved(order.transfer.number, 3))
         await served
         assert scene.target.running == 0 and scene.target_far.nothing_waits()
         assert turn.change is None and draft.home is scene.source
@@ -224,7 +224,7 @@ def test_kv_is_where_it_was_until_the_next_engine_has_made_something(made: list[
         served = asyncio.create_task(turn.serve(placement, "part"))
         order = await scene.source_far.receive()
         assert isinstance(order, Save)
-        scene.source_far.send(Saved(order.parcel.number, 3))
+        scene.source_far.send(Saved(order.transfer.number, 3))
         assert isinstance(await scene.target_far.receive(), Generate)
         if made:
             scene.target_far.send(generated(piece("part", *made)))
@@ -250,8 +250,8 @@ def test_kv_is_where_it_was_until_the_next_engine_has_made_something(made: list[
 def test_what_is_cheaper_to_compute_is_not_asked_for(profile: DeviceProfile, why: str) -> None:
     async def scenario(scene: Scene) -> None:
         scene.handover.price_by(profile)
-        parcel, change = await scene.begin()
-        assert (parcel, change.why) == (None, why)
+        transfer, change = await scene.begin()
+        assert (transfer, change.why) == (None, why)
         assert scene.source_far.nothing_waits() and scene.handover.leases.free == FRAMES
 
     play(scenario)
@@ -261,8 +261,8 @@ def test_an_engine_of_another_node_is_not_asked() -> None:
     async def scenario(scene: Scene) -> None:
         scene.target.link = replace(scene.target.link, node="other")
         assert scene.handover.place(scene.target) is None and scene.handover.place(scene.source) is not None
-        parcel, change = await scene.begin()
-        assert (parcel, change.why) == (None, "an engine is on another node")
+        transfer, change = await scene.begin()
+        assert (transfer, change.why) == (None, "an engine is on another node")
         assert scene.source_far.nothing_waits()
 
     play(scenario)
@@ -272,8 +272,8 @@ def test_a_full_memory_is_not_waited_for() -> None:
     async def scenario(scene: Scene) -> None:
         await scene.saved()
         await scene.saved()
-        parcel, change = await scene.begin()
-        assert (parcel, change.why) == (None, "too much is being handed over")
+        transfer, change = await scene.begin()
+        assert (transfer, change.why) == (None, "too much is being handed over")
 
     play(scenario)
 
@@ -304,7 +304,7 @@ def test_an_engine_is_vacant_when_what_its_turns_want_is_saved() -> None:
         scene.source_far.send(generated(ended=["t"]))
         order = await scene.source_far.receive()
         assert isinstance(order, Save) and not vacant.done()
-        scene.source_far.send(Saved(order.parcel.number, 3))
+        scene.source_far.send(Saved(order.transfer.number, 3))
         await vacant
         await turned
 

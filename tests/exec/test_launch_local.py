@@ -1,4 +1,4 @@
-"""Who outlives whom: a real nursery whose heavy imports are left out, and workers that it really forks."""
+"""Who outlives whom: a real fork server whose heavy imports are left out, and workers that it really forks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from nurseries import BARE, nursery
+from fork_servers import BARE, fork_server
 
 from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.backends.launch.local import LocalLauncher
@@ -27,7 +27,7 @@ def with_launcher(
     logs: Path, scenario: Callable[[LocalLauncher, subprocess.Popen[bytes]], Awaitable[None]], source: str = BARE
 ) -> None:
     async def run() -> None:
-        async with nursery(logs, source) as (launcher, process):
+        async with fork_server(logs, source) as (launcher, process):
             await asyncio.wait_for(scenario(launcher, process), PATIENCE)
 
     asyncio.run(run())
@@ -57,7 +57,7 @@ def test_workers_are_forked_and_end_when_they_are_left_alone(tmp_path: Path) -> 
             worker = os.pidfd_open(link.pid)
             link.channel.close()
             assert await ended(worker)
-        await launcher.spawn("core-0", 0)  # the nursery goes on
+        await launcher.spawn("core-0", 0)  # the fork server goes on
         assert process.poll() is None
 
     with_launcher(tmp_path, scenario)
@@ -94,7 +94,7 @@ def test_closing_the_launcher_ends_everything(tmp_path: Path) -> None:
     with_launcher(tmp_path, scenario)
 
 
-def test_workers_die_with_their_nursery(tmp_path: Path) -> None:
+def test_workers_die_with_their_fork_server(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         link = await launcher.spawn("rollout-0", 0)
@@ -121,7 +121,7 @@ def test_a_killed_worker_is_seen_on_its_channel_and_nobody_else_dies(tmp_path: P
 
 
 def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.backends.launch.nursery_process._EXIT_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.fork_server._EXIT_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
@@ -143,20 +143,20 @@ def test_a_worker_is_gone_when_its_slot_is_used_again(tmp_path: Path, monkeypatc
     with_launcher(tmp_path, scenario)
 
 
-def test_a_nursery_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.backends.launch.nursery_process._SPAWN_SECONDS", 0.05)
+def test_a_fork_server_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.backends.launch.fork_server._SPAWN_SECONDS", 0.05)
 
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(LaunchError, match="worker rollout-0 cannot start: the nursery process does not answer"):
+        with pytest.raises(LaunchError, match="worker rollout-0 cannot start: the fork server process does not answer"):
             await launcher.spawn("rollout-0", 0)
 
     with_launcher(tmp_path, scenario)
 
 
 NO_ROOM_ONCE = BARE.replace(
-    "nursery._import",
+    "fork_server._import",
     """
 import os
 fork = os.fork
@@ -164,7 +164,7 @@ def full():
     os.fork = fork
     raise OSError(11, "Resource temporarily unavailable")
 os.fork = full
-nursery._import""",
+fork_server._import""",
     1,
 )
 
@@ -180,18 +180,18 @@ def test_a_fork_that_fails_fails_alone(tmp_path: Path) -> None:
     with_launcher(tmp_path, scenario, NO_ROOM_ONCE)
 
 
-def test_a_nursery_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:
+def test_a_fork_server_ends_when_its_controller_hangs_up(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         link = await launcher.spawn("rollout-0", 0)
-        launcher._nursery._control.close()
+        launcher._fork_server._control.close()
         assert await asyncio.to_thread(process.wait, PATIENCE) == 0
         await gone(link)
 
     with_launcher(tmp_path, scenario)
 
 
-def test_a_nursery_that_cannot_import_says_why(tmp_path: Path) -> None:
+def test_a_fork_server_that_cannot_import_says_why(tmp_path: Path) -> None:
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await asyncio.to_thread(process.wait, PATIENCE)
         with pytest.raises(LaunchError, match=r"no module named vllm\. Is the engine extra installed"):
@@ -219,10 +219,10 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     )
     assert controller.stdout is not None
     pids = [int(pid) for pid in controller.stdout.readline().split()]
-    nursery, worker = [os.pidfd_open(pid) for pid in pids]
+    fork_server, worker = [os.pidfd_open(pid) for pid in pids]
     controller.kill()
     controller.wait()
-    assert asyncio.run(ended(nursery))
+    assert asyncio.run(ended(fork_server))
     assert asyncio.run(ended(worker))
     controller.stdout.close()
 
@@ -257,7 +257,7 @@ def test_two_may_wait_for_the_same_worker_to_go(tmp_path: Path, monkeypatch: pyt
     async def scenario(launcher: LocalLauncher, process: subprocess.Popen[bytes]) -> None:
         await launcher.ready()
         for seconds, leaves in ((PATIENCE, True), (0.05, False)):
-            monkeypatch.setattr("libra.backends.launch.nursery_process._EXIT_SECONDS", seconds)
+            monkeypatch.setattr("libra.backends.launch.fork_server._EXIT_SECONDS", seconds)
             link = await launcher.spawn("rollout-0", 0)
             waiting = asyncio.gather(launcher.gone(link), launcher.gone(link))
             await asyncio.sleep(0)

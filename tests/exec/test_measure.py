@@ -45,7 +45,7 @@ def test_frames_of_a_lost_engine_are_measured_with_when_its_process_is_gone() ->
             await asyncio.sleep(3 * measure._LOOK_SECONDS)
             assert not measuring.done() and far.nothing_waits()
         order = await far.receive()
-        assert isinstance(order, MeasureHandover) and len(order.parcel.frames) == BLOCKS
+        assert isinstance(order, MeasureHandover) and len(order.transfer.frames) == BLOCKS
         far.send(HandoverMeasured(ROWS))
         assert await measuring == ROWS
         assert handover.leases.free == BLOCKS

@@ -19,8 +19,8 @@ from libra.config.run import ConfigError, MetricsConfig
 from libra.loop import run as run_module
 from libra.loop.metrics_endpoint import MetricsEndpoint
 from libra.loop.tally import OUTCOMES
+from libra.records.causes import Cause
 from libra.records.schema import RunSummary
-from libra.report.causes import Cause
 
 STEPS = 24
 Labels = tuple[tuple[str, str], ...]

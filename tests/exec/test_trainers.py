@@ -32,9 +32,9 @@ from libra.backends.transport.messages import (
     Enter,
     Entered,
     Follow,
+    HostRendezvous,
     Identify,
     MeasureTraining,
-    Meet,
     Message,
     Prepare,
     Publish,
@@ -569,11 +569,11 @@ def test_a_joiner_whose_membership_does_not_form_is_introduced_again() -> None:
 def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None:
     async def scenario(scene: Scene) -> None:
         core, joiner = scene.floor.replicas["core-0"], await scene.floor.hire("hybrid-0")
-        core.will(Meet, ["fail"])
+        core.will(HostRendezvous, ["fail"])
         joiner.unformed = {1}
         await scene.trainers.join(joiner.handle)
         assert [order.port for order in joiner.told(Prepare)] == [0, PORT]
-        assert core.told(Meet) == [Meet(HOST, 0)] * 2
+        assert core.told(HostRendezvous) == [HostRendezvous(HOST, 0)] * 2
         assert await scene.step(1) == 2
 
     play(scenario)
@@ -582,7 +582,7 @@ def test_a_replica_that_could_not_listen_for_the_others_is_asked_again() -> None
 def test_who_dies_when_the_others_are_to_meet_at_it_is_left_behind() -> None:
     async def scenario(scene: Scene) -> None:
         scene.floor.replicas["core-0"].fall()
-        scene.floor.replicas["core-1"].will(Meet, ["die"])
+        scene.floor.replicas["core-1"].will(HostRendezvous, ["die"])
         assert await scene.step(1) == 2
         assert scene.trainers.names() == ("core-2", "hybrid-0")
         assert scene.floor.replicas["hybrid-0"].told(Prepare)[-1].port == PORT

@@ -8,25 +8,26 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from math import prod
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.backends.transport.messages import Tensor
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
 from libra.backends.transport.weights import BUFFERS, WeightBuffer, WeightUpdateError, create_buffer, make_layout
 
 SHAPES = [("embed.weight", (7, 5)), ("norm.weight", (5,)), ("scale", ()), ("head.weight", (3, 2, 2))]
-LAYOUT, SIZE = make_layout(SHAPES)
+LAYOUT, SIZE = make_layout(SHAPES, "bfloat16")
 
 # An engine's side: reads buffer 0, then answers by writing buffer 1 as a trainer would.
 READER = """
 import json, sys
-from libra.backends.transport.messages import Tensor
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
 from libra.backends.transport.weights import WeightBuffer
 descriptor, size, checksum = map(int, sys.argv[1:4])
-layout = [Tensor(name, tuple(shape), offset) for name, shape, offset in json.loads(sys.argv[4])]
+layout = [Tensor(name, tuple(shape), offset, dtype) for name, shape, offset, dtype in json.loads(sys.argv[4])]
 buffer = WeightBuffer(descriptor, size)
 weights = {name: tensor.clone() for name, tensor in buffer.read(0, layout, checksum)}
 assert all(weights[tensor.name].shape == tensor.shape for tensor in layout)
@@ -62,7 +63,7 @@ def test_another_process_reads_exactly_what_was_written(descriptor: int) -> None
     trainer = WeightBuffer(descriptor, SIZE)
     written = weights(0)
     checksum = trainer.write(0, LAYOUT, written)
-    layout = json.dumps([[tensor.name, tensor.shape, tensor.offset] for tensor in LAYOUT])
+    layout = json.dumps([[tensor.name, tensor.shape, tensor.offset, tensor.dtype] for tensor in LAYOUT])
     answer = subprocess.run(
         [sys.executable, "-c", READER, str(descriptor), str(SIZE), str(checksum), layout],
         pass_fds=(descriptor,),
@@ -81,11 +82,20 @@ def test_both_ends_see_one_memory(descriptor: int) -> None:
 
 
 def test_numbers_that_are_odd_survive(descriptor: int) -> None:
-    layout, size = make_layout([("odd", (6,))])
+    layout, size = make_layout([("odd", (6,))], "bfloat16")
     buffer = WeightBuffer(descriptor, size)
     odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, 3.3895e38])
     [(_, found)] = buffer.read(1, layout, buffer.write(1, layout, {"odd": odd}))
     assert found.view(torch.int16).tolist() == odd.to(torch.bfloat16).view(torch.int16).tolist()
+
+
+def test_a_layout_of_float32_rounds_nothing(descriptor: int) -> None:
+    layout, size = make_layout(SHAPES, "float32")
+    buffer, wanted = WeightBuffer(descriptor, size), weights(3)
+    assert size > SIZE
+    found = dict(buffer.read(1, layout, buffer.write(1, layout, wanted)))
+    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(wanted, torch.float32)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_a_wrong_checksum_is_refused_before_the_first_weight(descriptor: int) -> None:
@@ -145,16 +155,16 @@ def test_weights_that_require_gradients_and_are_not_contiguous(descriptor: int) 
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=8))
-def test_a_layout_has_a_place_for_every_weight(shapes: list[list[int]]) -> None:
+@given(st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=8), st.sampled_from(get_args(Dtype)))
+def test_a_layout_has_a_place_for_every_weight(shapes: list[list[int]], dtype: Dtype) -> None:
     named = [(f"w{number}", tuple(shape)) for number, shape in enumerate(shapes)]
-    layout, size = make_layout(named)
+    layout, size = make_layout(named, dtype)
     assert [(tensor.name, tensor.shape) for tensor in layout] == named
     ends = 0
     for tensor in layout:
         assert isinstance(tensor, Tensor)
         assert tensor.offset >= ends
         assert tensor.offset % 64 == 0
-        ends = tensor.offset + 2 * prod(tensor.shape)
+        ends = tensor.offset + DTYPE_BYTES[dtype] * prod(tensor.shape)
     assert size >= ends
     assert size % 64 == 0

@@ -25,19 +25,19 @@ from libra.backends.transport.messages import (
     Entered,
     Failure,
     Follow,
+    HostRendezvous,
     Identify,
     MeasureTraining,
-    Meet,
-    Meeting,
     Message,
     Prepare,
     Publish,
     Published,
     Reduced,
     RelayPlace,
+    Rendezvous,
     Serve,
     Serving,
-    Standing,
+    StateDigest,
     StatePlace,
     Stop,
     Train,
@@ -176,8 +176,8 @@ class Voter:
             case Prepare():
                 self._prepared[order.generation] = order.size
                 return Done()
-            case Meet():
-                return Meeting(0 if fate == "fail" else order.port or PORT)
+            case HostRendezvous():
+                return Rendezvous(0 if fate == "fail" else order.port or PORT)
             case Enter():
                 assert self._pending is None, "the membership changes in the middle of a step"
                 self.generation, self._size = order.generation, self._prepared[order.generation]
@@ -250,9 +250,9 @@ class Voter:
         self._follows = source._index
         self.steps = list(source.steps)
 
-    def _standing(self, ready: bool, behind: str = "") -> Standing:
+    def _standing(self, ready: bool, behind: str = "") -> StateDigest:
         number = -1 if behind else len(self.steps)
-        return Standing(number, self._hash(), 64, [StatePlace(self._index, 0, 0)], ready, behind)
+        return StateDigest(number, self._hash(), 64, [StatePlace(self._index, 0, 0)], ready, behind)
 
     def _hash(self) -> int:
         return zlib.crc32(repr(self.steps).encode())

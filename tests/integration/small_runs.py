@@ -74,6 +74,12 @@ class SmallRuns:
             text=True,
         )
 
+    @property
+    def precision(self) -> str:
+        """What the run chose."""
+        chosen: str = json.loads((self.run_directory / "config.json").read_text())["training"]["precision"]
+        return chosen
+
     def finish(self, process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
         """Exit status, standard output and standard error; the run is bounded in time."""
         try:

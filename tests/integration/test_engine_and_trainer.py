@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from shared_nursery import SharedNursery
+from arithmetic import LOGPROB_GAP, PRECISION
+from shared_fork_server import SharedNursery
 
 import libra.backends.launch.handles
+from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError
 from libra.backends.launch.local import LocalLauncher
@@ -49,7 +51,7 @@ from libra.route.baselines import LeastLoaded
 pytestmark = pytest.mark.integration
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-ARITHMETIC_GAP = 0.1  # largest difference of two bfloat16 log-probs of these tiny models
+ARITHMETIC_GAP = LOGPROB_GAP[PRECISION]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def start_trainer(model: Path, replica: int, temperature: float = 1.0) -> StartT
         token_constant=12.0,
         temperature=temperature,
         micro_batch_tokens=256,
-        precision="bf16",
+        precision=PRECISION,
         seed=replica,  # replicas start from different optimiser noise; joining must make them equal
         share=0.9,
         cores=(0,),
@@ -85,7 +87,8 @@ def start_engine(model: Path, ready: Ready, refresh_kv: bool = False) -> StartEn
         model_directory=str(model),
         max_model_len=256,
         max_num_seqs=4,
-        kv_cache_bytes=1024 * kv_bytes_per_token(model),
+        dtype=served_dtype(PRECISION),
+        kv_cache_bytes=1024 * kv_bytes_per_token(model, served_dtype(PRECISION)),
         layout=ready.layout,
         buffer_bytes=ready.buffer_bytes,
         seed=0,
@@ -117,12 +120,12 @@ async def made(engine: EngineHandle, request: Generate) -> Made:
 
 @asynccontextmanager
 async def pair(
-    nursery: SharedNursery, directory: Path, lost: Callable[[str, str], object] = lambda name, why: None
+    fork_server: SharedNursery, directory: Path, lost: Callable[[str, str], object] = lambda name, why: None
 ) -> AsyncIterator[Pair]:
     """`lost` hears of the engine's loss."""
     model = directory / "model"
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", 256)
-    async with nursery.open() as launcher:
+    async with fork_server.open() as launcher:
         trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(start_trainer(model, 0))
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)  # the engine needs weights to start from
@@ -157,9 +160,9 @@ def gap(generated: list[float], scored: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(generated, scored[len(PROMPT) - 1 :], strict=True))
 
 
-def test_engine_and_trainer_agree_after_updates_and_not_before(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_after_updates_and_not_before(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
-        async with pair(nursery, tmp_path) as both:
+        async with pair(fork_server, tmp_path) as both:
             for version in (1, 2, 3):
                 done = await step(both.trainer, version, version % 2)
                 old = await made(both.engine, turn(f"old-{version}", 24, salt=f"old-{version}"))
@@ -173,11 +176,11 @@ def test_engine_and_trainer_agree_after_updates_and_not_before(nursery: SharedNu
     asyncio.run(check())
 
 
-def test_log_probs_are_of_the_distribution_that_was_sampled(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_log_probs_are_of_the_distribution_that_was_sampled(fork_server: SharedNursery, tmp_path: Path) -> None:
     """In one batch at once, as evaluations and training may be: 0 is greedy, of which nothing is trained."""
 
     async def check() -> None:
-        async with pair(nursery, tmp_path) as both:
+        async with pair(fork_server, tmp_path) as both:
             for version in (1, 2, 3):  # away from the uniform distribution, which is the same at any temperature
                 done = await step(both.trainer, version, version % 2)
             await both.engine.load(LoadWeights(3, 1, done.checksum))
@@ -197,9 +200,9 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(nursery: SharedNurse
     asyncio.run(check())
 
 
-def test_weights_arrive_in_the_middle_of_a_turn_without_draining(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_weights_arrive_in_the_middle_of_a_turn_without_draining(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
-        async with pair(nursery, tmp_path) as both:
+        async with pair(fork_server, tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
             await both.engine.load(LoadWeights(1, 1, first.checksum))
             running = asyncio.create_task(made(both.engine, turn("long", 200)))
@@ -215,9 +218,9 @@ def test_weights_arrive_in_the_middle_of_a_turn_without_draining(nursery: Shared
     asyncio.run(check())
 
 
-def test_a_damaged_update_is_refused_and_the_old_weights_stay(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_a_damaged_update_is_refused_and_the_old_weights_stay(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
-        async with pair(nursery, tmp_path) as both:
+        async with pair(fork_server, tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
             await both.engine.load(LoadWeights(1, 1, first.checksum))
             done = await step(both.trainer, 2, 0)
@@ -230,11 +233,11 @@ def test_a_damaged_update_is_refused_and_the_old_weights_stay(nursery: SharedNur
     asyncio.run(check())
 
 
-def test_a_worker_leaves_rollout_joins_training_and_goes_back(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_a_worker_leaves_rollout_joins_training_and_goes_back(fork_server: SharedNursery, tmp_path: Path) -> None:
     """The hybrid's way: engine, replica, engine; the core trains before, with and after it."""
 
     async def check() -> None:
-        async with pair(nursery, tmp_path) as both:
+        async with pair(fork_server, tmp_path) as both:
             trainers = Trainers(both.trainer, both.kill)
             batch = samples(6)
             tokens = sum(sum(sample.generated) for sample in batch)
@@ -262,9 +265,9 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(nursery: SharedNur
     asyncio.run(check())
 
 
-def test_a_replica_that_is_killed_costs_no_step(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_a_replica_that_is_killed_costs_no_step(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
-        async with pair(nursery, tmp_path) as both:
+        async with pair(fork_server, tmp_path) as both:
             trainers = Trainers(both.trainer, both.kill)
             hybrid = Handle(await both.launcher.spawn("hybrid", 0), lambda name, why: None)
             await hybrid.start(start_trainer(both.model, 1))
@@ -334,13 +337,13 @@ async def another_engine(both: Pair) -> EngineHandle:
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])
 def test_a_turn_goes_on_when_its_engine_is_lost(
-    nursery: SharedNursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    fork_server: SharedNursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 5)
 
     async def check() -> None:
         turn = LongTurn()
-        async with pair(nursery, tmp_path, turn.lost) as both:
+        async with pair(fork_server, tmp_path, turn.lost) as both:
             other = await another_engine(both)
             await turn.begin(both, other)
             began = time.monotonic()
@@ -358,10 +361,10 @@ def test_a_turn_goes_on_when_its_engine_is_lost(
     asyncio.run(check())
 
 
-def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
         turn = LongTurn()
-        async with pair(nursery, tmp_path, turn.lost) as both:
+        async with pair(fork_server, tmp_path, turn.lost) as both:
             other = await another_engine(both)
             await turn.begin(both, other)
             turn.fleet.remove(both.engine.name)
@@ -378,10 +381,10 @@ def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(nursery: SharedN
     asyncio.run(check())
 
 
-def test_a_turn_is_moved_while_it_runs(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_a_turn_is_moved_while_it_runs(fork_server: SharedNursery, tmp_path: Path) -> None:
     async def check() -> None:
         turn = LongTurn()
-        async with pair(nursery, tmp_path, turn.lost) as both:
+        async with pair(fork_server, tmp_path, turn.lost) as both:
             other = await another_engine(both)
             await turn.begin(both, other)
             both.engine.interrupt("first")

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.fidelity.fit import fit_prices
 from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.prediction import replay_difference
-from libra.backends.launch.nursery_process import WORKER_ENVIRONMENT
+from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 
 pytestmark = pytest.mark.integration
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from shared_nursery import SharedNursery
+from arithmetic import LOGPROB_GAP, PRECISION
+from shared_fork_server import SharedNursery
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
+from libra.backends.arithmetic import served_dtype
 from libra.backends.launch.handles import EngineHandle, Handle
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.messages import (
@@ -44,7 +46,8 @@ pytestmark = pytest.mark.integration
 LONGEST = 512
 PROMPT = [4 + (7 * place + place * place // 5) % 12 for place in range(150)]
 MOST = 200  # tokens of the turn
-GAP = 0.05  # of two bfloat16 log-probs: of a token computed in another batch
+DTYPE = served_dtype(PRECISION)
+GAP = LOGPROB_GAP[PRECISION] / 3  # of a token computed in another batch, by the same engine
 # Every context is handed over: what is cheaper is not this test's question.
 PROFILE = DeviceProfile(
     "test", "test", EngineCost(0, 0, 0, 1, 0), TrainCost(1, 1, 1), SwitchCost(1, 1, 1), 0.0, HandoverCost(0, 0)
@@ -83,15 +86,15 @@ class Told:
 
 
 @asynccontextmanager
-async def scene(nursery: SharedNursery, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
+async def scene(fork_server: SharedNursery, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
     model = directory / "model"
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", LONGEST)
-    handover = KVHandover(kv_bytes_per_token(model), LONGEST)
+    handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
     handover.price_by(PROFILE)
-    async with nursery.open() as launcher:
+    async with fork_server.open() as launcher:
         trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
         ready = await trainer.start(
-            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, "bf16", 0, 0.9, (0,))
+            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, PRECISION, 0, 0.9, (0,))
         )
         await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Done)
         engines = [EngineHandle(await launcher.spawn(name, 0), lambda name, why: None) for name in "ab"]
@@ -106,7 +109,8 @@ def _start(model: Path, ready: Ready, handover: KVHandover, refresh_kv: bool) ->
         model_directory=str(model),
         max_model_len=LONGEST,
         max_num_seqs=4,
-        kv_cache_bytes=2 * LONGEST * kv_bytes_per_token(model),
+        dtype=DTYPE,
+        kv_cache_bytes=2 * LONGEST * kv_bytes_per_token(model, DTYPE),
         layout=ready.layout,
         buffer_bytes=ready.buffer_bytes,
         seed=0,
@@ -176,9 +180,9 @@ def same(one: Told, other: Told) -> None:
 
 async def measured(scene: Scene) -> None:
     """What a hand-over costs, for the profile."""
-    parcel = scene.handover.leases.lease(8)
-    assert parcel is not None
-    found = await scene.a.measure_handover(MeasureHandover([33, 8 * BLOCK_TOKENS + 1], 2, parcel))
+    transfer = scene.handover.leases.lease(8)
+    assert transfer is not None
+    found = await scene.a.measure_handover(MeasureHandover([33, 8 * BLOCK_TOKENS + 1], 2, transfer))
     assert [tokens for tokens, _ in found.contexts] == [32, 256] * 2
     assert all(seconds > 0 for _, seconds in found.contexts)
 
@@ -200,11 +204,13 @@ def holders(memory: int) -> set[int]:
     return found
 
 
-def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(
+    fork_server: SharedNursery, tmp_path: Path
+) -> None:
     named = shared_files()
 
     async def check() -> int:
-        async with scene(nursery, tmp_path) as two:
+        async with scene(fork_server, tmp_path) as two:
             memory = os.fstat(two.handover.memory.place.descriptor).st_ino
             assert holders(memory) == {os.getpid(), two.a.link.pid, two.b.link.pid}
             whole = await told(two, "whole")
@@ -237,11 +243,11 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(nursery: S
     assert not unused_shared_files(named)
 
 
-def test_an_engine_that_leaves_puts_down_what_its_turns_want(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: SharedNursery, tmp_path: Path) -> None:
     """And with `kv_on_update: refresh` nothing that is older than the weights, as within one engine."""
 
     async def check() -> None:
-        async with scene(nursery, tmp_path, refresh_kv=True) as two:
+        async with scene(fork_server, tmp_path, refresh_kv=True) as two:
             whole = await told(two, "whole")
 
             async def updated(engine: EngineHandle, turn: str) -> None:
@@ -289,18 +295,18 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(nursery: SharedNurs
     asyncio.run(check())
 
 
-def test_what_cannot_be_handed_over_is_computed_again(nursery: SharedNursery, tmp_path: Path) -> None:
+def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedNursery, tmp_path: Path) -> None:
     """A damaged block, weights that are newer, an engine that is killed after it was asked."""
 
     async def check() -> None:
-        async with scene(nursery, tmp_path) as two:
+        async with scene(fork_server, tmp_path) as two:
             whole = await told(two, "whole")
             frames = two.handover.memory
             save = two.a.save
 
             def damaged(order):  # type: ignore[no-untyped-def]
                 saved = save(order)
-                saved.add_done_callback(lambda _: frames.payload[order.parcel.frames[3]].__setitem__(17, 255))
+                saved.add_done_callback(lambda _: frames.payload[order.transfer.frames[3]].__setitem__(17, 255))
                 return saved
 
             two.a.save = damaged  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ class Priced:
 
     allocation: Allocation
     step: float
+    changes: bool  # anything of what runs
     moves: int
     devices: int
 
@@ -39,7 +40,16 @@ def priced(problem: Problem) -> list[Priced]:
             allocation = Allocation(training.replicas, buckets, training.layout)
             step = max(training.seconds, *(steps(bucket, training, _runs(problem, buckets)) for bucket in buckets))
             devices = training.devices + sum(b.engines * _options(problem, b.shape)[0].devices for b in buckets)
-            found.append(Priced(allocation, step, moves(problem, allocation), devices))
+            changes = problem.current not in (None, allocation)
+            found.append(Priced(allocation, step, changes, moves(problem, allocation), devices))
+    return found
+
+
+def answers(problem: Problem) -> list[Priced]:
+    """Every allocation of the problem, and what runs, if it fits, even where one of its buckets serves no class."""
+    found, present = priced(problem), problem.current
+    if present is not None and _fits(problem, present) and present not in [plan.allocation for plan in found]:
+        found.append(Priced(present, step_of(problem, present), False, 0, sum(_devices(problem, present).values())))
     return found
 
 
@@ -66,6 +76,34 @@ def moves(problem: Problem, allocation: Allocation) -> int:
         before = sum(bucket.engines for bucket in current.buckets if bucket.shape == shape)
         started += max(0, sum(bucket.engines for bucket in allocation.buckets if bucket.shape == shape) - before)
     return started + (not _runs(problem, allocation.buckets))
+
+
+def _fits(problem: Problem, allocation: Allocation) -> bool:
+    shapes = [bucket.shape for bucket in allocation.buckets]
+    if (
+        (allocation.layout, allocation.replicas) not in {(t.layout, t.replicas) for t in problem.training}
+        or not shapes
+        or not set(shapes) <= set(problem.shapes)
+        or len(shapes) > (problem.most_buckets or len(shapes))
+        or (problem.one_bucket_per_shape and len(set(shapes)) < len(shapes))
+        or allocation.buckets[-1].up_to < problem.longest_context
+        or any(bucket.up_to > _options(problem, bucket.shape)[0].holds for bucket in allocation.buckets)
+    ):
+        return False
+    used, there = _devices(problem, allocation), {pool.name: pool.devices for pool in problem.pools}
+    return used == there if problem.use_all_devices else all(used[name] <= there[name] for name in there)
+
+
+def _devices(problem: Problem, allocation: Allocation) -> dict[str, int]:
+    """Devices of each pool that the allocation uses."""
+    training = next(t for t in problem.training if (t.layout, t.replicas) == (allocation.layout, allocation.replicas))
+    trains = {pool.name: training.devices if pool.name == training.pool else 0 for pool in problem.pools}
+    generates = dict.fromkeys(trains, 0)
+    for bucket in allocation.buckets:
+        option = _options(problem, bucket.shape)[0]
+        generates[option.pool] += bucket.engines * option.devices
+    together = max if problem.colocated else int.__add__
+    return {name: together(trains[name], generates[name]) for name in trains}
 
 
 def bucket_step(problem: Problem, bucket: Bucket, training: TrainingOption, runs: bool) -> float:

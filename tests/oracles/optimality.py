@@ -7,7 +7,7 @@ bound holds, and nothing as good is simpler; anything else is an AssertionError.
 from __future__ import annotations
 
 import pytest
-from oracles.enumerate_problems import Priced, priced
+from oracles.enumerate_problems import Priced, answers, priced
 
 from libra.plan.model.ilp import keeps_step
 from libra.plan.model.solve import STEP_TOLERANCE, solve
@@ -19,7 +19,7 @@ PROVEN = 1e-4  # relative distance of bound and step
 
 
 def require_best(solution: Solution, plans: list[Priced]) -> None:
-    """`plans` is every allocation of the solution's problem."""
+    """`plans` are all `answers` to the solution's problem."""
     shortest = min(plan.step for plan in plans)
     chosen = next(plan for plan in plans if plan.allocation == solution.allocation)
     step, bound = solution.predicted.step, solution.proof.bound
@@ -35,19 +35,19 @@ def require_best(solution: Solution, plans: list[Priced]) -> None:
     )
 
 
-def simplicity(plan: Priced) -> tuple[int, int, int]:
-    return plan.moves, plan.devices, len(plan.allocation.buckets)
+def simplicity(plan: Priced) -> tuple[bool, int, int, int]:
+    return plan.changes, plan.moves, plan.devices, len(plan.allocation.buckets)
 
 
 def require_agreement(problem: Problem) -> None:
     """Brute force, CP-SAT, and CBC just above and just below the shortest step."""
     plans = priced(problem)
-    require_best(solve(problem), plans)
+    require_best(solve(problem), answers(problem))
     shortest = min(plan.step for plan in plans)
     above = max(shortest * (1 + PROVEN), INDISTINCT)
     kept = keeps_step(problem, above)
     assert kept is not None
-    assert price(problem, kept).step <= above * (1 + 1e-5)
+    assert price(problem, kept).step <= above * (1 + 1e-8)
     assert kept in [plan.allocation for plan in plans]
     if shortest > INDISTINCT:
         assert keeps_step(problem, shortest * (1 - PROVEN)) is None

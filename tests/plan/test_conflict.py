@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from libra.plan.explain.conflict import Constraint, conflict, constraints, has_plan, message
-from libra.plan.model.feasible import require_feasible
+from libra.plan.model.relaxation import require_feasible
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 

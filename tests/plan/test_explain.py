@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from libra.plan.explain.changes import Change, relaxations, restrictions, without_strays
 from libra.plan.explain.explanation import Explanation, by_kind, explain
 from libra.plan.explain.splits import splits
-from libra.plan.model.feasible import require_feasible
+from libra.plan.model.relaxation import require_feasible
 from libra.plan.model.solve import STEP_TOLERANCE, solve
-from libra.plan.options.price import fits, price, training_option
+from libra.plan.options.price import infeasibility, price, training_option
 from libra.plan.problem import (
     Allocation,
     Bucket,
@@ -47,7 +47,7 @@ def allocations(problem: Problem) -> Iterator[Allocation]:
                     serving = tuple(map(Bucket, shapes, counts, starts, ends))
                     for option in problem.training:
                         allocation = Allocation(option.replicas, serving, option.layout)
-                        if fits(problem, allocation) is None:
+                        if infeasibility(problem, allocation) is None:
                             yield allocation
 
 

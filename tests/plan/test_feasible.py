@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from oracles.enumerate_problems import optimum, priced, problems
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, TWO
 
-from libra.plan.model.feasible import ample_step, require_feasible
+from libra.plan.model.relaxation import ample_step, require_feasible
 from libra.plan.model.solve import solve
 from libra.plan.problem import InfeasiblePlanError, Pool, Problem
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.plan.model.horizon import PoolSizes, optima, plan_horizon, shortest_path
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Allocation, Bucket, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 from libra.plan.transition import engines_by_shape
 
@@ -132,8 +132,8 @@ def test_what_does_not_fit_a_period_is_not_held_in_it() -> None:
         **{name: getattr(whole, name) for name in whole.__slots__} | {"pools": (Pool("pool", 1, DEVICES - 1),)}
     )
     found = plan_horizon([whole, smaller], [1, 1], lambda *change: 1e6)
-    assert fits(smaller, found.allocations[1]) is None
-    assert fits(whole, found.allocations[0]) is None
+    assert infeasibility(smaller, found.allocations[1]) is None
+    assert infeasibility(whole, found.allocations[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from oracles.small_cluster import CLUSTER, QWEN_14B
 from libra.config.recipe import Recipe
 from libra.lengths import TrajectoryClass
 from libra.plan.model.solve import solve
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, Problem
 
@@ -78,13 +78,13 @@ def allocations(problem: Problem) -> list[Allocation]:
         for engines in (1, 4)
     ]
     found = [Allocation(option.replicas, way, option.layout) for option in training for way in ways]
-    return [allocation for allocation in found if fits(problem, allocation) is None]
+    return [allocation for allocation in found if infeasibility(problem, allocation) is None]
 
 
 def require_no_longer(shorter: Problem, longer: Problem) -> None:
     """Of every allocation that both know, and of the best: as far as the solver tells plans apart."""
     known = {(option.layout, option.replicas) for option in longer.training}
-    compared = [a for a in allocations(shorter) if (a.layout, a.replicas) in known and fits(longer, a) is None]
+    compared = [a for a in allocations(shorter) if (a.layout, a.replicas) in known and infeasibility(longer, a) is None]
     for allocation in compared:
         assert price(shorter, allocation).step <= price(longer, allocation).step * (1 + 1e-9)
     found, other = (solve(problem, tie_break=False) for problem in (shorter, longer))
@@ -133,5 +133,5 @@ def test_a_price_does_not_depend_on_what_else_is_on_the_menu(
     for buckets in (1, 4, 8):
         other = problem_of(recipe.model_copy(update={"max_buckets": buckets}), classes)
         for allocation, predicted in found:
-            if fits(other, allocation) is None:
+            if infeasibility(other, allocation) is None:
                 assert price(other, allocation) == predicted

@@ -20,7 +20,7 @@ from libra.config.recipe import Mode, Recipe
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.lengths import LengthTracker
 from libra.plan.document import dump_plan, parse_plan
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan, make_plan
 from libra.plan.planner import CLASSES as MOST_CLASSES
 from libra.plan.planner import Planner, rooflines
@@ -62,7 +62,7 @@ def test_a_plan_is_proven_priced_and_placed(planner: Planner) -> None:
     assert plan.proof.status == "optimal"
     assert 0 <= plan.proof.gap <= 1e-3
     assert plan.proof.bound <= plan.predicted.step * (1 + 1e-9)
-    assert fits(problem, plan.allocation) is None
+    assert infeasibility(problem, plan.allocation) is None
     assert plan.predicted == price(problem, plan.allocation)
     assert len(plan.seats) == len(plan.allocation.buckets)
     # The layout is that of the option, and its groups are as large as its replicas.

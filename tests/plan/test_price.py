@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import lagging, priced, problems, step_of
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, SHORT_MANY, TWO, one_bucket, two_buckets
 
-from libra.plan.options.price import bucket_prices, devices_used, fits, fixed_seconds, parts, price, training_option
+from libra.plan.options.price import (
+    bucket_prices,
+    devices_used,
+    fixed_seconds,
+    infeasibility,
+    parts,
+    price,
+    training_option,
+)
 from libra.plan.problem import Allocation, Bucket, Pool, Prediction, Problem, TrainingOption
 
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))
@@ -146,7 +154,7 @@ def test_a_bucket_runs_with_the_seats_that_delay_the_step_least() -> None:
 def test_the_step_is_the_oracle_s(problem: Problem, data: st.DataObject) -> None:
     for plan in data.draw(st.lists(st.sampled_from(priced(problem)), min_size=1, max_size=10)):
         predicted = price(problem, plan.allocation)
-        assert fits(problem, plan.allocation) is None
+        assert infeasibility(problem, plan.allocation) is None
         assert predicted.step == pytest.approx(plan.step, rel=1e-9)
         assert predicted.step == max(predicted.rollout, predicted.training, predicted.latency)
 
@@ -156,7 +164,7 @@ def test_the_step_is_the_oracle_s(problem: Problem, data: st.DataObject) -> None
 def test_what_runs_has_the_oracle_s_price_wherever_it_fits(problem: Problem) -> None:
     """Also where a bucket has lost its classes, or ends between two of them."""
     current = problem.current
-    if current is not None and fits(problem, current) is None:
+    if current is not None and infeasibility(problem, current) is None:
         assert price(problem, current).step == pytest.approx(step_of(problem, current), rel=1e-9)
 
 
@@ -280,7 +288,7 @@ MISFITS = [
 def test_an_allocation_that_does_not_fit_says_why_and_has_no_price(
     problem: Problem, allocation: Allocation, reason: str
 ) -> None:
-    found = fits(problem, allocation)
+    found = infeasibility(problem, allocation)
     assert found is not None and reason in found
     with pytest.raises(ValueError, match="does not fit has no price"):
         price(problem, allocation)
@@ -290,5 +298,5 @@ def test_two_pools_count_their_own_devices() -> None:
     pools = (Pool("a", 1, 2), Pool("b", 1, 4))
     problem = replace(PROBLEM, pools=pools, engines=(replace(LONG, pool="b"),))
     assert devices_used(problem, one_bucket(TWO.replicas, 2)) == {"a": (2, 0), "b": (0, 4)}
-    assert fits(problem, one_bucket(2, 2)) is None
-    assert fits(problem, one_bucket(2, 3)) == "the allocation uses 6 devices of pool b; it has 4"
+    assert infeasibility(problem, one_bucket(2, 2)) is None
+    assert infeasibility(problem, one_bucket(2, 3)) == "the allocation uses 6 devices of pool b; it has 4"

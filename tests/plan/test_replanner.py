@@ -14,7 +14,7 @@ from oracles.small_cluster import RECIPE as SMALL_BATCHES
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.plan.model.solve import STEP_TOLERANCE
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
@@ -82,7 +82,9 @@ def test_a_change_that_never_pays_is_not_made_though_the_layout_left_the_menu() 
     for trajectory in trajectories(1, 20):
         longer.observe(trajectory)
     menu = planner.problem(longer)
-    assert "no option trains" in (fits(menu, before) or ""), "the case shows nothing: the layout is on both menus"
+    assert "no option trains" in (infeasibility(menu, before) or ""), (
+        "the case shows nothing: the layout is on both menus"
+    )
     for version in range(1, 4):
         decision = replanner.step(trajectories(version, 20), [])
         assert not decision.taken

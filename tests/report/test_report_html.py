@@ -9,8 +9,8 @@ import pytest
 from made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
 
 from libra.plan.problem import Bottleneck
+from libra.records.causes import Cause
 from libra.records.schema import EventRecord
-from libra.report.causes import Cause
 from libra.report.charts import MAX_COLUMNS
 from libra.report.figures import role_spans, running_mean
 from libra.report.html import render_report

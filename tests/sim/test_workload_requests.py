@@ -252,3 +252,9 @@ def test_a_rate_that_takes_requests_beyond_the_clock_is_refused() -> None:
     records = [RecordedRequest(0, 10, 5), RecordedRequest(TICKS, 10, 5)]
     with pytest.raises(ValueError, match=r"rate_scale is 1e-300: .* raise it"):
         recorded_requests(records, rate_scale=1e-300)
+
+
+def test_the_csv_of_a_trace_is_read_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{HEADER}\n{ROW}\n")
+    assert read_requests(path) == read_azure_requests(path)

@@ -38,8 +38,8 @@ def contradicted(ends: list[Ended], faults: list[Struck], seen: list[Seen]) -> s
         (struck(1.0, Kind.KILL_ENGINE, "rollout-0", 6), {"nobody was lost without a fault"}),  # the one before
         (struck(1.0, Kind.KILL_ENGINE, "rollout-1", 7), {"nobody was lost without a fault"}),
         (struck(1.0, Kind.KILL_ENGINE, "rollout-0", 7, sitting=2), {"nobody was lost without a fault"}),
-        (struck(1.0, Kind.KILL_NURSERY), set()),  # takes everybody
-        (struck(9.0, Kind.KILL_NURSERY), {"nobody was lost without a fault"}),
+        (struck(1.0, Kind.KILL_FORK_SERVER), set()),  # takes everybody
+        (struck(9.0, Kind.KILL_FORK_SERVER), {"nobody was lost without a fault"}),
     ],
 )
 def test_a_loss_needs_a_fault_that_struck_that_process(fault: Struck, found: set[str]) -> None:

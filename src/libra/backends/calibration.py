@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
+from libra.backends.arithmetic import choose, probe, served_dtype
 from libra.cost.sources.rates import Calibration, Measured
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> C
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device is {kind}; give cpu, or cuda where torch finds a CUDA device")
-    bench = _Bench(torch.device(kind), torch.bfloat16 if kind == "cuda" else torch.float32)
+    bench = _Bench(torch.device(kind), getattr(torch, served_dtype(choose("auto", [probe(kind)]).precision)))
     sizes = sizes or (CUDA_SIZES if kind == "cuda" else CPU_SIZES)
     training_flops, parameters = _training(bench, sizes)
     return Calibration(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype
 from libra.config.run import ConfigError, ModelConfig
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
@@ -66,9 +67,9 @@ class TokenizerCodec:
         return text
 
 
-def kv_bytes_per_token(directory: Path) -> int:
-    """Bytes of bfloat16 keys and values that one token occupies in all layers, from `config.json`."""
+def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:
+    """Bytes of the keys and values of `dtype` that one token occupies in all layers, from `config.json`."""
     config = json.loads((directory / "config.json").read_text())
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return 2 * 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim)
+    return DTYPE_BYTES[dtype] * 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim)

@@ -1,27 +1,18 @@
-"""The `libra` command.
+"""The `libra` command: its verbs, and what it does without one.
 
-Invariant: this module parses, calls and prints; everything it prints was decided elsewhere. Exit status: 0 done,
-1 the run failed, 2 bad input, 3 no plan exists, 130 interrupted.
+Modules of this folder parse, call and print; what they print was decided elsewhere. Exit status: 0 done, 1 the run
+failed, 2 bad input, 3 no plan exists, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import sys
-from dataclasses import asdict
-from enum import StrEnum
-from pathlib import Path
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from libra.cli import emulation, planning, routing, simulation
-from libra.cli.errors import bad_input
-from libra.config.run import ConfigError, RunConfig, load_config
-from libra.environments.protocol import Environment
-from libra.trajectory import TrajectoryFormatError, read_trajectories
+from libra.cli import emulation, planning, routing, run, simulation, trace
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -29,155 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Look at trajectory logs.", no_args_is_help=True)
-app.add_typer(trace_app, name="trace")
-
-
-class Launcher(StrEnum):
-    local = "local"
-    ray = "ray"
-
-
-class AllocationMode(StrEnum):
-    adaptive = "adaptive"
-    static = "static"
-
-
-@app.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="What to run, for example examples/calculator.yaml.")],
-    name: Annotated[str | None, typer.Option(help="Name of the run; its files go to <directory>/<name>.")] = None,
-    directory: Annotated[Path | None, typer.Option(help="Where runs are kept (default: runs).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the model, the prompts and the sampling.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="0 gives the control that learns nothing.")] = None,
-    allocation: Annotated[
-        AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
-    ] = None,
-    launcher: Annotated[
-        Launcher | None,
-        typer.Option(help="local: workers run on this machine. ray: on the nodes of a Ray cluster."),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(help="Of the Ray cluster, or auto (default: one is started here for the run)."),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(help="Answer Prometheus at this port (127.0.0.1, or metrics.host)."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
-) -> None:
-    """Post-train an agent: vLLM engines generate, tools are called, trainers learn, workers change sides.
-
-    Writes report.html, timeline.json (open it in ui.perfetto.dev), metrics.jsonl, decisions.jsonl, trajectories.jsonl
-    and the trained model to <directory>/<name>.
-
-    Exit status: 0 done, 1 failed, 2 bad input, 3 no allocation can go on, 130 interrupted.
-    """
-    overrides = {
-        "name": name,
-        "directory": str(directory) if directory is not None else None,
-        "seed": seed,
-        "training.steps": steps,
-        "training.learning_rate": learning_rate,
-        "allocation": allocation.value if allocation is not None else None,
-        "cluster.launcher": launcher.value if launcher is not None else None,
-        "cluster.ray_address": ray_address,
-        "metrics.port": metrics_port,
-    }
-    try:
-        settings = load_config(config, {key: value for key, value in overrides.items() if value is not None})
-        raise typer.Exit(_run(settings, config.parent, resume, overwrite, as_json))
-    except ConfigError as error:
-        bad_input(error)
-
-
-def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_json: bool) -> int:
-    # Imported here: planning and reading traces must not need what running needs.
-    from libra.environments.registry import load_environment
-    from libra.loop.preflight import check
-    from libra.loop.run_lock import locked
-    from libra.records.disk import DiskError
-
-    environment = load_environment(settings.environment, beside)
-    check(settings, resume, overwrite)
-    try:
-        with locked(settings.run_directory):
-            return _run_locked(settings, environment, resume, overwrite, as_json)
-    except DiskError as error:
-        typer.echo(f"libra run: {error}", err=True)
-        return 1
-
-
-def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
-    from libra.backends.grpo.membership import CoreLostError, ExchangeError
-    from libra.backends.grpo.trainers import DivergedError
-    from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-    from libra.backends.launch.launcher import LaunchError
-    from libra.exec.journal import JournalError
-    from libra.loop.checkpoint import can_be_resumed
-    from libra.loop.episode_file import EpisodeFileError
-    from libra.loop.preflight import prepare_run_directory
-    from libra.loop.run import run as run_session
-    from libra.plan.problem import InfeasiblePlanError
-    from libra.records.disk import DiskError, writing
-    from libra.report.html import render_report
-    from libra.report.live import make_display
-
-    run_directory = prepare_run_directory(settings, resume, overwrite)
-    display = make_display(sys.stderr)
-    status, problem = 0, ""
-    try:
-        summary = asyncio.run(run_session(settings, environment, display, resume))
-    except KeyboardInterrupt:
-        status, problem = 130, f"interrupted (files are in {run_directory})"
-    except InfeasiblePlanError as error:
-        status, problem = 3, f"the run cannot go on: {error}"
-    except (EpisodeFileError, JournalError) as error:
-        bad_input(error)
-    except DiskError as error:
-        status, problem = 1, str(error)
-    except (
-        LaunchError,
-        CoreLostError,
-        DivergedError,
-        ExchangeError,
-        WorkerFailedError,
-        WorkerLostError,
-        TimeoutError,
-    ) as error:
-        status, problem = 1, f"{error} (logs are in {run_directory / 'logs'})"
-    finally:
-        display.close()
-    report = run_directory / "report.html"
-    if (run_directory / "metrics.jsonl").exists():
-        try:
-            with writing(report):
-                report.write_text(render_report(run_directory), encoding="utf-8")
-        except DiskError as error:
-            status, problem = status or 1, problem or str(error)
-    if problem:
-        resumable = can_be_resumed(run_directory)
-        remedy = "continue with --resume" if resumable else "it had no checkpoint yet, start again with --overwrite"
-        typer.echo(f"libra run: {problem}; {remedy}", err=True)
-        return status
-    if as_json:
-        typer.echo(summary.to_json())
-    else:
-        first, last = summary.evaluations[0], summary.evaluations[-1]
-        typer.echo(
-            f"sampled accuracy {first.sampled_accuracy:.3f} -> {last.sampled_accuracy:.3f}, greedy"
-            f" {first.greedy_accuracy:.3f} -> {last.greedy_accuracy:.3f} on {last.questions} held-out questions,"
-            f" {summary.steps} steps in {summary.wall_seconds:.0f} s"
-        )
-        typer.echo(f"report: {report}")
-    return 0
-
-
 for command in (
+    run.run,
     planning.plan,
     planning.explain,
     planning.calibrate,
@@ -186,30 +30,22 @@ for command in (
     emulation.emulate,
 ):
     app.command()(command)
+app.add_typer(trace.app, name="trace")
 
 
-@trace_app.command()
-def stats(
-    file: Annotated[Path, typer.Argument(help="JSONL, one trajectory a line.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON on standard output.")] = False,
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"libra {version('libra-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def libra(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
+    ] = False,
 ) -> None:
-    """Turns, lengths, tools, outcomes, and the share of tokens in the longest 10 % of trajectories.
-
-    Exit status: 0 done, 2 the file cannot be read (the message names file, line and field).
-    """
-    from libra.report.trace_table import trace_tables
-    from libra.trajectory.statistics import trace_stats
-
-    try:
-        found = trace_stats(read_trajectories(file))
-    except (TrajectoryFormatError, ValueError, OSError) as error:
-        bad_input(error)
-    if as_json:
-        typer.echo(json.dumps(asdict(found)))
-        return
-    console = Console()
-    for table in trace_tables(found):
-        console.print(table)
+    """Libra decides which GPUs train, which generate, and where every request goes."""
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import typer
 
 
 def bad_input(error: Exception) -> NoReturn:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     typer.echo(f"libra: {' '.join(text.split())}", err=True)
     raise typer.Exit(2) from None
 

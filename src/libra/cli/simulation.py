@@ -202,7 +202,7 @@ def _write(
     title: str,
 ) -> None:
     from libra.report.simulation_html import simulation_page
-    from libra.report.simulation_timeline import write_simulation_timeline
+    from libra.report.simulation_trace import write_simulation_trace
     from libra.report.simulation_verdict import simulation_view
     from libra.sim.outcome.outcome_file import write_outcomes
 
@@ -213,7 +213,7 @@ def _write(
             write_outcomes(result, requests_out)
     if timeline is not None:
         with writing(timeline):
-            write_simulation_timeline(result, timeline)
+            write_simulation_trace(result, timeline)
     if report is not None:
         write_text(report, simulation_page(simulation_view(result), f"Simulation of {title}"))
 

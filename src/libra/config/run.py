@@ -104,7 +104,8 @@ class TrainingConfig(Section):
     denominator: Literal["tokens", "sequences", "constant"] = "constant"
     token_constant: PositiveFloat = 12.0  # with `constant`: loss per trajectory is divided by this many tokens
     micro_batch_tokens: PositiveInt = 1024
-    precision: Literal["bf16", "fp32"] = "bf16"  # of forward and backward; parameters and optimiser are float32
+    # Of engines, and of forward and backward; parameters and optimiser are float32. auto: what the devices do fast.
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
     processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
     sharding: Literal["none", "fsdp2"] = "none"  # what each of them holds: the whole model, or a shard of it
     temperature: PositiveFloat = 1.0
@@ -187,6 +188,10 @@ class RunConfig(Section):
     @property
     def run_directory(self) -> Path:
         return self.directory / self.name
+
+    def computing_in(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
+        """This run, in one arithmetic from now on."""
+        return self.model_copy(update={"training": self.training.model_copy(update={"precision": precision})})
 
 
 def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:

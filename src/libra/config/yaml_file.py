@@ -61,10 +61,11 @@ class _Loader(yaml.SafeLoader):
 def read_section(path: Path | str, schema: type[S], example: str, overrides: dict[str, Any] | None = None) -> S:
     """The file at `path` as a `schema`; `overrides` are dotted keys that replace what it says. Raises `ConfigError`.
 
-    `example` is a file of this kind, for the message that has nothing better to offer.
+    `example` is a file of this kind, for the message that has nothing better to offer. No message shows values of a
+    schema with pydantic's `hide_input_in_errors`.
     """
     path = Path(path)
-    data = _read_mapping(path, example)
+    data = _read_mapping(path, example, quoted=not schema.model_config.get("hide_input_in_errors"))
     for key, value in (overrides or {}).items():
         *parents, last = key.split(".")
         section = data
@@ -110,7 +111,8 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} {shown(name)}; {hint}"
 
 
-def _read_mapping(path: Path, example: str) -> dict[str, Any]:
+def _read_mapping(path: Path, example: str, quoted: bool) -> dict[str, Any]:
+    """`quoted`: messages may show what the file says."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -120,10 +122,16 @@ def _read_mapping(path: Path, example: str) -> dict[str, Any]:
     try:
         data = yaml.load(text, _Loader)
     except _UNREADABLE as error:
-        raise refusal(path, f"not YAML: {error}") from None
+        raise refusal(path, f"not YAML: {error if quoted else _place(error)}") from None
     if not isinstance(data, dict):
         raise refusal(path, f"expected a mapping of keys, as in {example}")
     return data
+
+
+def _place(error: Exception) -> str:
+    """Where it is, without the text that is there."""
+    mark = getattr(error, "problem_mark", None)
+    return "it cannot be parsed" if mark is None else f"see line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str) -> str:
@@ -138,9 +146,9 @@ def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str)
     message = problem["msg"].removeprefix("Value error, ")
     if not key:
         return message
-    return (
-        f"{key}: {message}" if problem["type"] == "value_error" else f"{key}: {message} (got {shown(problem['input'])})"
-    )
+    if problem["type"] == "value_error" or schema.model_config.get("hide_input_in_errors"):
+        return f"{key}: {message}"
+    return f"{key}: {message} (got {shown(problem['input'])})"
 
 
 def _keys_of(schema: type[BaseModel], location: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """From the name in a configuration to an environment.
 
-Invariant: only names that the user wrote into the configuration are imported, and what comes back has every member of
-the protocol.
+Only names that the user wrote into the configuration are imported, and nothing is called that is not a class with the
+methods of the protocol.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from libra.config.run import ConfigError, EnvironmentConfig
 from libra.environments.calculator import Calculator
 from libra.environments.protocol import Environment
 
+METHODS = ("prompts", "parse", "reward", "demonstration")
+ATTRIBUTES = tuple(name for name, member in vars(Environment).items() if isinstance(member, property))
 BUILT_IN: dict[str, Callable[..., Environment]] = {"calculator": Calculator}
 
 
@@ -34,6 +36,13 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
                 f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error});"
                 f" give module:Class with the module in {beside}"
             ) from None
+        lacking = [name for name in METHODS if not callable(getattr(factory, name, None))]
+        if not isinstance(factory, type) or lacking:
+            what = f"has no {', '.join(lacking)}" if isinstance(factory, type) else "is not a class"
+            raise ConfigError(
+                f"environment.kind: {config.kind!r} {what}; give a class with the members of"
+                " libra.environments.protocol.Environment"
+            )
     elif config.kind in BUILT_IN:
         factory = BUILT_IN[config.kind]
     else:
@@ -44,6 +53,10 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
         environment: Environment = factory(**config.options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment.options: {error}") from None
+    if missing := [name for name in ATTRIBUTES if not hasattr(environment, name)]:
+        raise ConfigError(
+            f"environment.kind: {config.kind!r} has no {', '.join(missing)}; all of Environment's members are needed"
+        )
     for tool in config.tools:
         if tool not in environment.tools:
             close = difflib.get_close_matches(tool, environment.tools, n=1) or sorted(environment.tools)

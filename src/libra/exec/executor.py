@@ -12,9 +12,8 @@ from typing import Protocol
 
 from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.background import raise_in_loop
 from libra.backends.launch.handles import WorkerLostError
-from libra.backends.launch.launcher import Launcher
+from libra.backends.launch.launcher import Launcher, raise_in_loop
 from libra.config.run import RunConfig
 from libra.exec import processes, transitions
 from libra.exec.beginning import Beginning

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.launch.launcher import CopyError, ForkError, Launcher, SourceLostError, WorkerLink
 from libra.backends.transport.messages import (
     Done,
-    KVPlace,
+    KVBufferPlace,
     LoadCheckpoint,
     LoadWeights,
     Publish,
@@ -171,7 +172,7 @@ class Processes:
                 token_constant=training.token_constant,
                 temperature=training.temperature,
                 micro_batch_tokens=training.micro_batch_tokens,
-                precision=training.precision,
+                precision=self._beginning.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
@@ -207,6 +208,7 @@ class Processes:
                 model_directory=str(self._beginning.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
+                dtype=served_dtype(self._beginning.precision),
                 kv_cache_bytes=size.kv_tokens * self._beginning.kv_bytes,
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
@@ -222,7 +224,7 @@ class Processes:
                 await self._load(handle)
             self.fleet.add(Instance(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
-    def _kv_place(self, handle: EngineHandle) -> KVPlace | None:
+    def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
         if handover is None or not handover.may_pay(longest_context(self._config)):

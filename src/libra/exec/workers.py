@@ -8,20 +8,11 @@ no process and does no I/O: it is the truth that the mover keeps and the journal
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from libra.backends.grpo.joining import BOUNDARIES
 from libra.config.run import ClusterConfig
 from libra.exec.losses import LOSS_WINDOW, with_loss
-
-
-class Role(StrEnum):
-    IDLE = "idle"
-    JOINING = "joining"  # a process is starting, or entering the gradient exchange
-    ROLLOUT = "rollout"
-    TRAIN = "train"
-    DRAINING = "draining"  # finishing what runs, taking nothing new
-    FAILED = "failed"  # its process is gone
+from libra.records.roles import Role as Role
 
 
 @dataclass(frozen=True, slots=True)

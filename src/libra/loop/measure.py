@@ -16,10 +16,10 @@ from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.transport.messages import (
     Generate,
     HandoverMeasured,
+    KVTransfer,
     MeasureEngine,
     MeasureHandover,
     MeasureTraining,
-    Parcel,
     TrainingMeasured,
 )
 from libra.backends.vllm.kv_handover import KVHandover
@@ -147,27 +147,27 @@ async def _handover_rows(entry: Instance, handover: KVHandover) -> list[tuple[in
     most = entry.capacity_tokens // BLOCK_TOKENS if handover.place(entry.handle) is not None else 0
     if most < 2:
         return []
-    parcel = await _frames(handover, most)
+    transfer = await _frames(handover, most)
     contexts = sorted({BLOCK_TOKENS + 1, most * BLOCK_TOKENS // 2 + 1, (most - 1) * BLOCK_TOKENS + 1})
     measured: HandoverMeasured | None = None
     try:
-        measured = await entry.handle.measure_handover(MeasureHandover(contexts, _REPEATS, parcel))
+        measured = await entry.handle.measure_handover(MeasureHandover(contexts, _REPEATS, transfer))
         return measured.contexts
     except WorkerFailedError as error:
         entry.handle.declare_lost(str(error))  # as below: an engine that cannot do this will not do its work
         raise
     finally:
         if measured is not None:
-            handover.leases.release(parcel)
+            handover.leases.release(transfer)
         else:
-            handover.leases.release_after(entry.handle.link.pid, parcel)
+            handover.leases.release_after(entry.handle.link.pid, transfer)
 
 
-async def _frames(handover: KVHandover, blocks: int) -> Parcel:
+async def _frames(handover: KVHandover, blocks: int) -> KVTransfer:
     """So many of them, as soon as the process of an engine that was lost with some of them has ended."""
     for _ in range(int(_GONE_SECONDS / _LOOK_SECONDS)):
-        if (parcel := handover.leases.lease(blocks)) is not None:
-            return parcel
+        if (transfer := handover.leases.lease(blocks)) is not None:
+            return transfer
         await asyncio.sleep(_LOOK_SECONDS)
     raise TimeoutError(f"{blocks} frames for KV were not free within {_GONE_SECONDS:.0f} s: a lost engine has them")
 

@@ -25,7 +25,7 @@ from libra.route.catalogue import policy_named, policy_restored
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
 # larger model adds its weights, see `_check_memory`.
-NURSERY_BYTES = 900 << 20
+FORK_SERVER_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
 _RESUMED_AS_STARTED = (
     (None, "seed"),
@@ -54,10 +54,11 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_run_directory(config, resume, overwrite)
 
 
-def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> Path:
+def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
     """Empty the run directory if `overwrite`; `config.json` marks it as a run's from its first moment. Its lock is
-    held, and what was checked before that is checked again: another run may have begun and ended meanwhile. Raises
-    `ConfigError`, `DiskError`."""
+    held, and what was checked before that is checked again: another run may have begun and ended meanwhile. Returns the
+    configuration of the run: one that is resumed keeps the arithmetic that `auto` once chose. Raises `ConfigError`,
+    `DiskError`."""
     directory = config.run_directory
     _check_run_directory(config, resume, overwrite)
     if overwrite:
@@ -65,8 +66,16 @@ def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> P
             # What marks it as a run's goes last: who is interrupted here can do it again.
             for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    write_whole(directory / "config.json", config.model_dump_json(indent=1) + "\n")
-    return directory
+    if resume and config.training.precision == "auto":
+        chosen = json.loads((directory / "config.json").read_text())["training"]["precision"]
+        config = config if chosen == "auto" else config.computing_in(chosen)
+    record_config(config)
+    return config
+
+
+def record_config(config: RunConfig) -> None:
+    """Raises `DiskError`."""
+    write_whole(config.run_directory / "config.json", config.model_dump_json(indent=1) + "\n")
 
 
 def _check_launcher(config: RunConfig) -> None:
@@ -118,7 +127,7 @@ def _check_memory(config: RunConfig) -> None:
     training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config)
     each = WORKER_BYTES + trained
     peers = (config.cluster.core + config.cluster.hybrid) * (training.processes - 1)
-    others = NURSERY_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
+    others = FORK_SERVER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
     needed = others + config.cluster.slots * each
     if needed > free:
         fit = max(0, int((free - others) // each))
@@ -257,7 +266,7 @@ def _check_resumed(config: RunConfig, started_with: Path) -> None:
     now = config.model_dump(mode="json")
     for section, key in _RESUMED_AS_STARTED:
         old, new = (before, now) if section is None else (before[section], now[section])
-        if old[key] != new[key]:
+        if old[key] != new[key] and new[key] != "auto":  # which keeps what it chose then
             name = key if section is None else f"{section}.{key}"
             raise ConfigError(
                 f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"

@@ -13,20 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import libra
+from libra.backends.transport.messages import Precision
 from libra.backends.versions import COMPUTING, versions
 from libra.config.run import RunConfig
 
 _LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
-_TRAINED = {"micro_batch_tokens", "precision", "processes", "sharding"}
+_TRAINED = {"micro_batch_tokens", "processes", "sharding"}
 _CODE = ("exec", "cost")  # packages of workers and of their measurement
 
 
 def profile_key(
-    config: RunConfig, hardware: str, model_config: Mapping[str, Any], code: Path = Path(libra.__file__).parent
+    config: RunConfig,
+    hardware: str,
+    precision: Precision,
+    model_config: Mapping[str, Any],
+    code: Path = Path(libra.__file__).parent,
 ) -> str:
     """`hardware` as a launcher names it; `code`: the directory of this library."""
     parts = {
         "hardware": hardware,
+        "precision": precision,
         "model": dict(model_config),
         "cluster": config.cluster.model_dump(include=_LAID_OUT),
         "start": config.start.model_dump(),  # who is measured beside whom

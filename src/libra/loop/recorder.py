@@ -22,7 +22,8 @@ from libra.exec.transitions import Moved
 from libra.exec.workers import Worker
 from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tally import Tally
-from libra.records.device_time import DeviceTime, Phase, Seconds, step_parts
+from libra.records.causes import Cause
+from libra.records.device_time import DeviceTime, Part, Phase, Seconds
 from libra.records.disk import write_whole, writing
 from libra.records.line_file import LineFile, drop_partial_line, whole_lines
 from libra.records.schema import (
@@ -34,8 +35,8 @@ from libra.records.schema import (
     StepRecord,
     read_records,
 )
-from libra.report.causes import Cause
-from libra.report.timeline import JsonValue, Timeline
+from libra.records.timeline import Timeline
+from libra.records.trace import JsonValue
 from libra.trajectory import dump_trajectory
 
 _FILES = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
@@ -272,6 +273,22 @@ class Recorder:
 
     def _write(self, name: str, record: Record) -> None:
         self._files[name].append(record.to_json().encode())
+
+
+def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
+    """What the replicas of a step did until the optimiser's turn."""
+    before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
+    # They leave the exchange together, so who is longest in it has waited for the last to come.
+    exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
+    return {
+        share.replica: (
+            *before,
+            Part(Cause.COMPUTING, share.compute_seconds),
+            Part(Cause.REPLICA_BOUND, share.exchange_seconds - exchange),
+            Part(Cause.EXCHANGING, exchange),
+        )
+        for share in result.shares
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from libra.backends.arithmetic import Choice, choose, served_dtype
 from libra.backends.grpo.warmup import warm_model
 from libra.backends.launch.launcher import Launcher
 from libra.backends.launch.local import LocalLauncher
@@ -41,16 +42,17 @@ from libra.loop.memory import MemoryWatch
 from libra.loop.metrics_endpoint import MetricsEndpoint
 from libra.loop.phases import Phases
 from libra.loop.posttrain import PostTraining
+from libra.loop.preflight import record_config
 from libra.loop.profile_key import profile_key
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.loop.replanning import Replanner
 from libra.loop.rollout import Rollout
 from libra.loop.steering import Steering
 from libra.plan.problem import Allocation, Bucket
+from libra.records.causes import device_words, total
 from libra.records.disk import DiskError, writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
-from libra.report.causes import device_words, total
 from libra.report.live import Display
 from libra.route.catalogue import policy_named, policy_restored
 
@@ -84,8 +86,12 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         phase.show("starting: importing torch and vLLM")
         imported = await launcher.ready()
         phase.line(f"worker libraries imported in {imported:.1f} s")
-        model = await warm_model(config, environment, launcher, phase.warm_up)
-        session = _Session(config, environment, display, phase, launcher, metrics, model, began, before)
+        choice = choose(config.training.precision, launcher.bf16)
+        phase.line(choice.words)
+        config = config.computing_in(choice.precision)
+        record_config(config)
+        model = await warm_model(config, environment, launcher, choice.precision, phase.warm_up)
+        session = _Session(config, environment, display, phase, launcher, metrics, choice, model, began, before)
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
         main = asyncio.create_task(session.run(memory))
         broken: list[BaseException] = []
@@ -116,7 +122,7 @@ def _launcher(config: RunConfig) -> AbstractAsyncContextManager[Launcher]:
     logs = config.run_directory / "logs"
     if config.cluster.launcher == "local":
         return LocalLauncher.open(logs)
-    from libra.backends.launch.ray_launcher import open_on_ray  # its library is an extra
+    from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
     return open_on_ray(config.cluster, logs)
 
@@ -161,13 +167,14 @@ class _Session:
         phase: Phases,
         launcher: Launcher,
         metrics: MetricsEndpoint,
+        arithmetic: Choice,
         model: Path,
         began: float,
         before: Interrupted | None,
     ) -> None:
         self._config, self._environment, self._display, self._phase = config, environment, display, phase
         self._model, self._began, self._before = model, began, before
-        self._launcher, self._metrics = launcher, metrics
+        self._launcher, self._metrics, self._arithmetic = launcher, metrics, arithmetic
         self._directory = config.run_directory
         self._files = ExitStack()
         self._recorder: Recorder
@@ -191,18 +198,20 @@ class _Session:
         )
         cluster = config.cluster
         pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
+        recorder.event("arithmetic", None, self._arithmetic.words)
         recorder.meet(pool.all())
         allocation = self._first_allocation(pool)
-        kv_bytes = kv_bytes_per_token(self._model)
+        precision = self._arithmetic.precision
+        kv_bytes = kv_bytes_per_token(self._model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
         fleet = Fleet(policy, allocation, handover)
         watcher = _Watcher(recorder, self._phase)
         checkpoint = before.checkpoint if before is not None else None
-        beginning = Beginning(self._model, kv_bytes, history.step, checkpoint)
+        beginning = Beginning(self._model, precision, kv_bytes, history.step, checkpoint)
         executor = Executor(self._launcher, pool, fleet, config, beginning, journal, watcher)
         model_config = json.loads((self._model / "config.json").read_text())
-        key = profile_key(config, self._launcher.hardware, model_config)
+        key = profile_key(config, self._launcher.hardware, precision, model_config)
         profile = self._known_profile(key)
         if profile is not None:
             handover.price_by(profile)
@@ -357,6 +366,7 @@ class _Session:
             logprob_gap=gap,
             versions=versions(LIBRARIES),
             allocation_mode=self._config.allocation,
+            arithmetic=self._arithmetic.words,
             device_seconds=total(self._recorder.device_seconds().values()),
         )
 

@@ -9,7 +9,7 @@ it is a turn that starts with what it has; moved because it outlived its bucket 
 from __future__ import annotations
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Generate, Parcel, Piece
+from libra.backends.transport.messages import Generate, KVTransfer, Piece
 from libra.backends.vllm.kv_handover import Change
 from libra.loop.draft import Draft
 from libra.loop.fleet import Fleet
@@ -69,7 +69,7 @@ class RunningTurn:
         self._name, self._engine = name, self._fleet.handle(placement.instance)
         self._expect(placement.ask_again)
         salt = draft.id if draft.fresh else None
-        parcel = await self._bring(salt)
+        transfer = await self._bring(salt)
         if not self._fleet.serves(self._engine):  # it left meanwhile: its turns have been stopped already
             self.change = None
             return
@@ -83,7 +83,7 @@ class RunningTurn:
                     stop_token=self._stop_token,
                     priority=placement.priority,
                     salt=salt,
-                    parcel=parcel,
+                    transfer=transfer,
                 ),
                 self._take,
             )
@@ -99,14 +99,14 @@ class RunningTurn:
         """Tokens that the turn may yet need beyond the context of its request."""
         return self._limit - self._request.context_tokens
 
-    async def _bring(self, salt: str | None) -> Parcel | None:
+    async def _bring(self, salt: str | None) -> KVTransfer | None:
         """Have the KV of the context brought to its engine, where another one has it and that pays."""
         draft, handover, self.change = self._draft, self._fleet.handover, None
         if handover is None or draft.home is None or draft.home is self._engine:
             return None
         with self._engine.expecting(len(draft.tokens)):
-            parcel, self.change = await handover.bring(draft.tokens[: draft.at_home], salt, draft.home, self._engine)
-        return parcel
+            transfer, self.change = await handover.bring(draft.tokens[: draft.at_home], salt, draft.home, self._engine)
+        return transfer
 
     def _take(self, piece: Piece) -> None:
         self._draft.sampled(piece)

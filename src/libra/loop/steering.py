@@ -18,7 +18,7 @@ from libra.exec.workers import Role
 from libra.loop.periods import Periods
 from libra.loop.recorder import Recorder
 from libra.loop.replanning import Proposal, Replanner
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Allocation
 from libra.records.schema import DecisionRecord
 from libra.report.live import Display
@@ -132,7 +132,7 @@ class Steering:
         if self._left is None:
             return None
         problem = self._replanner.request(self._executor.healthy(), None).problem()
-        return price(problem, self._left).step if fits(problem, self._left) is None else None
+        return price(problem, self._left).step if infeasibility(problem, self._left) is None else None
 
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
         """Predict the next period. Buckets that were not `tried` yet have no known router."""
@@ -141,7 +141,7 @@ class Steering:
         if allocation is None:
             return
         problem = self._replanner.request(self._executor.healthy(), allocation if tried else None).problem()
-        if fits(problem, allocation) is None:
+        if infeasibility(problem, allocation) is None:
             self.periods.begin(self._step + 1, describe(allocation), price(problem, allocation), switching)
 
     async def _decide(self, steps_left: int) -> None:
@@ -149,7 +149,7 @@ class Steering:
         workers, current = self._executor.healthy(), self._executor.allocation()
         request = self._replanner.request(workers, current)
         if self._config.allocation == "static":
-            if current is not None and fits(request.problem(), current) is None:
+            if current is not None and infeasibility(request.problem(), current) is None:
                 return
             if self._home.replicas + self._home.engines == len(workers):
                 await self._apply(self._home, current)

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from libra.exec.transitions import Moved
+from libra.records.causes import Cause, total
 from libra.records.schema import StepRecord
-from libra.report.causes import Cause, total
 
 OUTCOMES = ("done", "undone", "failed")  # of moves
 

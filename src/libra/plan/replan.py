@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import ONE_DEVICE, Allocation, Prediction, Problem, Solution
 from libra.plan.transition import Change, Move, changes, diff
 
@@ -76,7 +76,7 @@ def decide_over(
             raise ValueError(f"{name} is {value}; give a number >= 0")
     moves = _way(current, proposed)
     numbers = (horizon_steps, cost, uncertainty)
-    unfit = next((reason for case in cases if (reason := fits(case.problem, current)) is not None), None)
+    unfit = next((reason for case in cases if (reason := infeasibility(case.problem, current)) is not None), None)
     after = expected(cases, proposed)
     if unfit is not None:
         return Decision(None, after, moves, None, *numbers, True, f"the current allocation no longer fits: {unfit}")

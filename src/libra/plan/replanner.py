@@ -18,7 +18,7 @@ from libra.lengths.forecast import Forecast, scaled
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.held import sharing_layouts
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
@@ -149,7 +149,11 @@ class Replanner:
         menus = [request.menu() for request in requests]
         cases = [Case(menu.problem, weight) for menu, (_, weight) in zip(menus, _NODES, strict=True)]
         solutions = [solve(case.problem) for case in cases]
-        usable = [each.allocation for each in solutions if all(fits(c.problem, each.allocation) is None for c in cases)]
+        usable = [
+            each.allocation
+            for each in solutions
+            if all(infeasibility(c.problem, each.allocation) is None for c in cases)
+        ]
         if not usable:  # no engine shape serves all lengths that are possible: then the likeliest decide
             cases, usable = [replace(cases[0], weight=1.0)], [solutions[0].allocation]
         horizon, uncertainty = self._horizon(), _CONFIDENCE * self._tracker.work_uncertainty()

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from libra.backends.grpo.joint_step import StepResult
-from libra.exec.workers import Role
-from libra.report.causes import Cause
+from libra.records.causes import Cause
+from libra.records.roles import Role
 
 Seconds = Mapping[str, Mapping[Cause, float]]
 """Worker to cause to seconds; causes without any are left out."""
@@ -51,22 +50,6 @@ class Part:
 
     cause: Cause
     seconds: float
-
-
-def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
-    """What the replicas of a step did until the optimiser's turn."""
-    before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
-    # They leave the exchange together, so who is longest in it has waited for the last to come.
-    exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
-    return {
-        share.replica: (
-            *before,
-            Part(Cause.COMPUTING, share.compute_seconds),
-            Part(Cause.REPLICA_BOUND, share.exchange_seconds - exchange),
-            Part(Cause.EXCHANGING, exchange),
-        )
-        for share in result.shares
-    }
 
 
 @dataclass(slots=True)

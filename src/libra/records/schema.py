@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from libra.plan.problem import Bottleneck
-from libra.report.causes import Cause
-from libra.report.roles import check_role
+from libra.records.causes import Cause
+from libra.records.roles import role_of
 
 
 class RecordFormatError(ValueError):
@@ -86,7 +86,7 @@ class StepRecord(Record):
             if not math.isclose(sum(causes.values()), self.step_seconds, rel_tol=1e-6, abs_tol=1e-6):
                 raise ValueError(f"device_seconds of {worker} are {sum(causes.values()):g}, not {self.step_seconds:g}")
         for role in self.roles.values():
-            check_role(role)
+            role_of(role)  # refuses what is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,7 @@ class RunSummary(Record):
     device_seconds: Mapping[Cause, float]  # what the workers' time in this sitting went to, from start-up to the end
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
+    arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
 
 
 R = TypeVar("R", bound=Record)

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 
 from libra.plan.explain.explanation import BucketView, Explanation
 from libra.plan.explain.splits import Split
+from libra.records.roles import Role
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
 from libra.report.charts import Series, legend, line_chart
+from libra.report.colours import ROLES, ink
 from libra.report.explain_table import crossing
 from libra.report.figures import Figure
 from libra.report.markup import NOTHING, Markup, join, tag, text
 from libra.report.paper import Marker, Paper, draw_label, draw_rect, draw_sheet, text_width
-from libra.report.roles import ROLES
 from libra.report.words import duration, percent, plain
 
 _GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
-_BUSY, _BOUNDING = "#56b4e9", ROLES["failed"].colour
+_BUSY, _BOUNDING = "#56b4e9", ROLES[Role.FAILED]
 _TALLEST = 2.0  # steps; what takes longer would flatten the crossing
 _LANE = 30.0  # px
 _DENSITY = 96.0  # px
@@ -39,7 +40,7 @@ def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) 
     limit = _TALLEST * plan.predicted.step
     scale, unit = time_unit(limit)
     curves = [
-        ("training", ROLES["train"].colour, [(split.devices, split.training) for split in splits]),
+        ("training", ROLES[Role.TRAIN], [(split.devices, split.training) for split in splits]),
         ("generation on the other devices", _GENERATION, [(split.devices, split.generation) for split in splits]),
     ]
     if explanation.synchronous:
@@ -160,6 +161,6 @@ def _lane(bucket: BucketView, lane: int, axis: Axis, paper: Paper) -> Markup:
     )
     bar = draw_rect(left, y + 5, right - left, _LANE - 10, fill=_BOUNDING if bounding else _BUSY, rx=3)
     if not fits_right and left - 8 - text_width(words) < paper.left:
-        inside = draw_label((left + right) / 2, y + _LANE / 2 + 5, words, "middle", "lane", ROLES["rollout"].ink)
+        inside = draw_label((left + right) / 2, y + _LANE / 2 + 5, words, "middle", "lane", ink(ROLES[Role.ROLLOUT]))
         return tag("g", tag("title", text(title)), bar, inside)
     return tag("g", tag("title", text(title)), bar, draw_label(label[0], y + _LANE / 2 + 5, words, label[1], "lane"))

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from libra.records.causes import WAITED_FOR, Cause, total
+from libra.records.roles import Role, styles
 from libra.records.run_log import RunLog
 from libra.records.schema import StepRecord
 from libra.report.axes import Axis, measured_axis, running_axis, time_unit
-from libra.report.causes import CAUSES, WAITING, Cause, total
 from libra.report.charts import (
     MAX_COLUMNS,
     MAX_POINTS,
@@ -26,18 +27,18 @@ from libra.report.charts import (
     paired_bars,
     stacked_chart,
 )
+from libra.report.colours import BUCKETS, CAUSES, ROLES, ink
 from libra.report.lanes import Lane, Span, lane_chart
 from libra.report.markers import decision_markers, evaluation_marker, loss_markers, loss_text, marker_note
 from libra.report.markup import Markup, join, tag, text
 from libra.report.paper import FULL, Marker
-from libra.report.roles import ROLES, role_styles
 from libra.report.verdict import BOTTLENECK_WORDS
 from libra.report.words import duration, percent, plural, signed_percent
 
 _QUANTILES = ("#56b4e9", "#0072b2", "#003f63")
 _REWARD, _TOKENS = "#0072b2", "#00795a"
 _PREDICTED, _MEASURED = "#aab4bf", "#0072b2"
-_CHECKPOINT, _REDONE, _HELD = (CAUSES[cause].colour for cause in (Cause.CHECKPOINTING, Cause.REDOING, Cause.BOUNDARY))
+_CHECKPOINT, _REDONE, _HELD = (CAUSES[cause] for cause in (Cause.CHECKPOINTING, Cause.REDOING, Cause.BOUNDARY))
 _STEP_AXIS = "optimiser step"
 _MARKED_LOSSES = 12  # more would hide what they are drawn over
 
@@ -121,13 +122,13 @@ def seconds_figure(log: RunLog) -> Figure:
     if not log.steps:
         return _missing(title, "No step was finished, so there is nothing to divide.")
     layers = [
-        Layer("train", ROLES["train"].colour, tuple(step.train_seconds for step in log.steps)),
+        Layer("train", ROLES[Role.TRAIN], tuple(step.train_seconds for step in log.steps)),
         Layer("exchange gradients", "#8c5a00", tuple(step.exchange_seconds for step in log.steps)),
-        Layer("publish weights", ROLES["draining"].colour, tuple(step.publish_seconds for step in log.steps)),
+        Layer("publish weights", ROLES[Role.DRAINING], tuple(step.publish_seconds for step in log.steps)),
         Layer("checkpoint", _CHECKPOINT, tuple(step.checkpoint_seconds for step in log.steps)),
         Layer("made again after a loss", _REDONE, tuple(step.redone_seconds for step in log.steps)),
         Layer("held at a boundary", _HELD, tuple(step.held_seconds for step in log.steps)),
-        Layer("wait for a batch", ROLES["idle"].colour, tuple(step.wait_seconds for step in log.steps)),
+        Layer("wait for a batch", ROLES[Role.IDLE], tuple(step.wait_seconds for step in log.steps)),
         Layer("other", "#8a949e", tuple(_other_seconds(step) for step in log.steps)),
     ]
     layers = [layer for layer in layers if any(layer.values)]
@@ -196,9 +197,9 @@ def devices_figure(log: RunLog) -> Figure:
     everybody = total(workers.values())
     lanes = [Lane(name, _shares(name, causes), ()) for name, causes in (("all devices", everybody), *workers.items())]
     axis = running_axis("% of the time in which steps were made", 0.0, 100.0)
-    shown = legend((CAUSES[cause].words, CAUSES[cause].colour) for cause in everybody)
+    shown = legend((cause.words, CAUSES[cause]) for cause in everybody)
     note = "Full colours make tokens or gradients, or are needed for it; pale ones wait. " + " ".join(
-        f"{CAUSES[cause].words.capitalize()}: {CAUSES[cause].meaning}." for cause in everybody if cause in WAITING
+        f"{cause.words.capitalize()}: {cause.meaning}." for cause in everybody if cause in WAITED_FOR
     )
     return Figure(title, note, join(shown, lane_chart(lanes, axis)), wide=True)
 
@@ -211,8 +212,8 @@ def devices_over_time_figure(log: RunLog) -> Figure:
     wholes = [sum(row.values()) or 1.0 for row in sums]
     layers = [
         Layer(
-            CAUSES[cause].words,
-            CAUSES[cause].colour,
+            cause.words,
+            CAUSES[cause],
             tuple(100 * row.get(cause, 0.0) / whole for row, whole in zip(sums, wholes, strict=True)),
         )
         for cause in total(sums)
@@ -237,7 +238,7 @@ def roles_figure(log: RunLog) -> Figure:
     if not log.steps:
         return _missing(title, "No step was finished, so no roles are known.", wide=True)
     scale, axis = _time_axis(log)
-    styles = role_styles(role for step in log.steps for role in step.roles.values())
+    colours = styles((role for step in log.steps for role in step.roles.values()), ROLES, BUCKETS)
     workers = sorted({worker for step in log.steps for worker in step.roles})
     crosses = {worker: [event for event in log.losses if event.worker == worker] for worker in workers}
     if not workers:
@@ -251,8 +252,8 @@ def roles_figure(log: RunLog) -> Figure:
                     end / scale,
                     role.removeprefix("rollout:"),
                     f"{worker}: {role}, {duration(start)} – {duration(end)}",
-                    styles[role].colour,
-                    styles[role].ink,
+                    colours[role],
+                    ink(colours[role]),
                 )
                 for role, start, end in role_spans(log.steps, worker)
             ),
@@ -260,7 +261,7 @@ def roles_figure(log: RunLog) -> Figure:
         )
         for worker in workers
     ]
-    shown = legend((role.replace("rollout:", "rollout, "), style.colour) for role, style in styles.items())
+    shown = legend((role.replace("rollout:", "rollout, "), colour) for role, colour in colours.items())
     note = "One lane a worker. " + marker_note(log) + (" Crosses: it was lost." if log.losses else "")
     return Figure(title, note, join(shown, lane_chart(lanes, axis, decision_markers(log, scale))), wide=True)
 
@@ -275,9 +276,9 @@ def _shares(name: str, causes: Mapping[Cause, float]) -> tuple[Span, ...]:
     """A bar of 100 %, a part for each cause."""
     whole, at, spans = sum(causes.values()), 0.0, []
     for cause, seconds in causes.items():
-        share, style = seconds / whole, CAUSES[cause]
-        title = f"{name}: {percent(share)} {style.words} ({style.meaning}), {duration(seconds)}"
-        spans.append(Span(at, at + 100 * share, percent(share, 0), title, style.colour, style.ink))
+        share, colour = seconds / whole, CAUSES[cause]
+        title = f"{name}: {percent(share)} {cause.words} ({cause.meaning}), {duration(seconds)}"
+        spans.append(Span(at, at + 100 * share, percent(share, 0), title, colour, ink(colour)))
         at += 100 * share
     return tuple(spans)
 

@@ -15,11 +15,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from libra.report.roles import role_style
+from libra.records.roles import Role, role_of
 from libra.report.words import count, duration, plain
 
 REFRESH_SECONDS = 0.25  # one refresh costs a few milliseconds: about 1 % of a core
 PLAIN_SECONDS = 5.0  # a log file wants a sign of life, not a film
+
+_COLOURS = {
+    Role.TRAIN: "yellow",
+    Role.ROLLOUT: "cyan",
+    Role.JOINING: "bright_yellow",
+    Role.DRAINING: "magenta",
+    Role.IDLE: "bright_black",
+    Role.FAILED: "red",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,7 @@ def panel(view: RunView) -> RenderableType:
     )
     workers = Table.grid(padding=(0, 2))
     for worker, role, detail in view.workers:
-        workers.add_row(Text(worker), Text(role, style=role_style(role).terminal), Text(detail, style="dim"))
+        workers.add_row(Text(worker), Text(role, style=_COLOURS[role_of(role)]), Text(detail, style="dim"))
     blocks: list[RenderableType] = [head, Text("   ".join(_measures(view)))]
     if view.workers:
         blocks.append(workers)

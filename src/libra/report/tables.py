@@ -136,7 +136,10 @@ def losses_table(log: RunLog) -> Markup:
 def settings_table(log: RunLog) -> Markup:
     pieces = []
     if log.summary is not None:
-        known = {"seed": str(log.summary.seed), "allocation mode": log.summary.allocation_mode, **log.summary.versions}
+        summary = log.summary
+        known = {"seed": str(summary.seed), "allocation mode": summary.allocation_mode, **summary.versions}
+        if summary.arithmetic is not None:
+            known = {"arithmetic": summary.arithmetic, **known}
         pieces.append(table(("Run with", ""), [_texts(key, value) for key, value in known.items()], "settings"))
     if log.config is None:
         pieces.append(tag("p", text("The run wrote no config.json, so its settings are not known."), class_="missing"))

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from libra.plan.problem import Bottleneck
+from libra.records.causes import WAITED_FOR, WORK, total
 from libra.records.run_log import RunLog, outcomes, prediction_error
 from libra.records.schema import Evaluation, PeriodRecord, StepRecord
-from libra.report.causes import WAITED_FOR, WAITING, WORK, total
 from libra.report.words import count, duration, percent, plain, plural, signed_duration, size
 
 BOTTLENECK_WORDS: dict[Bottleneck, str] = {
@@ -168,7 +168,7 @@ def _devices(log: RunLog) -> str:
     if not whole:
         return ""
     work = sum(seconds.get(cause, 0.0) for cause in WORK)
-    waits = {cause: seconds[cause] for cause in WAITING if cause in seconds}
+    waits = {cause: seconds[cause] for cause in WAITED_FOR if cause in seconds}
     said = f"Devices generated or computed {percent(work / whole, 0)} of the time"
     if not waits:
         return f"{said}."

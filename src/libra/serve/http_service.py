@@ -32,7 +32,7 @@ class _NotOurFault(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            _LOG.debug("%s: %s", record.getMessage(), error)
+            _LOG.debug("%s: %s", record.getMessage(), type(error).__name__)  # what was sent may hold a secret
             return False
         return True
 

@@ -6,6 +6,7 @@ line and the field, never repaired. Lengths are tokens, times are seconds.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 ToolStatus = Literal["ok", "error", "timeout", "unknown"]
 
 _STRICT = ConfigDict(extra="forbid")
+_OPTIONAL = ("tool_seconds", "context_tokens", "started_at")  # whose misspelling nothing else would notice
+
+LONGEST = 1e9  # seconds of one tool call, some 30 years: more is a mistake of whoever wrote it, and would overflow sums
 
 
 class TrajectoryFormatError(ValueError):
@@ -45,8 +49,8 @@ class Turn:
             raise ValueError("returned_tokens must be >= 0")
         if self.context_tokens is not None and self.context_tokens < 0:
             raise ValueError("context_tokens must be >= 0")
-        if self.tool_seconds is not None and not 0 <= self.tool_seconds < math.inf:
-            raise ValueError("tool_seconds must be finite and >= 0, or null where it was not recorded")
+        if self.tool_seconds is not None and not 0 <= self.tool_seconds <= LONGEST:
+            raise ValueError(f"tool_seconds must be from 0 to {LONGEST:g}, or null where it was not recorded")
         if (self.tool is None) != (self.status is None):
             raise ValueError("tool and status must both be set, or both be null")
 
@@ -153,13 +157,34 @@ def _adapter() -> TypeAdapter[Trajectory]:
 
 
 def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
-    """One JSON line to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the error message."""
+    """One JSON line to a `Trajectory`; `where` (for example `log.jsonl:12`) opens the error message.
+
+    Fields that are not Libra's own are ignored, as logs of other systems have them; one that reads like an optional
+    field with a typo is refused.
+    """
     try:
         return _adapter().validate_json(line, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
+        problems = error.errors(include_url=False, include_input=False)
+    unknown = [problem["loc"] for problem in problems if problem["type"] == "unexpected_keyword_argument"]
+    if len(unknown) < len(problems):
+        first = next(problem for problem in problems if problem["type"] != "unexpected_keyword_argument")
         field = ".".join(str(part) for part in first["loc"]) or "line"
-        raise TrajectoryFormatError(" ".join(f"{where}: {field}: {first['msg']}".split())) from None
+        raise TrajectoryFormatError(" ".join(f"{where}: {field}: {first['msg']}".split()))
+    for *_, name in unknown:
+        if meant := difflib.get_close_matches(str(name), _OPTIONAL, n=1):
+            raise TrajectoryFormatError(f"{where}: {str(name)!r} is no field; did you mean {meant[0]}?")
+    return parse_trajectory(json.dumps(_without(json.loads(line), unknown)), where)
+
+
+def _without(record: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
+    """The record with the fields at these places taken out."""
+    for *above, name in places:
+        inner = record
+        for part in above:
+            inner = inner[part]
+        del inner[name]
+    return record
 
 
 def read_trajectories(path: Path | str) -> Iterator[Trajectory]:

@@ -4,93 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
+from gateway_stage import Scripted, Stage, staged
 
-from libra.route.baselines import LeastLoaded
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Request, ToolReturn
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway import server
-from libra.serve.gateway.gateway_file import EngineSection, GatewayFile
-from libra.serve.gateway.server import Gateway
-from libra.serve.http_service import serving
-from libra.sim.cluster import EngineSpec
-from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import AffineCost
 from libra.trajectory import Trajectory, Turn
-
-CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=8, max_num_batched_tokens=64)
-COST = AffineCost(2 * 10**9)  # 2 ms an iteration
-
-
-class Noting(LeastLoaded):
-    """Least loaded, and what it was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[Any] = []
-
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
-        self.told.append(request)
-        placement = super().place(request, fleet)
-        return None if placement is None else replace(placement, priority=-7)
-
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        self.told.append((request, returned))
-        return super().tool_returned(request, returned, fleet)
-
-    def finished(self, trajectory: Trajectory) -> None:
-        self.told.append(trajectory)
-        super().finished(trajectory)
-
-    def forget(self, trajectory_id: str) -> None:
-        self.told.append(f"forget {trajectory_id}")
-        super().forget(trajectory_id)
-
-    def instance_gone(self, instance: str) -> None:
-        self.told.append(f"gone {instance}")
-        super().instance_gone(instance)
-
-
-@dataclass
-class Stage:
-    session: ClientSession
-    gateway: Gateway
-    policy: Noting
-    emulators: dict[str, Emulator]
-    stops: dict[str, Callable[[], Awaitable[None]]]  # each ends an engine's server, by name
-    finished: list[Trajectory]
-
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        async with self.session.post(path, json=body) as response:
-            text = await response.text()
-            return response.status, json.loads(text) if text else None
-
-
-def staged(test: Callable[[Stage], Awaitable[None]], engines: int = 2, **settings: Any) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            sections, emulators, stops = [], {}, {}
-            for name in (f"e{number}" for number in range(engines)):
-                emulators[name] = Emulator([EngineSpec(name, CONFIG, COST)], 1.0, 10, 0)
-                own = await stack.enter_async_context(AsyncExitStack())
-                base = await own.enter_async_context(serving(emulators[name].application(), "127.0.0.1", 0))
-                sections.append(EngineSection(name=name, url=f"{base}/v1/", max_model_len=512))
-                stops[name] = own.aclose
-            policy, finished = Noting(), []
-            file = GatewayFile(engines=tuple(sections), **{"turn_tokens": 16, **settings})
-            gateway = Gateway(file, policy, finished.append)
-            base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
-            session = await stack.enter_async_context(ClientSession(base))
-            await test(Stage(session, gateway, policy, emulators, stops, finished))
-
-    asyncio.run(main())
 
 
 def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
@@ -373,3 +298,56 @@ def test_engines_and_metrics_can_be_seen() -> None:
             assert (await response.json())["data"][0]["id"] == "e0"
 
     staged(test)
+
+
+# Who asks
+
+
+async def answer(writer: asyncio.StreamWriter) -> None:
+    body = b'{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+@pytest.mark.parametrize(
+    ("own", "sent"),
+    [({}, "Bearer client"), ({"api_key": "engine"}, "Bearer engine"), ({"basic_auth": "me:pw"}, "Basic bWU6cHc=")],
+)
+def test_an_engine_hears_its_own_token_or_the_clients(own: dict[str, Any], sent: str) -> None:
+    async def test(stage: Stage) -> None:
+        headers = {"Authorization": "Bearer client"}
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+            async with stage.session.request(method, path, json={"prompt": "a"}, headers=headers) as response:
+                assert response.status == 200
+        health, turn, models = (dict(re.findall(r"(\S+): (.*)\r", it.decode())) for it in stage.scripted[0].heads[:3])
+        assert turn["Authorization"] == models["Authorization"] == sent
+        assert health.get("Authorization") == (sent if own else None)
+        for path in ("/engines", "/metrics"):
+            async with stage.session.get(path) as response:
+                assert "engine@" not in (text := await response.text()) and "pw" not in text and "Bearer" not in text
+
+    staged(test, engines=0, scripted=[Scripted(answer, own)])
+
+
+def test_a_token_that_no_header_can_hold_is_refused() -> None:
+    async def test(stage: Stage) -> None:
+        port = stage.session._base_url.port  # type: ignore[union-attr]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        writer.write(head)
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+
+    staged(test, engines=1)
+
+
+def test_nobody_follows_an_engine_to_another_address() -> None:
+    async def redirect(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 307 There\r\nLocation: http://127.0.0.1:1/v1/completions\r\nContent-Length: 0\r\n\r\n")
+
+    async def test(stage: Stage) -> None:
+        status, said = await stage.post("/v1/completions", {"prompt": "a"})
+        assert status == 502 and "engine s0 redirects with status 307" in said["error"]["message"]
+
+    staged(test, engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import pytest
 import yaml
 
 from libra.config.yaml_file import ConfigError
-from libra.serve.gateway.gateway_file import load_gateway
+from libra.serve.gateway.gateway_file import EngineSection, load_gateway
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gateway.yaml"
 
@@ -39,6 +41,13 @@ def test_what_is_left_out_has_a_value(tmp_path: Path) -> None:
         ({}, "engines"),
         ({"engines": []}, "engines"),
         ({"engines": [engine(url="ftp://a")]}, "engines.0.url: must begin with http:// or https://"),
+        ({"engines": [engine(url="http:///v1")]}, "engines.0.url: names no host"),
+        ({"engines": [engine(url="http://a:b/v1")]}, "engines.0.url: Port could not be cast"),
+        (
+            {"engines": [engine(url="http://a/engines/b")]},
+            "engines.0.url: ends with /engines/b; give the address up to",
+        ),
+        ({"engines": [engine(url="http://a/v1?b=c")]}, "engines.0.url: is more than an address"),
         ({"engines": [engine(max_model_len=0)]}, "engines.0.max_model_len"),
         ({"engines": [engine(), engine()]}, "engines: a is there twice; name each once"),
         ({"engines": [engine(bucket=1)]}, "engines.0.bucket is 1, but limits name 1"),
@@ -46,6 +55,7 @@ def test_what_is_left_out_has_a_value(tmp_path: Path) -> None:
         ({"engines": [engine()], "route": "best"}, "route: policy is 'best'; choose one of"),
         ({"engines": [engine()], "sticky": False}, "route: cmlfq follows prefixes"),
         ({"engines": [engine()], "wait_seconds": 0}, "wait_seconds"),
+        ({"engines": [engine()], "engine_timeout_seconds": 0}, "engine_timeout_seconds"),
         ({"engines": [engine()], "turn_token": 1}, "turn_token"),
     ],
 )
@@ -56,3 +66,75 @@ def test_what_cannot_start_is_refused(tmp_path: Path, content: dict[str, Any], s
         load_gateway(path)
     text = str(error.value)
     assert says in text and str(path) in text and "\n" not in text
+
+
+@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
+def test_an_address_is_that_of_the_server_or_of_its_api(url: str) -> None:
+    section = EngineSection(**engine(url=url))
+    assert (section.url, section.health) == ("http://a:1/v1", "http://a:1/health")
+
+
+# Secrets
+
+SECRET = "s3cr3t-t0ken"
+
+
+def loaded(folder: Path, text: str) -> EngineSection:
+    path = folder / "gateway.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_gateway(path).engines[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "sent"),
+    [
+        ({"api_key": SECRET}, f"Bearer {SECRET}"),
+        ({"api_key_env": "ENGINE_TOKEN"}, f"Bearer {SECRET}"),
+        ({"api_key_file": "token"}, f"Bearer {SECRET}"),
+        ({"basic_auth": f"me:{SECRET}"}, f"Basic {b64encode(f'me:{SECRET}'.encode()).decode()}"),
+        ({"url": f"http://me:{SECRET}@a:1/v1"}, f"Basic {b64encode(f'me:{SECRET}'.encode()).decode()}"),
+        ({"url": f"http://me:%40{SECRET}@a:1/v1"}, f"Basic {b64encode(f'me:@{SECRET}'.encode()).decode()}"),
+        ({}, None),
+    ],
+)
+def test_an_engine_is_told_its_secret_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], sent: str | None
+) -> None:
+    monkeypatch.setenv("ENGINE_TOKEN", SECRET)
+    (tmp_path / "token").write_text(f"{SECRET}\n", encoding="utf-8")
+    section = loaded(tmp_path, yaml.safe_dump({"engines": [engine(**more)]}))
+    assert section.authorization() == sent
+    assert SECRET not in f"{section!r} {section} {section.model_dump_json()}" and "@" not in section.url
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ({"engines": [engine(api_key=[SECRET])]}, "engines.0.api_key: Input should be a valid string"),
+        (
+            {"engines": [engine(api_key=f"{SECRET}\nX-Other: 1")]},
+            "engines.0.api_key: must be one line of printable ASCII",
+        ),
+        ({"engines": [engine(api_key="")]}, "engines.0.api_key: must be one line of printable ASCII"),
+        ({"engines": [engine(api_keys=SECRET)]}, "engines.0.api_keys: unknown key 'api_keys'; did you mean api_key?"),
+        (
+            {"engines": [engine(api_key=SECRET, api_key_env="A")]},
+            "engines.0: api_key and api_key_env are given; one is",
+        ),
+        ({"engines": [engine(basic_auth=SECRET)]}, "engines.0: basic_auth is no user:password"),
+        ({"engines": [engine(api_key_env=SECRET)]}, "engines.0.api_key_env: the variable is not set"),
+        ({"engines": [engine(api_key_file=SECRET)]}, "engines.0.api_key_file: the file cannot be read"),
+        ({"engines": [engine(api_key_file="odd")]}, "engines.0.api_key_file: what it holds must be one line"),
+        ({"engines": [engine(url=f"ftp://me:{SECRET}@a/v1")]}, "engines.0.url: must begin with http:// or https://"),
+        ({"engines": [engine(url=f"http://me:{SECRET}/2@a/v1")]}, "engines.0.url: holds an @"),
+        ({"engines": [engine(url=f"me:{SECRET}@a/v1")]}, "engines.0.url: holds an @"),
+        ({"engines": [f"http://me:{SECRET}@a/v1"]}, "engines.0: Input should be a valid dictionary"),
+        ({"engines": engine(api_key=SECRET)}, "engines: Input should be a valid tuple"),
+        (f"engines: [{{api_key: {SECRET}, url: ]}}", "not YAML: see line 1, column "),
+    ],
+)
+def test_no_message_shows_a_secret(tmp_path: Path, text: Any, says: str) -> None:
+    (tmp_path / "odd").write_bytes(b"\xff" + SECRET.encode())
+    with pytest.raises(ConfigError) as error:
+        loaded(tmp_path, text if isinstance(text, str) else yaml.safe_dump(text))
+    assert says in str(error.value) and SECRET not in "".join(format_exception(error.value))

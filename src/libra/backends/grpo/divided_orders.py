@@ -20,7 +20,7 @@ from libra.backends.transport.messages import (
     MeasureTraining,
     Reduced,
     Serving,
-    Standing,
+    StateDigest,
     ToWorker,
     Train,
     Trained,
@@ -71,8 +71,8 @@ def join(answers: Sequence[FromWorker]) -> FromWorker:
             servings = cast(Sequence[Serving], answers)
             ports = [port for serving in servings for port in serving.ports]
             return Serving(ports, _first(serving.failure for serving in servings))
-        case Standing():
-            return _standing(cast(Sequence[Standing], answers))
+        case StateDigest():
+            return _standing(cast(Sequence[StateDigest], answers))
         case WarmedUp():
             losses = cast(Sequence[WarmedUp], answers)
             return WarmedUp(sum(each.loss for each in losses), sum(each.tokens for each in losses))
@@ -109,9 +109,9 @@ def _measured(measured: Sequence[TrainingMeasured]) -> TrainingMeasured:
     )
 
 
-def _standing(standings: Sequence[Standing]) -> Standing:
+def _standing(standings: Sequence[StateDigest]) -> StateDigest:
     numbers = {standing.number for standing in standings}
-    return Standing(
+    return StateDigest(
         number=numbers.pop() if len(numbers) == 1 else -1,
         parameter_hash=_hash(standing.parameter_hash for standing in standings),
         size=sum(standing.size for standing in standings),  # copies of all parts share a way

@@ -18,7 +18,7 @@ from threading import Thread
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from libra.backends.transport.messages import FORMING_SECONDS, Meet, Prepare
+from libra.backends.transport.messages import FORMING_SECONDS, HostRendezvous, Prepare
 
 FORMING = timedelta(seconds=FORMING_SECONDS)
 
@@ -49,7 +49,7 @@ class GradientExchange:
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
-    def meet(self, order: Meet) -> int:
+    def host_rendezvous(self, order: HostRendezvous) -> int:
         """Be where replicas meet, at the same port as before if it will do. Returns the port; 0 when this replica
         cannot listen there, and `enter` tells why. Only its first process listens."""
         if self._process:

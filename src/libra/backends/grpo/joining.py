@@ -23,7 +23,7 @@ from libra.backends.transport.messages import (
     RelayPlace,
     Serve,
     Serving,
-    Standing,
+    StateDigest,
     StatePlace,
 )
 
@@ -49,10 +49,10 @@ class Joiner:
         """`step_seconds`: what a step takes, 0 where that is not known."""
         self._replica, self._core, self._membership, self._boundary = replica, core, membership, boundary
         self._hold = max(HOLD, HOLD_SHARE * step_seconds)
-        self._late: asyncio.Task[Standing] | None = None  # an answer that a boundary did not wait for
+        self._late: asyncio.Task[StateDigest] | None = None  # an answer that a boundary did not wait for
         self._follows: Handle | None = None
         self._generation = 0  # for which it was prepared
-        self._wanted: Standing | None = None  # the core's, at the last boundary
+        self._wanted: StateDigest | None = None  # the core's, at the last boundary
         self._behind = ""  # why it ceased to follow
         self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed nobody yet
 
@@ -128,7 +128,7 @@ class Joiner:
                 raise WorkerLostError(f"worker {self._replica.name} went away as it joined")
             return self._boundary.waited(began)
 
-    async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> Standing | None:
+    async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
         """None when it has not answered by then: it is in the middle of something, and answers after that."""
         self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
@@ -137,7 +137,7 @@ class Joiner:
         answered, self._late = self._late, None
         return answered.result()
 
-    async def _come_level(self, wanted: Standing) -> None:
+    async def _come_level(self, wanted: StateDigest) -> None:
         """Give it time to reach the state that the core had at the last boundary, while steps are made."""
         await self._hear_out()
         patience = self._membership.patience
@@ -155,12 +155,12 @@ class Joiner:
             late, self._late = self._late, None
             await late
 
-    async def _follow(self, places: Places, here: Standing) -> None:
+    async def _follow(self, places: Places, here: StateDigest) -> None:
         self._copy_seconds = _copy_seconds(here)
         deadline = self._membership.patience.unknown + self._copy_seconds
         self._behind = (await self._ask(Follow(places), deadline)).behind
 
-    async def _places(self, here: Standing) -> Places | None:
+    async def _places(self, here: StateDigest) -> Places | None:
         """Where it reads the core's state: in memory that they share, or through a relay that is now beside the core.
         None when the core is lost. Raises `JoinError`."""
         core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
@@ -177,19 +177,19 @@ class Joiner:
             raise JoinError(f"worker {replica.name} cannot join: {why}")
         return [RelayPlace(core.host, port, token) for port in serving.ports]
 
-    async def _ask(self, order: Message, deadline: float) -> Standing:
-        [standing] = await self._membership.ask([(self._replica, order)], Standing, deadline=deadline)
+    async def _ask(self, order: Message, deadline: float) -> StateDigest:
+        [standing] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
         if standing is None:
             raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
         return standing
 
-    async def _core_standing(self) -> Standing | None:
+    async def _core_standing(self) -> StateDigest | None:
         """None when the core is lost."""
         orders = [(self._membership.cores[0], Identify())]
-        [standing] = await self._membership.ask(orders, Standing, deadline=self._membership.patience.floor)
+        [standing] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
         return standing
 
 
-def _copy_seconds(core: Standing) -> float:
+def _copy_seconds(core: StateDigest) -> float:
     """That the slowest copy of its state, and of the updates that came meanwhile, may take."""
     return 6 * core.size / SLOWEST  # parameters and two moments; the ring keeps three gradients

@@ -11,7 +11,16 @@ from typing import TypeVar
 
 from libra.backends.launch.answers import Patience, ask_all
 from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
-from libra.backends.transport.messages import FORMING_SECONDS, Done, Enter, Entered, Meet, Meeting, Message, Prepare
+from libra.backends.transport.messages import (
+    FORMING_SECONDS,
+    Done,
+    Enter,
+    Entered,
+    HostRendezvous,
+    Message,
+    Prepare,
+    Rendezvous,
+)
 
 FAILURES = 3  # in a row although no replica is lost, before it is an error
 
@@ -82,8 +91,8 @@ class Membership:
     async def _meet_at(self, replica: Handle) -> int:
         """The port at which it listens for the others; 0 when it cannot, or is lost."""
         if self._meeting is None or self._meeting[0] is not replica:
-            order = Meet(replica.host, self._wanted_port)
-            [meeting] = await self.ask([(replica, order)], Meeting, deadline=self.patience.floor)
+            order = HostRendezvous(replica.host, self._wanted_port)
+            [meeting] = await self.ask([(replica, order)], Rendezvous, deadline=self.patience.floor)
             if meeting is None or not meeting.port:
                 return 0
             self._meeting = replica, meeting.port

@@ -19,7 +19,7 @@ import msgspec
 
 from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
 from libra.backends.grpo.state_stream import Request, StateStream, Verdict
-from libra.backends.launch.forked import die_with
+from libra.backends.launch.fork_server_main import die_with
 from libra.backends.transport.messages import Serve, StatePlace
 from libra.backends.transport.shared_vectors import LayoutError
 

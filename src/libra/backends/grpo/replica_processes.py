@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from libra.backends.grpo.divided_orders import divide, join
 from libra.backends.grpo.inside import HOST, Inside, meet
-from libra.backends.launch.forked import die_with, serve_and_leave
+from libra.backends.launch.fork_server_main import die_with, serve_and_leave
 from libra.backends.transport.channel import PeerChannel, WorkerChannel
 from libra.backends.transport.messages import Failure, FromWorker, ToWorker
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.grpo import denominator, loss_sum
 from libra.backends.grpo.inside import ALONE, Inside
@@ -78,7 +79,7 @@ class Trainer:
         self.exchange = GradientExchange(inside.rank)
         self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
         self.layout: tuple[Tensor, ...]
-        self.layout, self.buffer_bytes = make_layout(self.part.shapes.items())
+        self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
         self._buffer = WeightBuffer(descriptor, self.buffer_bytes)
 
     def reduce(self, order: Train) -> Reduced:

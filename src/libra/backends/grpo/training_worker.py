@@ -28,22 +28,22 @@ from libra.backends.transport.messages import (
     Entered,
     Follow,
     FromWorker,
+    HostRendezvous,
     Identify,
     LoadCheckpoint,
     MeasureTraining,
-    Meet,
-    Meeting,
     Prepare,
     Publish,
     Published,
     Ready,
+    Rendezvous,
     SaveCheckpoint,
     Score,
     Scored,
     Serve,
     Serving,
-    Standing,
     StartTrainer,
+    StateDigest,
     Stop,
     ToWorker,
     Train,
@@ -101,8 +101,8 @@ class TrainingWorker:
             case Discard():
                 trainer.discard()
                 return Done()
-            case Meet():
-                return Meeting(trainer.exchange.meet(message))
+            case HostRendezvous():
+                return Rendezvous(trainer.exchange.host_rendezvous(message))
             case Prepare():
                 trainer.exchange.prepare(message)
                 return Done()
@@ -152,7 +152,7 @@ class TrainingWorker:
             return Serving([], str(error))
         return Serving([self._relay.port], "")
 
-    def _follow(self, order: Follow) -> Standing:
+    def _follow(self, order: Follow) -> StateDigest:
         self._follower, self._behind = None, ""
         state, [place] = self._trainer.state, order.places
         try:
@@ -162,7 +162,7 @@ class TrainingWorker:
         self._keep_up()
         return self._standing()
 
-    def _catch_up(self, order: CatchUp) -> Standing:
+    def _catch_up(self, order: CatchUp) -> StateDigest:
         ends = time.monotonic() + order.seconds
         while self._follower is not None and self._number() < order.number and time.monotonic() < ends:
             time.sleep(_LOOK_SECONDS)
@@ -179,9 +179,9 @@ class TrainingWorker:
             self._follower, self._behind = None, str(error)
         self._trainer.pace()
 
-    def _standing(self, ready: bool = False) -> Standing:
+    def _standing(self, ready: bool = False) -> StateDigest:
         state = self._trainer.state
-        return Standing(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
+        return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
         """Of the state that is held; -1 when it is none of the core's."""

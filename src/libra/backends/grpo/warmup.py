@@ -20,7 +20,7 @@ from pathlib import Path
 from libra.backends.launch.handles import Handle
 from libra.backends.launch.launcher import Launcher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
-from libra.backends.transport.messages import Done, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
+from libra.backends.transport.messages import Done, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
@@ -42,12 +42,13 @@ async def warm_model(
     config: RunConfig,
     environment: Environment,
     launcher: Launcher,
+    precision: Precision,
     progress: Callable[[WarmUpProgress], None],
 ) -> Path:
     """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run."""
     if config.model.directory is not None and config.warm_up.steps == 0:
         return config.model.directory
-    target = cache_directory() / "warm" / _key(config, environment)
+    target = cache_directory() / "warm" / _key(config, environment, precision)
     if target.is_dir():
         return target
     work = target.with_name(f"{target.name}.part{os.getpid()}")
@@ -57,7 +58,7 @@ async def warm_model(
         else:
             longest = max(shape.max_model_len for shape in config.engines.values())
             write_tiny_model(work, config.model, environment.alphabet, longest)
-        await _train(config, environment, launcher, work, progress)
+        await _train(config, environment, launcher, precision, work, progress)
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -68,6 +69,7 @@ async def _train(
     config: RunConfig,
     environment: Environment,
     launcher: Launcher,
+    precision: Precision,
     directory: Path,
     progress: Callable[[WarmUpProgress], None],
 ) -> None:
@@ -86,7 +88,7 @@ async def _train(
             token_constant=training.token_constant,
             temperature=training.temperature,
             micro_batch_tokens=training.micro_batch_tokens,
-            precision=training.precision,
+            precision=precision,
             seed=config.seed,
             share=float(len(cores)),
             cores=cores,
@@ -113,14 +115,14 @@ def _encode(environment: Environment, codec: Codec, rng: random.Random) -> tuple
     return tokens, generated
 
 
-def _key(config: RunConfig, environment: Environment) -> str:
+def _key(config: RunConfig, environment: Environment, precision: Precision) -> str:
     source = inspect.getsource(inspect.getmodule(type(environment)) or type(environment))
     parts = {
         "recipe": _RECIPE,
         "seed": config.seed,
         "model": config.model.model_dump(mode="json"),
         "warm_up": config.warm_up.model_dump(),
-        "precision": config.training.precision,
+        "precision": precision,
         "processes": config.training.processes,
         "sharding": config.training.sharding,
         "environment": {"kind": config.environment.kind, "options": config.environment.options, "source": source},

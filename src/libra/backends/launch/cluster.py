@@ -12,11 +12,10 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-from libra.backends.launch.background import raise_in_loop
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.copies import COPY_SECONDS, Copies, HangingNodeError
-from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
-from libra.backends.launch.node import NodeFacts
-from libra.backends.launch.nodes import NodeLostError, Nodes, RemoteNode
+from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink, raise_in_loop
+from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
 from libra.backends.launch.places import Seat
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel
@@ -89,9 +88,15 @@ class ClusterLauncher:
         kinds = sorted({place.facts.hardware for place in self._places})
         return f"{len(self._places)} nodes of {' and '.join(kinds)}"
 
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return tuple(place.facts.bf16 for place in self._places)
+
     def processes(self) -> list[int]:
         here = self._reception.address[0]
-        return [place.facts.nursery for place in self._places if place.node is not None and place.facts.host == here]
+        return [
+            place.facts.fork_server for place in self._places if place.node is not None and place.facts.host == here
+        ]
 
     def offers(self, slot: int) -> bool:
         return self._place(slot).node is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from libra.backends.launch.launcher import CopyError, SourceLostError
-from libra.backends.launch.nodes import NodeLostError, RemoteNode
+from libra.backends.launch.node import NodeLostError, RemoteNode
 from libra.backends.transport.messages import LoadWeights
 from libra.backends.transport.weights import WeightUpdateError
 

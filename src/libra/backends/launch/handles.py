@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra.backends.launch.background import raise_in_loop
-from libra.backends.launch.launcher import WorkerLink
+from libra.backends.launch.launcher import WorkerLink, raise_in_loop
 from libra.backends.transport.messages import (
     Done,
     EngineMeasured,
@@ -177,7 +176,7 @@ class EngineHandle(Handle):
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self._turns: dict[str, _Turn] = {}
-        self._saving: dict[int, asyncio.Future[Saved | None]] = {}  # by parcel
+        self._saving: dict[int, asyncio.Future[Saved | None]] = {}  # by transfer
         self._fetching: dict[int, asyncio.Future[Fetched | None]] = {}
         self._reports = 0
         self.busy_seconds = 0.0
@@ -231,15 +230,15 @@ class EngineHandle(Handle):
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
         """Have KV put down for another engine; None when the engine goes away first."""
-        saved = self._answer(self._saving, order.parcel.number)
+        saved = self._answer(self._saving, order.transfer.number)
         if not self.lost:
             self._channel.send(order)
         return saved
 
-    def fetched(self, parcel: int) -> asyncio.Future[Fetched | None]:
-        """When a parcel, that a request which is about to be sent comes with, is not needed any more; None when the
+    def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
+        """When a transfer, that a request which is about to be sent comes with, is not needed any more; None when the
         engine goes away first."""
-        return self._answer(self._fetching, parcel)
+        return self._answer(self._fetching, transfer)
 
     async def vacate(self, deadline: float) -> None:
         """Stop all turns where they are, and wait until what they want of their KV is put down, `deadline` seconds at
@@ -313,20 +312,24 @@ class EngineHandle(Handle):
             self._fetching.popitem()[1].set_result(None)
         self._watcher.cancel()
 
-    def _answer(self, answers: dict[int, asyncio.Future[Answer | None]], parcel: int) -> asyncio.Future[Answer | None]:
+    def _answer(
+        self, answers: dict[int, asyncio.Future[Answer | None]], transfer: int
+    ) -> asyncio.Future[Answer | None]:
         answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         if self.lost:
             answer.set_result(None)
         else:
-            answers[parcel] = answer
+            answers[transfer] = answer
         return answer
 
     def _settle(self, answers: dict[int, asyncio.Future[Answer | None]], message: Answer) -> None:
-        answer = answers.pop(message.parcel, None)
+        answer = answers.pop(message.transfer, None)
         if answer is not None:
             answer.set_result(message)
         else:
-            self.declare_lost(f"it sent {type(message).__name__} for parcel {message.parcel}, which it was not given")
+            self.declare_lost(
+                f"it sent {type(message).__name__} for transfer {message.transfer}, which it was not given"
+            )
 
     async def _watch(self) -> None:
         """Take an engine for lost that has turns to make and does not go on with them."""

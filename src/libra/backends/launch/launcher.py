@@ -6,10 +6,12 @@ launcher started is gone when it is closed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from libra.backends.arithmetic import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights
 
@@ -53,6 +55,11 @@ class Launcher(Protocol):
         """What workers run on; equal where costs that were measured are equal."""
         ...
 
+    @property
+    def bf16(self) -> Sequence[Bf16Speed]:
+        """How each node does bf16 products, one at least; known when workers can be started."""
+        ...
+
     def processes(self) -> Sequence[int]:
         """Process ids under which workers of this machine run."""
         ...
@@ -88,3 +95,10 @@ class Launcher(Protocol):
     def exists(self, link: WorkerLink) -> bool:
         """Whether the worker's process is there, as far as is known."""
         ...
+
+
+def raise_in_loop(task: asyncio.Task[None]) -> None:
+    """As the callback of a task that is done: what broke it must not be forgotten, and goes to the loop's exception
+    handler."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

@@ -1,4 +1,4 @@
-"""Worker processes on this machine: forks of one nursery.
+"""Worker processes on this machine: forks of one fork server.
 
 Invariant: every process started here is gone when `close` returns, and also when this process is killed.
 """
@@ -11,9 +11,10 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.launch.nursery_process import NurseryProcess
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.messages import LoadWeights
 
@@ -21,8 +22,8 @@ from libra.backends.transport.messages import LoadWeights
 class LocalLauncher:
     """See `Launcher` for its verbs. All slots are on this machine, and their workers share memory."""
 
-    def __init__(self, nursery: NurseryProcess) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self.hardware = hardware_name()
         self.slots_changed: Callable[[], None] = lambda: None  # they never do
@@ -32,25 +33,29 @@ class LocalLauncher:
     async def open(cls, logs: Path) -> AsyncIterator[LocalLauncher]:
         """A launcher that is starting; closed on the way out."""
         logs.mkdir(parents=True, exist_ok=True)
-        launcher = cls(NurseryProcess(logs))
+        launcher = cls(ForkServer(logs))
         try:
             yield launcher
         finally:
             launcher.close()
 
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return (self._fork_server.bf16,)
+
     def processes(self) -> tuple[int, ...]:
-        return (self._nursery.pid,)
+        return (self._fork_server.pid,)
 
     def offers(self, slot: int) -> bool:
         return True
 
     async def ready(self) -> float:
-        return await self._nursery.ready()
+        return await self._fork_server.ready()
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
         ours, theirs = socket.socketpair()
         try:
-            pid = await self._nursery.fork(name, theirs, {})
+            pid = await self._fork_server.fork(name, theirs, {})
         except BaseException:
             ours.close()
             raise
@@ -58,10 +63,10 @@ class LocalLauncher:
         return WorkerLink(name, pid, channel, self._cores, self._cores[slot % len(self._cores)])
 
     def kill(self, link: WorkerLink) -> None:
-        self._nursery.kill(link.pid)
+        self._fork_server.kill(link.pid)
 
     async def gone(self, link: WorkerLink) -> None:
-        await self._nursery.gone(link.pid)
+        await self._fork_server.gone(link.pid)
 
     def exists(self, link: WorkerLink) -> bool:
         return Path(f"/proc/{link.pid}").exists()
@@ -70,4 +75,4 @@ class LocalLauncher:
         pass  # they share the memory
 
     def close(self) -> None:
-        self._nursery.close()
+        self._fork_server.close()

@@ -1,4 +1,4 @@
-"""One node of a cluster: the memory that its workers share, and the nursery that forks them.
+"""One node of a cluster: the memory that its workers share, and the fork server that forks them.
 
 Invariant: whatever was started here is gone when the process in which this lives is. Its verbs are called from the
 controller's machine, so they take and return plain values.
@@ -12,10 +12,12 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.hardware import hardware_name
 from libra.backends.launch.launcher import LaunchError
-from libra.backends.launch.nursery_process import NurseryProcess
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer
 
@@ -27,8 +29,9 @@ class NodeFacts:
     host: str  # where the other nodes reach it
     cores: tuple[int, ...]
     hardware: str
-    nursery: int  # process id
+    fork_server: int  # process id
     import_seconds: float  # of the workers' libraries
+    bf16: Bf16Speed
 
 
 class Node:
@@ -36,7 +39,7 @@ class Node:
 
     def __init__(self, host: str, logs: Path, name: str, devices: tuple[str, ...] = ()) -> None:
         self._host, self._logs, self._name, self._devices = host, logs, name, devices
-        self._nursery: NurseryProcess | None = None
+        self._fork_server: ForkServer | None = None
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
         """Get ready to fork. `marks` are files that must be here, with what is in them: the controller wrote them on
@@ -47,10 +50,10 @@ class Node:
                     f"node {self._host} does not see {Path(path).parent} as the controller does: keep it on a file"
                     " system that all nodes share, under the same path"
                 )
-        self._nursery = NurseryProcess(self._logs, self._name)
-        seconds = await self._nursery.ready()
+        self._fork_server = ForkServer(self._logs, self._name)
+        seconds = await self._fork_server.ready()
         cores = tuple(sorted(os.sched_getaffinity(0)))
-        return NodeFacts(self._host, cores, hardware_name(), self._nursery.pid, seconds)
+        return NodeFacts(self._host, cores, hardware_name(), self._fork_server.pid, seconds, self._fork_server.bf16)
 
     async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
         """A worker that speaks with the controller, which knows it by the token. Returns its process id. Raises
@@ -63,7 +66,7 @@ class Node:
         self._started.kill(pid)
 
     async def gone(self, pid: int) -> None:
-        """See `NurseryProcess.gone`."""
+        """See `ForkServer.gone`."""
         await self._started.gone(pid)
 
     async def read(self, buffer: int, size: int, checksum: int) -> Vector:
@@ -83,13 +86,13 @@ class Node:
         return f"the process that starts its workers ended: see {self._started.log}"
 
     def close(self) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     @property
-    def _started(self) -> NurseryProcess:
-        assert self._nursery is not None
-        return self._nursery
+    def _started(self) -> ForkServer:
+        assert self._fork_server is not None
+        return self._fork_server
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -114,3 +117,38 @@ def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
     connection.sendall(token)
     connection.settimeout(None)
     return connection
+
+
+class NodeLostError(ConnectionError):
+    """The node is gone, or the process on it that starts workers."""
+
+
+class RemoteNode(Protocol):
+    """A `Node` elsewhere; its verbs are described there."""
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int: ...
+    def kill(self, pid: int) -> None: ...
+    async def gone(self, pid: int) -> None: ...
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Any:
+        """The weights, or where they can be had: what `write` of another node takes."""
+        ...
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Any) -> None: ...
+    async def ended(self) -> str: ...
+
+    def close(self) -> None:
+        """End it with all that it started; no error where it is gone."""
+        ...
+
+
+class Nodes(Protocol):
+    """Where nodes come from. `host` is the controller's address in their network."""
+
+    @property
+    def host(self) -> str: ...
+
+    def open(self, number: int) -> RemoteNode:
+        """A node for place `number`. It starts as soon as there is a machine for it."""
+        ...

@@ -8,11 +8,14 @@ lies in frames (`kv_frames.py`), and a joiner reads a core's state from its boar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 Precision = Literal["bf16", "fp32", "fp64"]  # of a trainer's arithmetic; bf16 is autocast over float32 parameters
+Dtype = Literal["bfloat16", "float32"]  # of engines, and of the weights that are published for them
+DTYPE_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float32": 4}
 Sharding = Literal["none", "fsdp2"]  # of parameters, moments and gradients among the processes of one replica
 
 
@@ -24,14 +27,15 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Where one weight lies in the shared buffer: elements of bfloat16 from `offset` bytes on."""
+    """Where one weight lies in the shared buffer: elements of `dtype` from `offset` bytes on."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    dtype: Dtype
 
 
-class KVPlace(msgspec.Struct, frozen=True):
+class KVBufferPlace(msgspec.Struct, frozen=True):
     """Where KV is handed over: a file that process `pid` holds open, of `frames` blocks of KV."""
 
     pid: int
@@ -46,6 +50,7 @@ class StartEngine(Message, frozen=True):
     model_directory: str
     max_model_len: int
     max_num_seqs: int
+    dtype: Dtype
     kv_cache_bytes: int
     layout: tuple[Tensor, ...]
     buffer_bytes: int
@@ -53,7 +58,7 @@ class StartEngine(Message, frozen=True):
     share: float  # of one core that this device may use
     cores: tuple[int, ...]
     refresh_kv: bool  # salt the prefix cache with the weight version
-    kv: KVPlace | None = None  # where it may hand KV over; None: it cannot
+    kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
 
 
 class StartTrainer(Message, frozen=True):
@@ -74,7 +79,7 @@ class StartTrainer(Message, frozen=True):
     sharding: Sharding = "none"
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class KVTransfer(msgspec.Struct, frozen=True):
     """KV of a context's first blocks, one in each of these frames."""
 
     number: int
@@ -91,7 +96,7 @@ class Generate(Message, frozen=True):
     stop_token: int
     priority: int
     salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
-    parcel: Parcel | None = None  # KV of its context that another engine has put down; answered by `Fetched`
+    transfer: KVTransfer | None = None  # KV of its context that another engine has put down; answered by `Fetched`
 
 
 class Interrupt(Message, frozen=True):
@@ -106,7 +111,7 @@ class Save(Message, frozen=True):
 
     tokens: list[int]
     salt: str | None  # that of its `Generate`
-    parcel: Parcel
+    transfer: KVTransfer
 
 
 class LoadWeights(Message, frozen=True):
@@ -123,12 +128,12 @@ class MeasureEngine(Message, frozen=True):
 
 
 class MeasureHandover(Message, frozen=True):
-    """Time saving contexts of these tokens into the parcel's frames, and fetching them from there, `repeats` times in
+    """Time saving contexts of these tokens into the transfer's frames, and fetching them from there, `repeats` times in
     turn. The prefix cache is empty afterwards."""
 
     contexts: list[int]
     repeats: int
-    parcel: Parcel
+    transfer: KVTransfer
 
 
 class MeasureTraining(Message, frozen=True):
@@ -179,8 +184,8 @@ class Discard(Message, frozen=True):
 FORMING_SECONDS = 20.0
 
 
-class Meet(Message, frozen=True):
-    """Be the place where replicas meet to form memberships."""
+class HostRendezvous(Message, frozen=True):
+    """Listen where replicas meet to form memberships; answered by `Rendezvous`."""
 
     host: str  # address of this replica's node to listen at
     port: int  # 0: any free one
@@ -315,16 +320,16 @@ class Generated(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """What was ordered with this parcel is done: its first `blocks` frames are filled."""
+    """What was ordered with this transfer is done: its first `blocks` frames are filled."""
 
-    parcel: int
+    transfer: int
     blocks: int
 
 
 class Fetched(Message, frozen=True):
-    """The frames of this parcel are not needed any more; `tokens` of the context were taken from them."""
+    """The frames of this transfer are not needed any more; `tokens` of the context were taken from them."""
 
-    parcel: int
+    transfer: int
     tokens: int
 
 
@@ -388,7 +393,7 @@ class Published(Message, frozen=True):
     checksum: int
 
 
-class Meeting(Message, frozen=True):
+class Rendezvous(Message, frozen=True):
     port: int  # 0: it cannot listen, and tells why when it enters a membership
 
 
@@ -397,7 +402,7 @@ class Entered(Message, frozen=True):
     failure: str  # why the membership did not come about; empty where it did
 
 
-class Standing(Message, frozen=True):
+class StateDigest(Message, frozen=True):
     """Which state a replica holds."""
 
     number: int  # as the core counts that is or was followed, or else this replica; -1: none
@@ -429,10 +434,10 @@ class Failure(Message, frozen=True):
 
 ToWorker = (
     StartEngine | StartTrainer | Generate | Interrupt | Save | LoadWeights | MeasureEngine | MeasureHandover
-    | MeasureTraining | Train | Commit | Discard | Meet | Prepare | Enter | Identify | Serve | Follow | CatchUp | WarmUp
-    | Publish | SaveCheckpoint | LoadCheckpoint | Score | Stop
+    | MeasureTraining | Train | Commit | Discard | HostRendezvous | Prepare | Enter | Identify | Serve | Follow
+    | CatchUp | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint | Score | Stop
 )  # fmt: skip
 FromWorker = (
     Ready | Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured | TrainingMeasured | Reduced
-    | Trained | WarmedUp | Published | Meeting | Entered | Serving | Standing | Done | Scored | Failure
+    | Trained | WarmedUp | Published | Rendezvous | Entered | Serving | StateDigest | Done | Scored | Failure
 )  # fmt: skip

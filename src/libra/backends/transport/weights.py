@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from libra.backends.transport.messages import Tensor
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
 from libra.backends.transport.shared_vectors import Vector
 
 if TYPE_CHECKING:
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
 
 BUFFERS = 2
 _ALIGNMENT = 64  # bytes: a cache line
-_BYTES = 2  # bfloat16
 
 
 class WeightUpdateError(RuntimeError):
     """A weight update arrived damaged. The engine keeps the version it had."""
 
 
-def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Tensor, ...], int]:
-    """Where each weight lies, and the bytes of one buffer."""
+def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:
+    """Where each weight lies, and the bytes of one buffer; all are of one type."""
     layout, offset = [], 0
     for name, shape in shapes:
-        layout.append(Tensor(name, shape, offset))
-        size = prod(shape) * _BYTES
+        layout.append(Tensor(name, shape, offset, dtype))
+        size = prod(shape) * DTYPE_BYTES[dtype]
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
     return tuple(layout), offset
 
@@ -58,15 +57,15 @@ class WeightBuffer:
         self._map = mmap.mmap(descriptor, BUFFERS * size)
 
     def write(self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor]) -> int:
-        """Store the weights as bfloat16, taking one at a time in the order of the layout; returns their checksum
+        """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum
         (CRC-32)."""
         import torch
 
         target = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]
         for tensor in layout:
             flat = weights[tensor.name].detach().reshape(-1)
-            place = target[tensor.offset : tensor.offset + flat.numel() * _BYTES]
-            place.view(torch.bfloat16).copy_(flat)
+            place = target[tensor.offset : tensor.offset + flat.numel() * DTYPE_BYTES[tensor.dtype]]
+            place.view(getattr(torch, tensor.dtype)).copy_(flat)
         return self.checksum(buffer)
 
     def content(self, buffer: int) -> Vector:
@@ -97,5 +96,5 @@ class WeightBuffer:
         self.verify(buffer, checksum)
         source = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]
         for tensor in layout:
-            size = prod(tensor.shape) * _BYTES
-            yield tensor.name, source[tensor.offset : tensor.offset + size].view(torch.bfloat16).view(tensor.shape)
+            stored = source[tensor.offset : tensor.offset + prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]]
+            yield tensor.name, stored.view(getattr(torch, tensor.dtype)).view(tensor.shape)

@@ -27,11 +27,11 @@ from libra.backends.transport.messages import (
     Generate,
     HandoverMeasured,
     Interrupt,
+    KVTransfer,
     Loaded,
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    Parcel,
     Ready,
     Save,
     Saved,
@@ -62,7 +62,7 @@ class VllmEngine:
                 enable_prefix_caching=True,
                 scheduling_policy="priority",
                 logprobs_mode="processed_logprobs",  # of what is sampled from: logits divided by the temperature
-                dtype="bfloat16",
+                dtype=start.dtype,
                 enforce_eager=True,
                 disable_log_stats=True,
                 async_scheduling=False,
@@ -102,7 +102,7 @@ class VllmEngine:
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
-                extra_args=request_arguments(request.parcel) if request.parcel is not None else None,
+                extra_args=request_arguments(request.transfer) if request.transfer is not None else None,
             ),
             priority=request.priority,
         )
@@ -256,10 +256,10 @@ def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMea
 def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
     """Time what the two engines of a hand-over do, with one that is both: it saves a context, forgets it, and takes it.
     What taking costs is what the request takes longer than one that finds its context in the prefix cache."""
-    numbers = count(order.parcel.number)
+    numbers = count(order.transfer.number)
 
-    def first_token(context: list[int], name: str, parcel: Parcel | None = None) -> float:
-        engine.add(Generate(name, context, 1, 1.0, -1, 0, parcel=parcel))
+    def first_token(context: list[int], name: str, transfer: KVTransfer | None = None) -> float:
+        engine.add(Generate(name, context, 1, 1.0, -1, 0, transfer=transfer))
         began = time.monotonic()
         while engine.busy:
             engine.step()
@@ -274,16 +274,16 @@ def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -
             name = f"handover-{repeat}-{length}"
             first_token(context, f"{name}-computed")
             found = first_token(context, f"{name}-found")
-            parcel = Parcel(next(numbers), order.parcel.frames[: length // BLOCK_TOKENS])
+            transfer = KVTransfer(next(numbers), order.transfer.frames[: length // BLOCK_TOKENS])
             began = time.monotonic()
-            engine.give(Save(context, None, parcel))
+            engine.give(Save(context, None, transfer))
             while engine.busy:
                 engine.step()
                 engine.handed()
             pacer.pace()
             saved = time.monotonic() - began
             engine.forget()
-            taken = first_token(context, f"{name}-taken", parcel)
+            taken = first_token(context, f"{name}-taken", transfer)
             if repeat > 0:  # the first time pays for memory that is touched for the first time
                 rows.append((length // BLOCK_TOKENS * BLOCK_TOKENS, saved + max(0.0, taken - found)))
     engine.forget()

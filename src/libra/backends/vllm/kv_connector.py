@@ -29,8 +29,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
-from libra.backends.transport.kv_frames import Filled, attach
-from libra.backends.transport.messages import Fetched, KVPlace, Parcel, Save, Saved
+from libra.backends.transport.kv_buffer import Filled, attach
+from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.cost.engine_facts import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 # Copied out in one iteration: a few milliseconds, so that the turns that run there hardly notice.
 SAVED_BYTES = 4 << 20
 
-_PARCEL = "libra_parcel"
+_TRANSFER = "libra_transfer"
 
 
-def transfer_config(place: KVPlace) -> KVTransferConfig:
+def transfer_config(place: KVBufferPlace) -> KVTransferConfig:
     """How vLLM finds this connector, and the connector its frames."""
     return KVTransferConfig(
         kv_connector=FrameConnector.__name__,
@@ -54,9 +54,9 @@ def transfer_config(place: KVPlace) -> KVTransferConfig:
     )
 
 
-def request_arguments(parcel: Parcel) -> dict[str, Any]:
-    """`extra_args` of a request whose context begins with what is in the parcel."""
-    return {"kv_transfer_params": {_PARCEL: parcel}}
+def request_arguments(transfer: KVTransfer) -> dict[str, Any]:
+    """`extra_args` of a request whose context begins with what is in the transfer."""
+    return {"kv_transfer_params": {_TRANSFER: transfer}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ class Copies(KVConnectorMetadata):
 class _Giving:
     """Blocks on their way out. They are referenced, so that the pool gives none of them to another request."""
 
-    parcel: int
+    transfer: int
     blocks: list[KVCacheBlock]
     copies: deque[Copy]
 
 
 @dataclass(slots=True)
 class _Taking:
-    """A parcel for a request that waits. `sound`: its leading frames that hold what they should; None: not looked."""
+    """A transfer for a request that waits. `sound`: its leading frames that hold what they should; None: not looked."""
 
-    parcel: Parcel
+    transfer: KVTransfer
     first: int = 0  # block that the engine does not have itself
     sound: int | None = None
 
@@ -101,7 +101,9 @@ class FrameConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         cache = vllm_config.cache_config
         assert cache.block_size == BLOCK_TOKENS
-        self._frames = attach(msgspec.convert(self._kv_transfer_config.get_from_extra_config("place", None), KVPlace))
+        self._frames = attach(
+            msgspec.convert(self._kv_transfer_config.get_from_extra_config("place", None), KVBufferPlace)
+        )
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name(cache.prefix_caching_hash_algo))
         self._saved_blocks = max(1, SAVED_BYTES // self._frames.payload.shape[1])  # in one step
         self.version = 0
@@ -121,7 +123,7 @@ class FrameConnector(KVConnectorBase_V1):
 
     def give(self, order: Save) -> None:
         """Save what the prefix cache has of a context, a few blocks in each of the next steps."""
-        frames = iter(order.parcel.frames)
+        frames = iter(order.transfer.frames)
         blocks: list[KVCacheBlock] = []
         copies: deque[Copy] = deque()
         for name, frame in zip(self._names(order.tokens, order.salt), frames, strict=False):
@@ -129,16 +131,16 @@ class FrameConnector(KVConnectorBase_V1):
             if found is None:
                 break
             blocks += found
-            copies.append(Copy(found[0].block_id, frame, Filled(order.parcel.number, self.version, name)))
+            copies.append(Copy(found[0].block_id, frame, Filled(order.transfer.number, self.version, name)))
         self._pool.touch(blocks)
-        self._givings.append(_Giving(order.parcel.number, blocks, copies))
+        self._givings.append(_Giving(order.transfer.number, blocks, copies))
 
     def done(self) -> list[Saved | Fetched]:
         """What was saved, and which frames are not needed any more, since the last call."""
         while self._givings and not self._givings[0].copies:
             given = self._givings.popleft()
             self._pool.free_blocks(reversed(given.blocks))
-            self._done.append(Saved(given.parcel, len(given.blocks)))
+            self._done.append(Saved(given.transfer, len(given.blocks)))
         done, self._done = self._done, []
         return done
 
@@ -154,32 +156,32 @@ class FrameConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         if request.kv_transfer_params is not None:
-            self._takings[request.request_id] = _Taking(request.kv_transfer_params[_PARCEL])
+            self._takings[request.request_id] = _Taking(request.kv_transfer_params[_TRANSFER])
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         taking = self._takings.get(request.request_id)
         if taking is None:
             return 0, False
         if taking.sound is None:
-            taking.sound = self._sound(taking.parcel, request.block_hashes)
+            taking.sound = self._sound(taking.transfer, request.block_hashes)
         taking.first = num_computed_tokens // BLOCK_TOKENS
         last = min(taking.sound, (request.num_tokens - 1) // BLOCK_TOKENS)  # a token is left to sample from
         return max(0, last - taking.first) * BLOCK_TOKENS, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        # Once: should the request be preempted, the frames may be another parcel's when it is resumed.
+        # Once: should the request be preempted, the frames may be another transfer's when it is resumed.
         taking = self._takings.pop(request.request_id, None)
         if taking is None:
             return
         span = slice(taking.first, taking.first + num_external_tokens // BLOCK_TOKENS)
         ids = blocks.get_block_ids()[0]
-        self._fetches += map(Copy, ids[span], taking.parcel.frames[span])
-        self._done.append(Fetched(taking.parcel.number, num_external_tokens))
+        self._fetches += map(Copy, ids[span], taking.transfer.frames[span])
+        self._done.append(Fetched(taking.transfer.number, num_external_tokens))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         taking = self._takings.pop(request.request_id, None)
         if taking is not None:
-            self._done.append(Fetched(taking.parcel.number, 0))
+            self._done.append(Fetched(taking.transfer.number, 0))
         return False, None
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
@@ -193,11 +195,11 @@ class FrameConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self.giving
 
-    def _sound(self, parcel: Parcel, names: Sequence[bytes]) -> int:
+    def _sound(self, transfer: KVTransfer, names: Sequence[bytes]) -> int:
         """Leading frames that hold what they should."""
         count = 0
-        for name, frame in zip(names, parcel.frames, strict=False):
-            if not self._frames.holds(frame, Filled(parcel.number, self.version, name)):
+        for name, frame in zip(names, transfer.frames, strict=False):
+            if not self._frames.holds(frame, Filled(transfer.number, self.version, name)):
                 break
             count += 1
         return count

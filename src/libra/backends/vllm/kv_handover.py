@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.kv_frames import OwnFrames
-from libra.backends.transport.messages import Fetched, KVPlace, Parcel, Save, Saved
+from libra.backends.transport.kv_buffer import OwnFrames
+from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.backends.vllm.kv_leases import KVLeases
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
@@ -63,7 +63,7 @@ class KVHandover:
         self.leases = KVLeases(frames)
         self._profile: DeviceProfile | None = None
 
-    def place(self, engine: EngineHandle) -> KVPlace | None:
+    def place(self, engine: EngineHandle) -> KVBufferPlace | None:
         """Where an engine finds the memory; None where it does not: it runs on another node."""
         return self.memory.place if engine.link.node == _NODE else None
 
@@ -78,43 +78,43 @@ class KVHandover:
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
-    ) -> tuple[Parcel | None, Change]:
+    ) -> tuple[KVTransfer | None, Change]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
         returns. What is told of the change is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
         change = Change(len(tokens))
-        parcel = self._lease(blocks, source, target, change)
-        if parcel is None:
+        transfer = self._lease(blocks, source, target, change)
+        if transfer is None:
             return None, change
         began = time.monotonic()
-        saving = source.save(Save(list(tokens[: blocks * BLOCK_TOKENS]), salt, parcel))
+        saving = source.save(Save(list(tokens[: blocks * BLOCK_TOKENS]), salt, transfer))
         try:
             await asyncio.wait([saving], timeout=SAVE_SECONDS)
         except asyncio.CancelledError:  # whether it is saved by now or not
-            saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
+            saving.add_done_callback(lambda saved: self._written(saved, transfer, source))
             raise
         if not saving.done():
-            saving.add_done_callback(lambda saved: self._written(saved, parcel, source))
+            saving.add_done_callback(lambda saved: self._written(saved, transfer, source))
             change.why = f"it was not saved within {SAVE_SECONDS:.0f} s"
             return None, change
         saved = saving.result()
         if saved is None or saved.blocks == 0:
-            self._written(saving, parcel, source)
+            self._written(saving, transfer, source)
             change.why = "the engine went away" if saved is None else "the engine had forgotten it"
             return None, change
         change.why = "none of it was taken"
 
         def done(fetched: asyncio.Future[Fetched | None]) -> None:
-            self.leases.release(parcel)
+            self.leases.release(transfer)
             answer = fetched.result()
             if answer is not None and answer.tokens > 0:
                 change.handed_tokens, change.seconds = answer.tokens, time.monotonic() - began
                 change.why = "handed over"
 
-        target.fetched(parcel.number).add_done_callback(done)
-        return Parcel(parcel.number, parcel.frames[: saved.blocks]), change
+        target.fetched(transfer.number).add_done_callback(done)
+        return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
-    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Change) -> Parcel | None:
+    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Change) -> KVTransfer | None:
         """Room for a context, where it is to be handed over."""
         if source.lost:
             change.why = "the engine was gone"
@@ -124,15 +124,15 @@ class KVHandover:
             change.why = "what it costs is not measured"
         elif not handover_pays(self._profile, blocks * BLOCK_TOKENS):
             change.why = "computing it again is cheaper"
-        elif (parcel := self.leases.lease(blocks)) is None:
+        elif (transfer := self.leases.lease(blocks)) is None:
             change.why = "too much is being handed over"
         else:
-            return parcel
+            return transfer
         return None
 
-    def _written(self, saved: asyncio.Future[Saved | None], parcel: Parcel, source: EngineHandle) -> None:
-        """Nobody wants this parcel any more, and its writer has ended in one way or the other."""
+    def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: EngineHandle) -> None:
+        """Nobody wants this transfer any more, and its writer has ended in one way or the other."""
         if saved.result() is None:
-            self.leases.release_after(source.link.pid, parcel)
+            self.leases.release_after(source.link.pid, transfer)
         else:
-            self.leases.release(parcel)
+            self.leases.release(transfer)

@@ -13,7 +13,7 @@ from libra.hardware.cluster import Cluster, override
 from libra.plan.explain.explanation import Explanation, explain
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.price import fits, price
+from libra.plan.options.price import infeasibility, price
 from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import Plan, make_plan
 from libra.plan.planner import rooflines
@@ -72,7 +72,7 @@ def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
 def _require_own(plan: Plan, problem: Problem) -> None:
     """Raise ValueError unless the plan's allocation, prediction and bound are those of its request: it may have been
     edited since."""
-    reason = fits(problem, plan.allocation)
+    reason = infeasibility(problem, plan.allocation)
     if reason is None:
         priced = price(problem, plan.allocation)
         if not math.isclose(priced.step, plan.predicted.step, rel_tol=1e-6):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.plan.model.solve import solve
-from libra.plan.options.price import devices_used, fits, price, training_option
+from libra.plan.options.price import devices_used, infeasibility, price, training_option
 from libra.plan.problem import Allocation, InfeasiblePlanError, Problem
 
 # Seconds lost on going from one allocation to another, given the problem of the period that begins.
@@ -65,7 +65,7 @@ def plan_horizon(
         raise ValueError(f"steps is {tuple(steps)}; every period has 1 step or more")
     considered = list(dict.fromkeys([*([current] if current else []), *candidates, *optima(problems, current)]))
     held = [
-        [price(problem, each).step * count if fits(problem, each) is None else math.inf for each in considered]
+        [price(problem, each).step * count if infeasibility(problem, each) is None else math.inf for each in considered]
         for problem, count in zip(problems, steps, strict=True)
     ]
 

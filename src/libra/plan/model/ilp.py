@@ -1,76 +1,63 @@
-"""The planning problem as a mixed-integer linear program: a second opinion on `libra.plan.model.cpsat`.
+"""The allocation problem for a step of given length, as an integer linear program: a second opinion on
+`libra.plan.model.cpsat`, with which it shares `need`, but no model, bound or search. PuLP writes it, CBC solves it.
 
-Invariant: nothing here is shared with the first formulation but the problem and its price. Loads stay seconds, buckets
-are positions in a row, classes are assigned to them, and CBC (through PuLP) decides. For a step of given length T all
-constraints are linear; each is divided by T, so that tolerances of the solver mean the same for every problem.
+Notation and names of constraints are those of `libra.plan.problem`. Each candidate has a path of its own, along which
+its x[c] flows from the first class to the end of the last. So nothing has to be switched off where another candidate is
+chosen: there is no large constant, all coefficients are devices or engines, and the linear relaxation is tight.
 
-    Data        t: training options of at most T seconds, f[t] = those after the last trajectory (all, or a tail) +
-                publication (+ two switches); o: engine options; j: classes, shortest first; k: routers;
-                m: rows of work; b: buckets, shortest first
-    Variables   x[t]        train so
-                later[b,j]  class j is served by bucket b or a later one
-                y[b,o]      bucket b is served by engines of option o
-                n[b,o]      how many
-                m[b,o,t]    n[b,o] if training is t, else 0
-                w[b,o,j]    class j is served by bucket b, which is of option o
-                q[b,o]      seconds squared of re-prefill
-                same        the buckets are those that run now, whose routers are known
-    Subject to  one_training    sum of x = 1
-                staircase       later[b,j] <= later[b,j+1] <= later[b-1,j];  equal peaks equal
-                one_option      sum over o of y[b,o] = later[b, last]
-                served          sum over o of w[b,o,j] = later[b,j] - later[b+1,j];  w[b,o,j] <= y[b,o]
-                holds           w[b,o,j] = 0 where j is longer than o holds
-                running         y[b,o] <= n[b,o] <= most engines * y[b,o];  sum over t of m[b,o,t] = n[b,o]
-                filled          sum over j of fills[o,j] w[b,o,j] <= n[b,o]
-                refreshed       q[b,o] >= sum over j of refresh[o,j] reach[k,j] w[b,o,j] + strays
-                in_time         sum over j of work[o,m,j] reach[k,j] w[b,o,j] + strays + q[b,o] / T
-                                <= sum over t of m[b,o,t] usable[o,t]
-                lives           sum of residence[o,j] w[b,o,j] + sum of f[t] x[t] <= (1 + staleness) T where j is met
-                devices[p,t]    sum of devices[o] m[b,o,t] <= (devices of pool p, less those of t) x[t]
-    where strays are the sums of work (refresh) times 1 - reach over all classes, in the first bucket, and usable[o,t]
-    is T - stall[o], and less
-        generates[o] + waits[o] + f[t]                                      without staleness
-        generates[o] T / ((1 + staleness) T - f[t] - waits[o])              with staleness, of batches
-    The latter is 0 where generates[o] is 0, whatever it is divided by; m[b,o,t] = 0 where the divisor is below 0, where
-    it is 0 and generates[o] is not, and where usable[o,t] is not above 0.
+A candidate c is a training option that keeps the step, with routers that are possible, or with those that are known, in
+which case it has only the ranges of the present buckets (`keep_buckets`).
+
+Invariant: every answer is priced by `libra.plan.options.price` before it counts.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import pulp
 from pulp.apis import coin_api
 
-from libra.plan.model.feasible import all_devices_conflict, ample_step, require_feasible
-from libra.plan.options.price import price
-from libra.plan.problem import Allocation, Bucket, EngineOption, Problem, Proof, Solution, TrainingOption
+from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
+from libra.plan.model.relaxation import all_devices_conflict, ample_step, require_feasible
+from libra.plan.model.solve import STEP_TOLERANCE
+from libra.plan.options.price import infeasibility, price
+from libra.plan.problem import Allocation, Problem, Proof, Solution, TrainingOption
+from libra.plan.transition import engines_by_shape, joins
 
 _SHORTEST = 1e-6  # seconds; steps are not told apart below it
+_ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
 
 
-def solve_milp(problem: Problem, *, tolerance: float = 1e-4) -> Solution:
-    """An allocation whose step is at most `tolerance` (relative) longer than the shortest there is, by bisection.
+def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = True) -> Solution:
+    """The best allocation, its step at most `tolerance` (relative) longer than the shortest before the tie-break.
 
-    Moves and devices are not minimised. Slow: seconds for a pool of dozens of devices. Raises `InfeasiblePlanError`
-    when no allocation can serve the problem.
+    Raises `InfeasiblePlanError` when no allocation can serve the problem, and RuntimeError for an answer of CBC that is
+    none.
     """
     require_feasible(problem)
     ample = max(_SHORTEST, ample_step(problem))
-    allocation = keeps_step(problem, ample)
-    if allocation is None:
-        raise all_devices_conflict()
-    disproven, step = 0.0, price(problem, allocation).step
     trial = max(_SHORTEST, min(option.seconds for option in problem.training))
+    allocation, disproven = keeps_step(problem, trial), 0.0
+    while allocation is None:
+        if trial == ample:
+            raise all_devices_conflict()
+        disproven, trial = trial, min(2 * trial, ample)
+        allocation = keeps_step(problem, trial)
+    step = price(problem, allocation).step
     while step > max(_SHORTEST, disproven * (1 + tolerance)):
-        trial = min(trial, step / (1 + tolerance / 2))
+        trial = min(math.sqrt(max(disproven, step / 4) * step), step / (1 + tolerance / 2))
         better = keeps_step(problem, trial)
         if better is None:
             disproven = trial
         else:
-            allocation, step = better, min(trial, price(problem, better).step)
-        trial = max(2 * disproven, _SHORTEST) if 4 * disproven < step else math.sqrt(disproven * step)
+            allocation, step = better, price(problem, better).step
+    if tie_break:
+        longest = max(_SHORTEST, step * (1 + STEP_TOLERANCE))
+        allocation = StepProgram(problem, longest).simplest() or allocation
     predicted = price(problem, allocation)
     bound = min(disproven, predicted.step)
     gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
@@ -78,258 +65,215 @@ def solve_milp(problem: Problem, *, tolerance: float = 1e-4) -> Solution:
 
 
 def keeps_step(problem: Problem, step: float) -> Allocation | None:
-    """An allocation whose step is at most `step` seconds (> 0, up to the solver's 1e-6), or None: there is none."""
-    return AssignmentModel(problem, step).solve()
+    """An allocation whose price is at most `step` seconds (> 0), or None: there is none."""
+    return StepProgram(problem, step).solve()
 
 
-class AssignmentModel:
+class _Candidate(NamedTuple):
+    training: TrainingOption
+    need: Counts  # [shape, first, last]
+    ranges: Sequence[Range]
+    keeps: bool  # the present buckets
+
+
+class StepProgram:
     """The variables and constraints for one length of the step. Read `__init__` as the paper's model."""
 
     def __init__(self, problem: Problem, step: float) -> None:
         self.problem, self.step = problem, step
 
-        # Index sets
-        self.classes = range(len(problem.peaks))
-        self.buckets = range(_most_buckets(problem))
-        self.options = range(len(problem.engines))
-        self.routers = tuple((reach, reach in problem.reach_tried) for reach in problem.reach_untried)
-        self.training = [t for t in problem.training if t.seconds <= step and t.devices <= problem.pool(t.pool).devices]
-        self.fixed = [_fixed_seconds(problem, option) for option in self.training]
-        self.up_to = (*problem.peaks[:-1], problem.longest_context)
+        # Sets and data
+        footprints = [problem.footprint(shape) for shape in problem.shapes]
+        self.pool_of = [pool for pool, _, _ in footprints]
+        self.devices_of = [devices for _, devices, _ in footprints]
+        self.shapes = range(len(problem.shapes))
+        self.candidates = self._candidates()
 
         # Variables
         self.lp = pulp.LpProblem("libra", pulp.LpMinimize)
-        self.x = [self._binary(f"x_{t}") for t in range(len(self.training))]
-        self.later = [[self._binary(f"later_{b}_{j}") for j in self.classes] for b in self.buckets]
-        self.y = [[self._binary(f"y_{b}_{o}") for o in self.options] for b in self.buckets]
-        self.n = [
-            [self._variable(f"n_{b}_{o}", self._most_engines(o), pulp.LpInteger) for o in self.options]
-            for b in self.buckets
+        self.x = [self._integer(f"x_{c}") for c in range(len(self.candidates))]
+        self.z = [
+            {r: self._integer(f"z_{c}_{r[0]}_{r[1]}_{r[2]}") for r in candidate.ranges}
+            for c, candidate in enumerate(self.candidates)
         ]
-        self.m = [
-            [[self._variable(f"m_{b}_{o}_{t}", None) for t in range(len(self.x))] for o in self.options]
-            for b in self.buckets
+        self.idle = problem.use_all_devices  # engines beyond those that are needed, where no device may idle
+        self.spare = [
+            [self._integer(f"spare_{c}_{s}", self._most(s)) for s in self.shapes] if self.idle else []
+            for c in range(len(self.candidates))
         ]
-        self.w = [
-            [[self._variable(f"w_{b}_{o}_{j}", 1) for j in self.classes] for o in self.options] for b in self.buckets
-        ]
-        self.q = [[self._variable(f"q_{b}_{o}", None) for o in self.options] for b in self.buckets]
-        self.same = self._binary("same")
 
         # Constraints
-        self._one_training()
-        self._staircase()
-        self._one_option()
-        self._served()
-        self._running()
-        self._same_means_the_present_buckets()
-        self._in_time()
-        self._lives()
-        self._devices()
+        self.one_training()
+        self.every_class_once()
+        self.most_buckets()
+        self.one_bucket_per_shape()
+        self.no_stray_engines()
+        self.devices()
+
+    def one_training(self) -> None:
+        """sum over c of x[c] = 1"""
+        self._add("one_training", pulp.lpSum(self.x) == 1)
+
+    def every_class_once(self) -> None:
+        """z[c] is a path that carries x[c]: what enters the first class leaves each one, and ends with the last."""
+        classes = len(self.problem.peaks)
+        for c, (x, z) in enumerate(zip(self.x, self.z, strict=True)):
+            ending: list[list[Any]] = [[] for _ in range(classes + 1)]
+            starting: list[list[Any]] = [[] for _ in range(classes + 1)]
+            for (_, first, last), variable in z.items():
+                starting[first].append(variable)
+                ending[last + 1].append(variable)
+            for j in range(classes + 1):
+                entering = x if j == 0 else pulp.lpSum(ending[j])
+                leaving = x if j == classes else pulp.lpSum(starting[j])
+                self._add(f"every_class_once_{c}_{j}", entering == leaving)
+
+    def most_buckets(self) -> None:
+        """sum over s, i, j of z[c, s, i, j] <= most_buckets * x[c]"""
+        if self.problem.most_buckets is not None:
+            most = most_buckets(self.problem)
+            for c, (x, z) in enumerate(zip(self.x, self.z, strict=True)):
+                self._add(f"most_buckets_{c}", pulp.lpSum(z.values()) <= most * x)
+
+    def one_bucket_per_shape(self) -> None:
+        """sum over i, j of z[c, s, i, j] <= x[c]"""
+        if self.problem.one_bucket_per_shape:
+            for c, x in enumerate(self.x):
+                for s in self.shapes:
+                    self._add(f"one_bucket_per_shape_{c}_{s}", pulp.lpSum(self._ranges_of(c, s)) <= x)
+
+    def no_stray_engines(self) -> None:
+        """spare[c, s] <= most[s] * sum over i, j of z[c, s, i, j]"""
+        for c, spare in enumerate(self.spare):
+            for s, engines in enumerate(spare):
+                self._add(f"no_stray_engines_{c}_{s}", engines <= self._most(s) * pulp.lpSum(self._ranges_of(c, s)))
+
+    def devices(self) -> None:
+        """For each pool p, sum over s in p of devices[s] * n[c, s] <= (devices[p] - training[c, p]) * x[c], where n is
+        need[c] z[c] and spare; less nothing without own_devices (colocated); = with no_idle_devices"""
+        for c, (candidate, x) in enumerate(zip(self.candidates, self.x, strict=True)):
+            for pool in self.problem.pools:
+                generating = pulp.lpSum(
+                    self.devices_of[s] * n for s, n in self._engines(c) if self.pool_of[s] == pool.name
+                )
+                trains = candidate.training.devices if candidate.training.pool == pool.name else 0
+                room = pool.devices if self.problem.colocated else pool.devices - trains
+                full = self.problem.use_all_devices and not (self.problem.colocated and trains == pool.devices)
+                name = f"devices_{c}_{pool.name}"
+                self._add(name, generating == room * x if full else generating <= room * x)
 
     def solve(self) -> Allocation | None:
         """Some allocation that satisfies the constraints, or None: there is none."""
-        if self._status([]) == pulp.LpStatusOptimal:
-            return self._allocation()
-        # CBC's integer preprocessing (2.10) calls one model in thousands infeasible that has a solution, and CBC
-        # without it crashes on one in thousands: a no needs both, where both answer.
-        try:
-            status = self._status(["preprocess off"])
-        except pulp.PulpSolverError:
-            return None
-        return self._allocation() if status == pulp.LpStatusOptimal else None
+        return self._allocation() if self._optimal() else None
 
-    def _status(self, options: list[str]) -> int:
-        status = int(self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1, options=options)))
+    def simplest(self) -> Allocation | None:
+        """The allocation with the fewest moves, then devices, then buckets: solved for one after the other."""
+        fewest = {"devices": self._devices(), "buckets": self._buckets()}
+        if self.problem.current is not None:
+            fewest = {"moves": self._moves(self.problem.current), **fewest}
+        for name, objective in fewest.items():
+            self.lp.setObjective(objective)
+            if not self._optimal():
+                return None
+            self._add(f"fewest_{name}", objective <= round(pulp.value(objective)))
+        return self._allocation()
+
+    def _candidates(self) -> list[_Candidate]:
+        present = present_ranges(self.problem)
+        possible = RangeTable(self.problem, tried=False)
+        known = None if present is None else RangeTable(self.problem, tried=True)
+        found = []
+        for option in self.problem.training:
+            if option.seconds > self.step or option.devices > self.problem.pool(option.pool).devices:
+                continue
+            need = possible.engines(option, self.step)
+            fitting = np.argwhere(need <= self._room(option)[:, None, None])
+            found.append(_Candidate(option, need, [(int(s), int(i), int(j)) for s, i, j in fitting], keeps=False))
+            if known is not None and present is not None:
+                kept = known.engines(option, self.step)
+                if all(kept[r] < NEVER for r in present):
+                    found.append(_Candidate(option, kept, present, keeps=True))
+        return found
+
+    def _room(self, option: TrainingOption) -> Any:
+        """[shape] engines for which the option leaves devices."""
+        trains = [0 if self.problem.colocated or pool != option.pool else option.devices for pool in self.pool_of]
+        return np.array(
+            [
+                (self.problem.pool(pool).devices - taken) // devices
+                for pool, taken, devices in zip(self.pool_of, trains, self.devices_of, strict=True)
+            ]
+        )
+
+    def _optimal(self) -> bool:
+        if not self.candidates:
+            return False
+        status = self.lp.solve(pulp.COIN_CMD(path=coin_api.pulp_cbc_path, msg=False, threads=1))
         if status in (pulp.LpStatusOptimal, pulp.LpStatusInfeasible):
-            return status
+            return bool(status == pulp.LpStatusOptimal)
         raise RuntimeError(f"CBC stopped with status {pulp.LpStatus[status]!r}; report it with the problem")
 
-    def _one_training(self) -> None:
-        self._add(pulp.lpSum(self.x) == 1)
-
-    def _staircase(self) -> None:
-        peaks = self.problem.peaks
-        for b in self.buckets:
-            for j in self.classes:
-                if b == 0:
-                    self._add(self.later[0][j] == 1)
-                elif j == 0:
-                    self._add(self.later[b][0] == 0)
-                else:
-                    self._add(self.later[b][j] >= self.later[b][j - 1])
-                    self._add(self.later[b][j] <= self.later[b - 1][j - 1])
-                    if peaks[j] == peaks[j - 1]:
-                        self._add(self.later[b][j] == self.later[b][j - 1])
-
-    def _one_option(self) -> None:
-        for b in self.buckets:
-            self._add(pulp.lpSum(self.y[b]) == self.later[b][-1])
-        if self.problem.one_bucket_per_shape:
-            for shape in self.problem.shapes:
-                self._add(pulp.lpSum(self.y[b][o] for b in self.buckets for o in self._options_of(shape)) <= 1)
-
-    def _served(self) -> None:
-        for b in self.buckets:
-            for j in self.classes:
-                self._add(pulp.lpSum(self.w[b][o][j] for o in self.options) == self._serves(b, j))
-                for o in self.options:
-                    holds = self.problem.engines[o].holds >= self.up_to[j]
-                    self._add(self.w[b][o][j] <= (self.y[b][o] if holds else 0))
-
-    def _serves(self, b: int, j: int) -> Any:
-        """1 if class j is served by bucket b."""
-        return self.later[b][j] - (self.later[b + 1][j] if b + 1 in self.buckets else 0)
-
-    def _running(self) -> None:
-        for b in self.buckets:
-            for o in self.options:
-                self._add(pulp.lpSum(self.m[b][o]) == self.n[b][o])
-                self._add(self.n[b][o] >= self.y[b][o])
-                self._add(self.n[b][o] <= self._most_engines(o) * self.y[b][o])
-                filled = zip(self.problem.engines[o].fills, self.w[b][o], strict=False)
-                self._add(pulp.lpSum(part * w for part, w in filled) <= self.n[b][o])
-
-    def _same_means_the_present_buckets(self) -> None:
-        present = _present(self.problem)
-        if present is None or len(present) > len(self.buckets):
-            self._add(self.same == 0)
-            return
-        for b, (shape, members) in enumerate(present):
-            self._add(pulp.lpSum(self.y[b][o] for o in self._options_of(shape)) >= self.same)
-            for j in members:
-                self._add(self._serves(b, j) >= self.same)
-
-    def _in_time(self) -> None:
-        for b in self.buckets:
-            for o, option in enumerate(self.problem.engines):
-                for reach, known in self.routers:
-                    # A router that is possible only for other ranges asks for nothing where the ranges stay.
-                    excused = 0 if known else sum(option.refresh) / self.step**2 * self.same
-                    asked = self._asked(b, o, option.refresh, reach) * (1 / self.step**2)
-                    self._add(self.q[b][o] >= asked - excused)
-                    for row in option.work:
-                        self._row_in_time(b, o, row, reach, known)
-
-    def _row_in_time(self, b: int, o: int, row: tuple[float, ...], reach: tuple[float, ...], known: bool) -> None:
-        option = self.problem.engines[o]
-        most = (sum(row) + sum(option.refresh) / self.step) / self.step
-        asked = self._asked(b, o, row, reach) * (1 / self.step) + self.q[b][o] - (0 if known else most * self.same)
-        given = []
-        for m, fixed in zip(self.m[b][o], self.fixed, strict=True):
-            usable = self._usable(option, fixed)
-            if usable > 0:
-                given.append(usable / self.step * m)
-            else:
-                self._add(m == 0)
-        self._add(asked <= pulp.lpSum(given))
-
-    def _usable(self, option: EngineOption, fixed: float) -> float:
-        """Seconds of the step in which an engine can work, where `fixed` follow; not above 0 where there are none."""
-        usable = self.step - option.stall
-        if self.problem.staleness == 0:
-            return usable - option.generates - option.waits - fixed
-        if not self.problem.batched:
-            return usable
-        left = (1 + self.problem.staleness) * self.step - fixed - option.waits
-        if option.generates == 0:
-            return usable if left >= 0 else -math.inf
-        return usable - option.generates * self.step / left if left > 0 else -math.inf
-
-    def _asked(self, b: int, o: int, costs: tuple[float, ...], reach: tuple[float, ...]) -> Any:
-        """What bucket b asks for if it is of option o: its classes' costs as far as they reach it, and the strays."""
-        strays = sum(cost * (1 - part) for cost, part in zip(costs, reach, strict=True)) if b == 0 else 0.0
-        own = pulp.lpSum(costs[j] * reach[j] * self.w[b][o][j] for j in self.classes if costs[j] * reach[j] > 0)
-        return own + strays * self.y[b][o]
-
-    def _lives(self) -> None:
-        follows = pulp.lpSum(fixed / self.step * x for x, fixed in zip(self.x, self.fixed, strict=True))
-        allowed = 1 + self.problem.staleness
-        self._add(follows <= allowed)
-        for j in self.classes:
-            if self.problem.met[j]:
-                stays = pulp.lpSum(
-                    option.residence[j] / self.step * self.w[b][o][j]
-                    for b in self.buckets
-                    for o, option in enumerate(self.problem.engines)
-                )
-                self._add(stays + follows <= allowed)
-
-    def _devices(self) -> None:
-        problem = self.problem
-        for pool in problem.pools:
-            here = [(o, option.devices) for o, option in enumerate(problem.engines) if option.pool == pool.name]
-            for t, (x, training) in enumerate(zip(self.x, self.training, strict=True)):
-                trains = training.devices if training.pool == pool.name else 0
-                room = pool.devices if problem.colocated else pool.devices - trains
-                generating = pulp.lpSum(devices * self.m[b][o][t] for b in self.buckets for o, devices in here)
-                self._add(generating <= room * x)
-                if problem.use_all_devices and not (problem.colocated and trains == pool.devices):
-                    self._add(generating >= room * x)
-
     def _allocation(self) -> Allocation:
-        training = next(t for t, x in zip(self.training, self.x, strict=True) if _is_one(x))
+        """The solution, priced: raises RuntimeError where it does not keep the step."""
+        c = next(c for c, x in enumerate(self.x) if _is_one(x))
+        candidate = self.candidates[c]
+        cover = sorted((r for r, z in self.z[c].items() if _is_one(z)), key=lambda r: r[1])
+        counts = [int(candidate.need[r]) for r in cover]
+        for s, engines in enumerate(self.spare[c]):
+            last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
+            if last is not None:
+                counts[last] += round(engines.value() or 0.0)
         current = self.problem.current
-        buckets: list[Bucket] = []
-        for b in self.buckets:
-            option = next((o for o in self.options if _is_one(self.y[b][o])), None)
-            if option is None:
-                break
-            last = max(j for j in self.classes if self.w[b][option][j].value() > 0.5)
-            up_to = current.buckets[b].up_to if current is not None and _is_one(self.same) else self.up_to[last]
-            above = buckets[-1].up_to if buckets else 0
-            engines = round(self.n[b][option].value())
-            buckets.append(Bucket(self.problem.engines[option].shape, engines, above, up_to))
-        return Allocation(training.replicas, tuple(buckets), training.layout)
+        ends = [bucket.up_to for bucket in current.buckets] if candidate.keeps and current is not None else None
+        allocation = make_allocation(self.problem, candidate.training, cover, counts, ends)
+        reason = infeasibility(self.problem, allocation)
+        if reason is None and price(self.problem, allocation).step > self.step * (1 + _ROUNDING):
+            reason = f"its step is {price(self.problem, allocation).step:.6g} s"
+        if reason is not None:
+            raise RuntimeError(f"CBC was asked for a step of {self.step:.6g} s and gave {allocation}: {reason}")
+        return allocation
 
-    def _options_of(self, shape: str) -> list[int]:
-        return [o for o in self.options if self.problem.engines[o].shape == shape]
+    def _moves(self, current: Allocation) -> Any:
+        """Engines and replicas to start, and one more for other buckets."""
+        starts = []
+        for s, shape in enumerate(self.problem.shapes):
+            start = self._integer(f"start_{s}", self._most(s))
+            engines = pulp.lpSum(n for c in range(len(self.x)) for shape_of, n in self._engines(c) if shape_of == s)
+            self._add(f"starts_{s}", start >= engines - engines_by_shape(current)[shape])
+            starts.append(start)
+        return pulp.lpSum(starts) + pulp.lpSum(
+            (joins(current, candidate.training) + (not candidate.keeps)) * x
+            for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
 
-    def _most_engines(self, o: int) -> int:
-        option = self.problem.engines[o]
-        return self.problem.pool(option.pool).devices // option.devices
+    def _devices(self) -> Any:
+        return pulp.lpSum(self.devices_of[s] * n for c in range(len(self.x)) for s, n in self._engines(c)) + pulp.lpSum(
+            candidate.training.devices * x for candidate, x in zip(self.candidates, self.x, strict=True)
+        )
 
-    def _binary(self, name: str) -> Any:
-        return self._variable(name, 1, pulp.LpInteger)
+    def _buckets(self) -> Any:
+        return pulp.lpSum(variable for z in self.z for variable in z.values())
 
-    def _variable(self, name: str, most: int | None, category: str = pulp.LpContinuous) -> Any:
-        return self.lp.add_variable(name, 0, most, category)
+    def _engines(self, c: int) -> list[tuple[int, Any]]:
+        """(shape, engines of it), to be added up."""
+        need = self.candidates[c].need
+        return [(r[0], int(need[r]) * z) for r, z in self.z[c].items()] + list(enumerate(self.spare[c]))
 
-    def _add(self, constraint: Any) -> None:
-        """Constraints without a variable, such as 0 <= 0 of a class that costs nothing, are decided here."""
+    def _ranges_of(self, c: int, shape: int) -> list[Any]:
+        return [z for r, z in self.z[c].items() if r[0] == shape]
+
+    def _most(self, s: int) -> int:
+        return self.problem.pool(self.pool_of[s]).devices // self.devices_of[s]
+
+    def _integer(self, name: str, most: int = 1) -> Any:
+        return self.lp.add_variable(name, 0, most, pulp.LpInteger)
+
+    def _add(self, name: str, constraint: Any) -> None:
+        """PuLP takes no constraint without a variable, such as 0 <= 0 of a class that no candidate serves."""
         if isinstance(constraint, bool):
-            constraint = self.same >= (0 if constraint else 2)
-        self.lp += constraint
-
-
-def _fixed_seconds(problem: Problem, option: TrainingOption) -> float:
-    return option.follows + option.publish + (2 * problem.switch if problem.colocated else 0.0)
-
-
-def _most_buckets(problem: Problem) -> int:
-    """Every bucket has a class, and classes of equal length stay together."""
-    limits = [len(set(problem.peaks))]
-    if problem.most_buckets is not None:
-        limits.append(problem.most_buckets)
-    if problem.one_bucket_per_shape:
-        limits.append(len(problem.shapes))
-    return min(limits)
-
-
-def _present(problem: Problem) -> list[tuple[str, list[int]]] | None:
-    """Shape and classes of each current bucket, or None where one of them has no class or cannot serve its range."""
-    current = problem.current
-    if current is None or not current.buckets or current.buckets[-1].up_to < problem.longest_context:
-        return None
-    found = []
-    for bucket in current.buckets:
-        members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
-        holds = [option.holds for option in problem.engines if option.shape == bucket.shape]
-        if not members or not holds or bucket.up_to > holds[0]:
-            return None
-        found.append((bucket.shape, members))
-    return found
+            constraint = self.x[0] >= (0 if constraint else 2)
+        self.lp += constraint, name
 
 
 def _is_one(variable: Any) -> bool:
-    return bool(variable.value() > 0.5)
+    return bool((variable.value() or 0.0) > 0.5)

@@ -7,11 +7,15 @@ is longer. The numbers agree with `libra.plan.options.price` to a relative 1e-9,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.plan.options.price import fixed_seconds
-from libra.plan.problem import Problem, TrainingOption
+from libra.plan.problem import Allocation, Bucket, Problem, TrainingOption
+
+Range = tuple[int, int, int]  # shape, first class, last class
 
 NEVER = 2**30  # engines: more than any pool has; the shape cannot serve the range in time, or at all
 
@@ -122,6 +126,45 @@ class RangeTable:
         up_to = np.array([*problem.peaks[:-1], problem.longest_context])
         holds = np.array([option.holds for option in problem.engines])
         return np.asarray(exists[None] & (holds[:, None, None] >= up_to[None, None, :]))
+
+
+def most_buckets(problem: Problem) -> int:
+    """No allocation has more buckets: every bucket has a class."""
+    classes = len(problem.peaks)
+    return classes if problem.most_buckets is None else min(classes, problem.most_buckets)
+
+
+def present_ranges(problem: Problem) -> list[Range] | None:
+    """The current buckets as ranges of classes; None when there are none, or when they cannot serve as they are."""
+    current = problem.current
+    if current is None or not current.buckets or current.buckets[-1].up_to < problem.longest_context:
+        return None
+    found = []
+    for bucket in current.buckets:
+        members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+        if not members or bucket.shape not in problem.shapes or problem.footprint(bucket.shape)[2] < bucket.up_to:
+            return None
+        found.append((problem.shapes.index(bucket.shape), members[0], members[-1]))
+    return found
+
+
+def make_allocation(
+    problem: Problem,
+    training: TrainingOption,
+    cover: Sequence[Range],
+    counts: Sequence[int],
+    ends: Sequence[int] | None = None,
+) -> Allocation:
+    """The allocation of ranges (shape, first, last) with so many engines; `ends` are its limits in tokens, where they
+    are not the longest context of each range's last class."""
+    if ends is None:
+        ends = [*(problem.peaks[last] for _, _, last in cover[:-1]), problem.longest_context]
+    starts = [0, *ends[:-1]]
+    buckets = tuple(
+        Bucket(problem.shapes[shape], count, above, up_to)
+        for (shape, _, _), count, above, up_to in zip(cover, counts, starts, ends, strict=True)
+    )
+    return Allocation(training.replicas, buckets, training.layout)
 
 
 def _asked(costs: Floats, routers: Floats) -> Floats:

@@ -13,11 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 from ortools.sat.python import cp_model
 
-from libra.plan.model.cpsat import StepModel, contains, make_allocation, present_ranges
-from libra.plan.model.feasible import all_devices_conflict, ample_step, require_feasible
-from libra.plan.model.ranges import NEVER, Counts, RangeTable
-from libra.plan.model.relaxation import Candidate, Relaxation, cheapest_cover, most_buckets
-from libra.plan.options.price import fits, price
+from libra.plan.model.cpsat import StepModel, contains
+from libra.plan.model.ranges import NEVER, Counts, RangeTable, make_allocation, most_buckets, present_ranges
+from libra.plan.model.relaxation import (
+    Candidate,
+    Relaxation,
+    all_devices_conflict,
+    ample_step,
+    cheapest_cover,
+    require_feasible,
+)
+from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Allocation, InfeasiblePlanError, Problem, Proof, Solution
 
 STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
@@ -52,7 +58,8 @@ def solve(
     allocation, bound = search.shortest_step()
     if tie_break:
         longest = max(_SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
-        allocation = search.simplest(longest, otherwise=allocation)
+        stays = search.what_runs(longest)
+        allocation = search.simplest(longest, otherwise=allocation) if stays is None else stays
     predicted = price(problem, allocation)
     bound = min(bound, predicted.step)
     gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
@@ -93,6 +100,16 @@ class _Search:
             elif self.complete:
                 disproven = trial
         return found, disproven
+
+    def what_runs(self, step: float) -> Allocation | None:
+        """The running allocation, if it keeps the step and may be the answer. Then nothing changes: engines that are
+        not needed stay, too, as stopping them gains nothing."""
+        current = self._problem.current
+        if current is None or infeasibility(self._problem, current) is not None:
+            return None
+        if any(contains(self._problem, current, excluded) for excluded in self._excluding):
+            return None
+        return current if price(self._problem, current).step <= step else None
 
     def simplest(self, step: float, otherwise: Allocation) -> Allocation:
         """The allocation with the fewest moves, devices and buckets that keeps the step."""
@@ -145,7 +162,7 @@ class _Search:
         if any(count >= NEVER for count in counts):
             return None
         allocation = make_allocation(self._problem, candidate.training, cover, counts)
-        if fits(self._problem, allocation) is not None:
+        if infeasibility(self._problem, allocation) is not None:
             return None
         if any(contains(self._problem, allocation, excluded) for excluded in self._excluding):
             return None

@@ -52,7 +52,7 @@ def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[in
     return {name: (train, generate) for name, (train, generate) in used.items()}
 
 
-def fits(problem: Problem, allocation: Allocation) -> str | None:
+def infeasibility(problem: Problem, allocation: Allocation) -> str | None:
     """Why the allocation cannot serve the problem, or None if it can.
 
     A bucket without a class is no reason: under a new distribution its engines idle, and the price says what that
@@ -91,7 +91,7 @@ def fits(problem: Problem, allocation: Allocation) -> str | None:
 
 def price(problem: Problem, allocation: Allocation) -> Prediction:
     """Predicted seconds of one optimiser step. Raises ValueError with the reason if the allocation does not fit."""
-    reason = fits(problem, allocation)
+    reason = infeasibility(problem, allocation)
     if reason is not None:
         raise ValueError(f"an allocation that does not fit has no price: {reason}")
     training = training_option(problem, allocation)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
 
 from libra.serve.gateway.gateway_file import EngineSection
 
@@ -15,7 +17,7 @@ from libra.serve.gateway.gateway_file import EngineSection
 class EngineBehind:
     """One server. A live `route.policy.Instance`."""
 
-    __slots__ = ("bucket", "capacity_tokens", "failures", "heard", "id", "in_flight", "load_tokens", "section", "turns")
+    __slots__ = ("attempts", "bucket", "capacity_tokens", "failures", "heard", "id", "load_tokens", "section", "turns")
 
     token_seconds: float | None = None  # the server does not say
 
@@ -23,8 +25,48 @@ class EngineBehind:
         self.section = section
         self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
         self.load_tokens = 0  # contexts of the turns that it has
-        self.in_flight = self.turns = self.failures = 0
-        self.heard = 0.0  # when something of an answer came, by the event loop's clock
+        self.turns = self.failures = 0
+        self.attempts: set[Attempt] = set()
+        self.heard = 0.0  # when it last sent anything, by the event loop's clock
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.attempts)
+
+
+class Attempt:
+    """One turn on one engine: an async context around everything that is awaited of the engine."""
+
+    __slots__ = ("_context", "_engines", "_scope", "engine", "error", "heard")
+
+    def __init__(self, engines: Engines, engine: EngineBehind, context: int) -> None:
+        self.engine = engine
+        self.heard = asyncio.get_running_loop().time()  # when the engine last sent anything of this turn
+        self._engines, self._context, self._scope = engines, context, asyncio.timeout(None)
+        self.error: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        self.engine.attempts.add(self)
+        self.engine.load_tokens += self._context
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.attempts.discard(self)
+        self.engine.load_tokens -= self._context
+        self._engines.announce()
+        await self._scope.__aexit__(kind, error, trace)
+
+    def hear(self, now: float) -> None:
+        self.heard = self.engine.heard = now
+
+    def cut(self, error: Exception) -> None:
+        """Stop waiting: the context ends with TimeoutError, and `error` says why."""
+        if self.error is None:
+            self.error = error
+            self._scope.reschedule(asyncio.get_running_loop().time())
 
 
 class Engines:
@@ -54,23 +96,15 @@ class Engines:
         self._set_instances()
         return True
 
-    def began(self, engine: EngineBehind, context: int) -> None:
-        engine.in_flight += 1
-        engine.load_tokens += context
-
-    def ended(self, engine: EngineBehind, context: int) -> None:
-        engine.in_flight -= 1
-        engine.load_tokens -= context
-        self._announce()
-
     async def changed(self) -> None:
         """Wait for the next change."""
         await self._changed.wait()
 
     def _set_instances(self) -> None:
         self.instances = tuple(engine for name, engine in self.all.items() if name in self._well)
-        self._announce()
+        self.announce()
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Wake who waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()

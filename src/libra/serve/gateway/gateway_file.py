@@ -5,11 +5,14 @@ Invariant: a file gives a gateway that can start, or is refused in one line that
 
 from __future__ import annotations
 
+import os
+from base64 import b64encode
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
+from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from libra.config.yaml_file import Section, read_section, refusal
 from libra.route import cmlfq
@@ -21,27 +24,95 @@ _Seconds = Annotated[float, Field(gt=0)]
 
 
 class EngineSection(Section):
-    """An OpenAI-compatible server."""
+    """An OpenAI-compatible server, and at most one way to say who asks it."""
 
     name: Annotated[str, Field(min_length=1)]
     url: str  # up to and with /v1
     bucket: Annotated[int, Field(strict=True, ge=0)] = 0
     max_model_len: _Count  # tokens of the longest context that it serves
+    api_key: SecretStr | None = None  # its bearer token
+    api_key_env: Annotated[str, Field(min_length=1)] | None = None  # environment variable that holds the token
+    api_key_file: Path | None = None  # file that holds the token; relative to the YAML file
+    basic_auth: SecretStr | None = None  # user:password, which `url` may hold, too
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split(cls, given: Any) -> Any:
+        """Take user and password out of the address: it is shown."""
+        if not isinstance(given, dict) or not isinstance(given.get("url"), str):
+            return given
+        user, at, _ = given["url"].partition("://")[2].partition("/")[0].rpartition("@")
+        if not at:
+            return given
+        if "basic_auth" in given:
+            raise ValueError("url holds a user and basic_auth another one: give one of them")
+        return {**given, "url": given["url"].replace(f"{user}@", "", 1), "basic_auth": SecretStr(unquote(user))}
 
     @field_validator("url")
     @classmethod
-    def _http(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
+    def _base(cls, url: str) -> str:
+        """As `http://host:port/v1`."""
+        wanted = "give an address such as http://127.0.0.1:8000/v1"
+        if "@" in url:  # what is before it may be a password
+            raise ValueError(f"holds an @ that ends no user:password; percent-encode them, and {wanted}")
+        try:
+            parts = urlsplit(url)
+            host, _ = parts.hostname, parts.port
+        except ValueError as error:
+            raise ValueError(f"{error} (got {url!r}); {wanted}") from None
+        if parts.scheme not in ("http", "https"):
             raise ValueError(f"must begin with http:// or https:// (got {url!r})")
-        return url.rstrip("/")
+        if not host:
+            raise ValueError(f"names no host (got {url!r}); {wanted}")
+        if parts.query or parts.fragment:
+            raise ValueError(f"is more than an address: leave out what follows {parts.path or host}; {wanted}")
+        path = parts.path.rstrip("/") or "/v1"
+        if not path.endswith("/v1"):
+            raise ValueError(f"ends with {path}; give the address up to and with /v1")
+        return f"{parts.scheme}://{parts.netloc}{path}"
+
+    @field_validator("api_key", "basic_auth")
+    @classmethod
+    def _sendable(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None:
+            _require_sendable(secret.get_secret_value())
+        return secret
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = [name for name in _CREDENTIALS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; one is enough")
+        if self.basic_auth is not None and ":" not in self.basic_auth.get_secret_value():
+            raise ValueError("basic_auth is no user:password; for a bearer token there is api_key")
+        return self
 
     @property
     def health(self) -> str:
         """Where vLLM says that it is well: beside /v1."""
         return self.url.removesuffix("/v1") + "/health"
 
+    def authorization(self) -> str | None:
+        """The header's value. None: it is the client's own that is passed on."""
+        if self.api_key is not None:
+            return f"Bearer {self.api_key.get_secret_value()}"
+        if self.basic_auth is not None:
+            return f"Basic {b64encode(self.basic_auth.get_secret_value().encode()).decode()}"
+        return None
+
+
+_CREDENTIALS = ("api_key", "api_key_env", "api_key_file", "basic_auth")
+
+
+def _require_sendable(secret: str) -> None:
+    """Its value is in no message."""
+    if not secret or not secret.isascii() or not secret.isprintable():
+        raise ValueError("must be one line of printable ASCII characters, and not empty; its value is not shown")
+
 
 class GatewayFile(Section):
+    model_config = ConfigDict(hide_input_in_errors=True)  # it may be a secret
+
     engines: tuple[EngineSection, ...] = Field(min_length=1)
     limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: all engines are one bucket
     route: str = cmlfq.NAME
@@ -50,6 +121,9 @@ class GatewayFile(Section):
     priorities: Annotated[bool, Field(strict=True)] = False  # tell engines the policy's order: they schedule by it
     wait_seconds: _Seconds = 60.0  # that a turn waits for an engine which can take it
     idle_seconds: _Seconds = 3600.0  # after which a trajectory without a turn is forgotten
+    engine_timeout_seconds: _Seconds = 20.0  # without a byte of health or turns, after which an engine's turns are cut
+    turn_timeout_seconds: _Seconds = 3600.0  # without a byte of one turn, after which it is cut
+    max_attempts: _Count = 5  # engines that a turn is tried on, each having failed it, before it is refused
 
     @property
     def bucket_limits(self) -> tuple[int, ...]:
@@ -62,9 +136,36 @@ def load_gateway(path: Path | str) -> GatewayFile:
     file = read_section(path, GatewayFile, _EXAMPLE)
     try:
         _require_sound(file)
+        engines = tuple(_with_key(engine, index, path.parent) for index, engine in enumerate(file.engines))
     except ValueError as error:
         raise refusal(path, str(error)) from None
-    return file
+    return file.model_copy(update={"engines": engines})
+
+
+def _with_key(engine: EngineSection, index: int, folder: Path) -> EngineSection:
+    """With the token that its environment variable or file holds."""
+    if engine.api_key_env is not None:
+        key, secret = "api_key_env", os.environ.get(engine.api_key_env)
+    elif engine.api_key_file is not None:
+        key, secret = "api_key_file", _content(folder / engine.api_key_file.expanduser())
+    else:
+        return engine
+    # Neither name is shown: who mistook the key for its name has written the token there.
+    if secret is None:
+        missing = "variable is not set" if key == "api_key_env" else f"file cannot be read (from {folder.absolute()})"
+        raise ValueError(f"engines.{index}.{key}: the {missing}; have it hold the token of engine {engine.name}")
+    try:
+        _require_sendable(secret)
+    except ValueError as error:
+        raise ValueError(f"engines.{index}.{key}: what it holds {error}") from None
+    return engine.model_copy(update={"api_key": SecretStr(secret)})
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
 
 
 def _require_sound(file: GatewayFile) -> None:

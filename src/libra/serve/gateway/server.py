@@ -24,7 +24,7 @@ from aiohttp import (
 )
 
 from libra.route.policy import Placement, Policy, Request, ToolReturn
-from libra.serve.gateway.engines import EngineBehind, Engines
+from libra.serve.gateway.engines import Attempt, EngineBehind, Engines
 from libra.serve.gateway.gateway_file import GatewayFile
 from libra.serve.gateway.messages import (
     Body,
@@ -44,16 +44,25 @@ from libra.trajectory import Trajectory
 _LARGEST_BODY = 64 * 2**20  # bytes
 _LOOK_WELL, _LOOK_SICK, _LOOK_IDLE = 10.0, 1.0, 60.0  # seconds between two looks
 _LOOK_DEADLINE = 2.0  # seconds for an answer
+_CUT_INTERVAL = 1.0  # seconds between two looks at turns that wait too long, or less where little is too long
 _CONNECT_DEADLINE = 5.0  # seconds until an engine takes a connection
 _DATA, _EVENT = b"data: ", b"\n\n"
 _GONE = {502, 503, 504}  # statuses of a server that cannot
 _JSON = {"Content-Type": "application/json"}
 _UNSAID = ("Accept", "Accept-Encoding", "User-Agent")  # an answer is to come as it is, to be read on its way
-_PASSED = ("Content-Type", "Server-Timing")  # headers of an answer
+_PASSED = ("Content-Type", "Retry-After", "Server-Timing")  # headers of an answer
 
 
 class _LostError(Exception):
-    """The engine went away before it had answered."""
+    """The engine went away before it had answered. `answer` is what it said instead, if anything."""
+
+    def __init__(self, message: str, answer: web.Response | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class _OverdueError(Exception):
+    """The engine is well, but sends nothing of this turn."""
 
 
 class _UnavailableError(RuntimeError):
@@ -101,7 +110,7 @@ class Gateway:
             await asyncio.gather(*map(self._look_at, engines))
             spread = (_LOOK_WELL * (index + 1) / len(engines) for index in range(len(engines)))  # not all at once
             tasks = [asyncio.create_task(self._keep_looking(*it)) for it in zip(engines, spread, strict=True)]
-            tasks.append(asyncio.create_task(self._keep_forgetting()))
+            tasks += [asyncio.create_task(self._keep_forgetting()), asyncio.create_task(self._keep_cutting())]
             yield
             for task in tasks:
                 task.cancel()
@@ -133,6 +142,8 @@ class Gateway:
             return response
         except _UnavailableError as error:
             return refused(str(error), 503)
+        except _OverdueError as error:
+            return refused(str(error), 504)
         finally:
             if usage is None:
                 self.trajectories.failed(id)
@@ -154,19 +165,29 @@ class Gateway:
     ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
         """The answer of the first engine that gives one, and its tokens of prompt and answer."""
         until = self._loop.time() + self._file.wait_seconds
-        while True:
-            placement = await self._placed(asked, returned, until)
+        lost: _LostError | None = None
+        for number in range(self._file.max_attempts):
+            try:
+                placement = await self._placed(asked, returned, until)
+            except _UnavailableError:
+                if lost is None or lost.answer is None:
+                    raise
+                return lost.answer, None
             returned = None  # the policy knows of it
+            self.counts.again += number > 0
             engine = self.engines.all[placement.instance]
             sent = self._sent(raw, body, placement)
-            self.engines.began(engine, asked.context_tokens)
             try:
-                return await self._passed(request, engine, path, sent, body)
-            except _LostError:
+                return await self._passed(
+                    request, Attempt(self.engines, engine, asked.context_tokens), path, sent, body
+                )
+            except _LostError as error:
                 self._lose(engine)
-                self.counts.again += 1
-            finally:
-                self.engines.ended(engine, asked.context_tokens)
+                lost = error
+        assert lost is not None
+        if lost.answer is not None:
+            return lost.answer, None
+        raise _UnavailableError(f"tried on {self._file.max_attempts} engines, each of which failed: {lost}") from None
 
     def _sent(self, raw: bytes, body: Body, placement: Placement) -> bytes:
         """The body as it came, with what the client has left to us."""
@@ -204,45 +225,62 @@ class Gateway:
         )
 
     async def _passed(
-        self, request: web.Request, engine: EngineBehind, path: str, sent: bytes, body: Body
+        self, request: web.Request, attempt: Attempt, path: str, sent: bytes, body: Body
     ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
-        """Raises `_LostError` where nothing of an answer has been passed on."""
+        """Raises `_LostError` or `_OverdueError` where nothing of an answer has been passed on."""
+        engine = attempt.engine
+        headers = _JSON | _authorization(engine, request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async with self._session.post(f"{engine.section.url}/{path}", data=sent, headers=_JSON) as answer:
-                if answer.status in _GONE:
-                    raise _LostError(f"{engine.id}: status {answer.status}")
+            async with (
+                attempt,
+                self._session.post(
+                    f"{engine.section.url}/{path}", data=sent, headers=headers, allow_redirects=False
+                ) as answer,
+            ):
                 if body.stream and answer.status == 200:
-                    return await self._stream(request, engine, answer, hide_usage=body.stream_options is None)
+                    return response, await self._stream(request, response, attempt, answer, body.stream_options is None)
                 whole = await answer.read()
-                engine.heard = self._loop.time()
-                headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+                attempt.hear(self._loop.time())
+                if 300 <= answer.status < 400:
+                    message = f"engine {engine.id} redirects with status {answer.status}: list its final address"
+                    return refused(message, 502), None
+                said = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+                passed = web.Response(body=whole, status=answer.status, headers=said)
+                if answer.status in _GONE:
+                    raise _LostError(f"{engine.id} answered with status {answer.status}", passed)
                 usage = usage_of(whole) if answer.status == 200 else None
                 engine.turns += usage is not None
-                return web.Response(body=whole, status=answer.status, headers=headers), usage
-        except (ClientError, ConnectionError, TimeoutError) as error:
-            raise _LostError(f"{engine.id}: {error}") from None
+                return passed, usage
+        except (ClientError, OSError) as error:
+            failure = attempt.error or _LostError(f"engine {engine.id} went away: {error}")
+        if not response.prepared:
+            raise failure
+        if isinstance(failure, _LostError):
+            self._lose(engine)
+        await _write(response, _DATA + refusal(f"{failure}; ask again from what has come", 503) + _EVENT)
+        return response, None
 
     async def _stream(
-        self, request: web.Request, engine: EngineBehind, answer: ClientResponse, hide_usage: bool
-    ) -> tuple[web.StreamResponse, tuple[int, int] | None]:
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        attempt: Attempt,
+        answer: ClientResponse,
+        hide_usage: bool,
+    ) -> tuple[int, int] | None:
         """Event by event. What the engine says of tokens in the end is not passed on where nobody asked for it."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
         usage: tuple[int, int] | None = None
         rest = b""
         while True:
-            try:
-                chunk = await answer.content.readany()
-            except (ClientError, ConnectionError) as error:
-                self._lose(engine)
-                message = refusal(f"engine {engine.id} went away: {error}; ask again from what has come", 503)
-                await _write(response, _DATA + message + _EVENT)
-                return response, None
-            engine.heard = self._loop.time()
+            chunk = await answer.content.readany()
+            attempt.hear(self._loop.time())
+            if not response.prepared and not await _began(response, request):  # until then it can be asked again
+                return None
             if not chunk:
-                engine.turns += usage is not None
+                attempt.engine.turns += usage is not None
                 await _write(response, rest)
-                return response, usage
+                return usage
             *events, rest = (rest + chunk).split(_EVENT)
             passed = []
             for event in events:
@@ -251,7 +289,7 @@ class Gateway:
                 if found is None or not hide_usage:
                     passed.append(event + _EVENT)
             if not await _write(response, b"".join(passed)):
-                return response, None
+                return None
 
     # Trajectories that end
 
@@ -297,27 +335,54 @@ class Gateway:
                 self._policy.forget(id)
                 self.counts.forgotten += 1
 
+    async def _keep_cutting(self) -> None:
+        """Nobody waits for ever for an engine that has stopped: neither for one that says nothing at all, nor for one
+        that says it is well and sends nothing of a turn."""
+        engine_timeout, turn_timeout = self._file.engine_timeout_seconds, self._file.turn_timeout_seconds
+        while True:
+            await asyncio.sleep(min(_CUT_INTERVAL, engine_timeout / 4, turn_timeout / 4))
+            now = self._loop.time()
+            for engine in self.engines.all.values():
+                dead = not self.engines.is_well(engine.id) and now - engine.heard >= engine_timeout
+                for attempt in list(engine.attempts):
+                    if dead:
+                        attempt.cut(_LostError(f"engine {engine.id} has sent nothing for {now - engine.heard:.0f} s"))
+                    elif now - attempt.heard >= turn_timeout:
+                        silent = f"{now - attempt.heard:.0f} s, more than turn_timeout_seconds"
+                        attempt.cut(_OverdueError(f"engine {engine.id} has sent nothing of the turn for {silent}"))
+
     async def _look_at(self, engine: EngineBehind) -> None:
         """One that has much to do may say late that it is well; what it generates meanwhile says so, too."""
         began = self._loop.time()
         try:
-            async with self._session.get(engine.section.health, timeout=ClientTimeout(total=_LOOK_DEADLINE)) as answer:
+            async with self._session.get(
+                engine.section.health,
+                timeout=ClientTimeout(total=_LOOK_DEADLINE),
+                headers=_authorization(engine),
+                allow_redirects=False,
+            ) as answer:
                 well = answer.status < 500
         except TimeoutError:
             well = engine.heard >= began
         except (ClientError, OSError):
             well = False
         if well:
+            engine.heard = self._loop.time()
             self.engines.come(engine.id)
         else:
             self._lose(engine)
 
     # What can be seen
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         for engine in self.engines.instances:
             with suppress(ClientError, OSError):
-                async with self._session.get(f"{engine.section.url}/models") as answer:
+                async with self._session.get(
+                    f"{engine.section.url}/models",
+                    timeout=ClientTimeout(total=_LOOK_DEADLINE),
+                    headers=_authorization(engine, request),
+                    allow_redirects=False,
+                ) as answer:
                     return web.Response(body=await answer.read(), status=answer.status, headers=_JSON)
         return refused("no engine is well: GET /engines says which are listed", 503)
 
@@ -343,6 +408,17 @@ class Gateway:
         return web.Response(status=200 if self.engines.instances else 503)
 
 
+def _authorization(engine: EngineBehind, request: web.Request | None = None) -> dict[str, str]:
+    """The header that the engine wants: its own token, or what the client sent."""
+    value = engine.section.authorization()
+    if value is None and request is not None:
+        value = request.headers.get("Authorization")
+        if value is not None and not (value.isascii() and value.isprintable()):
+            message = refusal("the header Authorization holds more than printable ASCII characters", 400)
+            raise web.HTTPBadRequest(text=message.decode(), content_type="application/json")
+    return {} if value is None else {"Authorization": value}
+
+
 def _counting(connections: Connections) -> TraceConfig:
     """Of those to engines."""
 
@@ -352,6 +428,15 @@ def _counting(connections: Connections) -> TraceConfig:
     trace = TraceConfig()
     trace.on_connection_create_end.append(made)
     return trace
+
+
+async def _began(response: web.StreamResponse, request: web.Request) -> bool:
+    """False: the client has gone."""
+    try:
+        await response.prepare(request)
+    except ConnectionError:
+        return False
+    return True
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> bool:

@@ -97,8 +97,10 @@ def parse_request(line: str | bytes, where: str) -> RecordedRequest:
 
 
 def read_requests(path: Path | str) -> tuple[RecordedRequest, ...]:
-    """Read a JSONL file, one request a line, in the order of arrival. Raises `RequestFormatError`, also on a blank line
-    and where there is no request."""
+    """Read a JSONL file, one request a line, or a `.csv` file as `read_azure_requests` does, in the order of arrival.
+    Raises `RequestFormatError`, also on a blank line and where there is no request."""
+    if Path(path).suffix.lower() == ".csv":
+        return read_azure_requests(path)
     with open(path, "rb") as lines:
         return _in_order(
             path, ((number, parse_request(line, f"{path}:{number}")) for number, line in enumerate(lines, start=1))

@@ -1,0 +1,240 @@
+"""Workers on a Ray cluster.
+
+Invariant: every node sees the directories of the run as the controller does, or the run is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from libra.backends.launch.cluster import ClusterLauncher
+from libra.backends.launch.launcher import LaunchError, SourceLostError
+from libra.backends.launch.node import Node, NodeFacts, NodeLostError
+from libra.backends.launch.places import NoRoomError, Offer, Seat, room, seats
+from libra.config.cache import cache_directory
+from libra.config.run import ClusterConfig
+from libra.records.disk import writing
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+_GROUP_SECONDS = 60.0  # for the devices that were asked for to become free
+_ANSWERS = 1000  # that an actor may owe at a time: the verbs of a node wait for processes, not for each other
+
+
+class _NodeActor(Node):
+    """A `Node` as Ray starts it. Ray says by the environment which accelerators are its own."""
+
+    def __init__(self, logs: str, name: str, accelerated: bool) -> None:
+        import ray
+
+        devices = tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if accelerated else ()
+        super().__init__(ray.util.get_node_ip_address(), Path(logs), name, devices)
+
+    async def read_apart(self, buffer: int, size: int, checksum: int) -> tuple[None, Any]:
+        """That the weights are whole, and the weights: two objects of Ray, so that the second can stay where it is."""
+        return None, await self.read(buffer, size, checksum)
+
+
+class RayNode:
+    """See `RemoteNode`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        try:
+            facts: NodeFacts = await _answer(self._actor.start.remote(marks))
+        except NodeLostError as error:
+            raise NodeLostError(
+                f"a node of the Ray cluster did not start: {error}. Does it have the same Python environment?"
+            ) from None
+        return facts
+
+    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+        pid: int = await _answer(self._actor.fork.remote(name, seat, controller, token))
+        return pid
+
+    def kill(self, pid: int) -> None:
+        self._actor.kill.remote(pid)
+
+    async def gone(self, pid: int) -> None:
+        await _answer(self._actor.gone.remote(pid))
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Any:
+        whole, content = self._actor.read_apart.options(num_returns=2).remote(buffer, size, checksum)
+        await _answer(whole)
+        return content
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Any) -> None:
+        await _answer(self._actor.write.remote(buffer, size, checksum, content))
+
+    async def ended(self) -> str:
+        why: str = await _answer(self._actor.ended.remote())
+        return why
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+async def _answer(call: Any) -> Any:
+    from ray.exceptions import ObjectLostError, RayError, RayTaskError
+
+    try:
+        return await call
+    except RayTaskError as error:  # the verb raised, on its node; of Ray's own errors, what it says of weights
+        if isinstance(error.cause, RayError):
+            raise SourceLostError(_reason(error.cause)) from None
+        raise error.cause from None
+    except ObjectLostError as error:
+        raise SourceLostError(_reason(error)) from None
+    except RayError as error:
+        raise NodeLostError(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """Ray tells the cause last, after what it was busy with."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+class RayNodes:
+    """See `Nodes`. `counts` are the seats of each bundle, and `kind` with `each` what one of them takes."""
+
+    def __init__(self, host: str, group: Any, counts: Sequence[int], kind: str, each: float, logs: Path) -> None:
+        self.host = host
+        self._group, self._counts, self._kind, self._each, self._logs = group, counts, kind, each, logs
+
+    def open(self, number: int) -> RayNode:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        amount = _amount(self._counts[number], self._each)
+        accelerated = self._kind == "GPU"
+        actor = ray.remote(_NodeActor).options(
+            num_cpus=0 if accelerated else amount,
+            num_gpus=amount if accelerated else 0,
+            max_concurrency=_ANSWERS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
+        )
+        return RayNode(actor.remote(str(self._logs.absolute()), f"fork-server-{number}", accelerated))
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    address: str | None, slots: int, share: float, most: int | None, logs: Path
+) -> AsyncIterator[tuple[RayNodes, list[Seat]]]:
+    """The nodes for so many slots in the Ray cluster at `address`, or in one that is started here for as long; see
+    `places` for `share` and `most`. Raises `LaunchError`."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    with _ray(address, logs):
+        offers, here = _offers()
+        rooms = room(offers, share, most)
+        try:
+            found = seats(slots, rooms)
+        except NoRoomError as error:
+            raise LaunchError(f"cluster.slots: {error}, {_words(offers, rooms)}; use fewer, or add nodes") from None
+        counts = [count for _, count in sorted(Counter(seat.node for seat in found).items())]
+        kind, each = ("GPU", 1.0) if any(offer.gpus >= 1 for offer in offers) else ("CPU", share)
+        group = placement_group([{kind: _amount(count, each)} for count in counts], strategy="SPREAD")
+        try:
+            if not await asyncio.to_thread(group.wait, _GROUP_SECONDS):
+                raise LaunchError(
+                    f"the Ray cluster has {slots} slots, but they were not free for {_GROUP_SECONDS:.0f} s: others use"
+                    " its devices, see `ray status`"
+                )
+            yield RayNodes(here, group, counts, kind, each, logs), found
+        finally:
+            remove_placement_group(group)
+
+
+def _amount(count: int, each: float) -> float:
+    """Of a resource, in Ray's steps of a ten-thousandth."""
+    return round(count * each, 4)
+
+
+@contextlib.contextmanager
+def _ray(address: str | None, logs: Path) -> Iterator[None]:
+    """Connected to a cluster. One that is started here has this machine's cores, and listens on 127.0.0.1. What Ray has
+    to say goes to `<logs>/ray.log`: it would print that among the results."""
+    with contextlib.ExitStack() as stack:
+        logs.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(logs / "ray.log", "a", buffering=1))))
+        options: dict[str, Any] = {"address": address}
+        if address is None:
+            # Otherwise Ray takes the address of some network for this machine's, even where it is told 127.0.0.1.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            options = {
+                "address": "local",
+                "num_cpus": len(os.sched_getaffinity(0)),
+                "include_dashboard": False,
+                "_temp_dir": stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-ray-")),
+            }
+        import ray
+
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"the Ray cluster at {address}" if address is not None else "a Ray cluster on this machine"
+            raise LaunchError(f"{where} cannot be used: {str(error).splitlines()[0]}") from None
+        stack.callback(ray.shutdown)
+        yield
+
+
+def _offers() -> tuple[list[Offer], str]:
+    """What the nodes have, and the address of this machine among them."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    offers = [
+        Offer(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        for node in alive
+    ]
+    return offers, next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == own)
+
+
+def _words(offers: Sequence[Offer], rooms: Sequence[int]) -> str:
+    return ", ".join(f"{offer.node} {slots}" for offer, slots in zip(offers, rooms, strict=True))
+
+
+@contextlib.asynccontextmanager
+async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
+    """A launcher that is starting; closed on the way out. Raises `LaunchError`, `DiskError`."""
+    with _marks((logs, cache_directory())) as marks:
+        async with (
+            connected(cluster.ray_address, cluster.slots, cluster.share, cluster.slots_per_node, logs) as (
+                nodes,
+                seats,
+            ),
+            ClusterLauncher.open(nodes, seats, marks, cluster.losses_per_hour) as launcher,
+        ):
+            yield launcher
+
+
+@contextlib.contextmanager
+def _marks(directories: Sequence[Path]) -> Iterator[dict[str, str]]:
+    """A file in each directory, and what is in it."""
+    mark = secrets.token_hex(8)
+    made: dict[str, str] = {}
+    try:
+        for directory in directories:
+            path = directory.absolute() / f"seen-by-all-nodes-{mark}"
+            with writing(path):
+                directory.mkdir(parents=True, exist_ok=True)
+                path.write_text(mark)
+            made[str(path)] = mark
+        yield made
+    finally:
+        for made_path in made:
+            Path(made_path).unlink(missing_ok=True)

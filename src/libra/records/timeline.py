@@ -1,0 +1,221 @@
+"""A run as a trace: who had which role when, what each did, how many turns ran.
+
+On every lane slices follow each other without overlap. Memory holds the open role and the last end of each lane and
+nothing else; the last role of each worker is kept even in a full file.
+
+Groups, top to bottom: `roles` (one lane a worker, and the trainer's steps), `moves` (from one role to another, as a
+whole; one lane a worker), `where the time goes` (its cause; one lane a worker), `work` (batches, weight loads, joins;
+one lane a worker), `running turns` (one counter a worker: hundreds of turns overlap in an engine, and their number is
+what can be read), `staleness` (of the trajectories of each step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from libra.records.causes import Cause
+from libra.records.roles import Role, role_of, styles
+from libra.records.trace import MAX_EVENTS, JsonValue, TraceFile
+
+_ROLES, _MOVES, _CAUSES, _WORK, _TURNS, _STEPS = 1, 2, 3, 4, 5, 6
+_GROUPS = {
+    _ROLES: "roles",
+    _MOVES: "moves",
+    _CAUSES: "where the time goes",
+    _WORK: "work",
+    _TURNS: "running turns",
+    _STEPS: "staleness",
+}
+_STEPS_LANE = "training steps"
+
+# Names of the viewers' own palette; what waits is pale there, too.
+_ROLE_COLOURS = {
+    Role.TRAIN: "thread_state_iowait",
+    Role.ROLLOUT: "rail_response",
+    Role.JOINING: "yellow",
+    Role.DRAINING: "thread_state_uninterruptible",
+    Role.IDLE: "grey",
+    Role.FAILED: "terrible",
+}
+_BUCKET_COLOURS = ("rail_response", "rail_load", "rail_animation")
+_CAUSE_COLOURS = {
+    Cause.GENERATING: "rail_response",
+    Cause.COMPUTING: "thread_state_iowait",
+    Cause.EXCHANGING: "rail_animation",
+    Cause.PUBLISHING: "rail_load",
+    Cause.LOADING: "rail_load",
+    Cause.CHECKPOINTING: "rail_idle",
+    Cause.REDOING: "bad",
+    Cause.ROLLOUT_BOUND: "thread_state_sleeping",
+    Cause.REPLICA_BOUND: "thread_state_sleeping",
+    Cause.TRAINING_BOUND: "thread_state_sleeping",
+    Cause.TOOL_BOUND: "thread_state_runnable",
+    Cause.NO_WORK: "thread_state_unknown",
+    Cause.BOUNDARY: "thread_state_unknown",
+    Cause.STARTING: "yellow",
+    Cause.MOVING: "thread_state_uninterruptible",
+    Cause.FAILED: "terrible",
+    Cause.IDLE: "grey",
+    Cause.EVALUATING: "grey",
+}
+
+
+@dataclass(slots=True)
+class _Lane:
+    tid: int
+    end: float = float("-inf")  # of its last slice
+
+
+@dataclass(slots=True)
+class _OpenRole:
+    role: str
+    since: float
+
+
+class Timeline:
+    """Writes trace events to `path` as they come. Times are seconds of one clock, called from one thread.
+
+    Usable as a context manager. `close` ends the roles still open, at the latest time that the timeline has seen.
+    """
+
+    def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
+        self._trace = TraceFile(path, max_events)
+        self._lanes: dict[tuple[int, str], _Lane] = {}
+        self._open: dict[str, _OpenRole] = {}
+        self._turns: dict[str, int] = {}
+        self._seen_roles: dict[str, None] = {}
+        self._latest = 0.0
+        for pid, name in _GROUPS.items():
+            self._trace.name_group(pid, name, pid)
+
+    def role(self, worker: str, role: str, at: float) -> None:
+        """The worker takes on `role` and keeps it until the next call."""
+        role_of(role)  # refuses what is none
+        self._seen_roles.setdefault(role)
+        previous = self._open.get(worker)
+        if previous is not None and previous.role == role:
+            return
+        self._lane(_ROLES, worker)
+        self._end_role(worker, at)
+        self._open[worker] = _OpenRole(role, at)
+        self._see(at)
+
+    def work(
+        self, worker: str, name: str, start: float, end: float, details: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """One batch, weight load or other piece of work of a worker.
+
+        A start before the end of the work before it is moved there, since a viewer drops slices that overlap; clocks
+        of two processes never agree to the last microsecond.
+        """
+        self._slice(_WORK, worker, name, start, end, details or {})
+
+    def move(
+        self, worker: str, name: str, start: float, end: float, details: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """The worker changed, or tried to change, from one role to another."""
+        self._slice(_MOVES, worker, name, start, end, details or {})
+
+    def step(self, step: int, start: float, end: float, details: Mapping[str, JsonValue] | None = None) -> None:
+        """One optimiser step."""
+        self._slice(_ROLES, _STEPS_LANE, f"step {step}", start, end, details or {})
+
+    def weights(self, worker: str, version: int, at: float) -> None:
+        """An engine serves a new version of the weights from now on."""
+        self._instant(worker, f"weights v{version}", at, {"version": version})
+
+    def cause(self, worker: str, cause: Cause, start: float, end: float) -> None:
+        """What the worker's time went to."""
+        self._slice(_CAUSES, worker, cause.words, start, end, {}, _CAUSE_COLOURS[cause])
+
+    def staleness(self, mean: float, largest: int, at: float) -> None:
+        """Of the trajectories of a step that ends now, in versions."""
+        self._see(at)
+        self._trace.counter(_STEPS, "staleness", _microseconds(at), {"mean": mean, "max": largest})
+
+    def lost(self, worker: str, at: float, text: str) -> None:
+        """The worker is gone: its role is `failed`, and the moment is marked across all lanes."""
+        self.role(worker, "failed", at)
+        self._instant(worker, f"lost: {text}", at, {}, "g")
+
+    def turns(self, worker: str, running: int, at: float) -> None:
+        """Turns that run in an engine from now on; unchanged numbers are not written."""
+        if running < 0:
+            raise ValueError(f"turns of {worker}: {running} cannot run")
+        if self._turns.get(worker) == running:
+            return
+        self._turns[worker] = running
+        self._see(at)
+        self._trace.counter(_TURNS, worker, _microseconds(at), {"turns": running})
+
+    def close(self) -> None:
+        """End what is open and finish the file; closing twice does nothing."""
+        if self._trace.closed:
+            return
+        self._trace.room = max(self._trace.room, len(self._open))
+        for worker in list(self._open):
+            self._end_role(worker, self._latest)
+        self._trace.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_role(self, worker: str, at: float) -> None:
+        ended = self._open.pop(worker, None)
+        if ended is None:
+            return
+        colour = styles(self._seen_roles, _ROLE_COLOURS, _BUCKET_COLOURS)[ended.role]
+        self._slice(_ROLES, worker, ended.role, ended.since, at, {}, colour)
+
+    def _slice(
+        self,
+        pid: int,
+        lane_name: str,
+        name: str,
+        start: float,
+        end: float,
+        details: Mapping[str, JsonValue],
+        colour: str | None = None,
+    ) -> None:
+        if end < start:
+            raise ValueError(f"{name} of {lane_name} ends at {end} s, before its start at {start} s")
+        lane = self._lane(pid, lane_name)
+        begin = max(start, lane.end)
+        finish = max(end, begin)
+        lane.end = finish
+        self._see(finish)
+        shifted = {"reported_start": start} if begin > start else {}
+        ts = _microseconds(begin)
+        duration = _microseconds(finish) - ts
+        self._trace.slice(pid, lane.tid, name, ts, duration, {**details, **shifted}, colour)
+
+    def _instant(
+        self, worker: str, name: str, at: float, details: Mapping[str, JsonValue], scope: Literal["t", "g"] = "t"
+    ) -> None:
+        tid = self._lane(_ROLES, worker).tid
+        self._see(at)
+        self._trace.instant(_ROLES, tid, name, _microseconds(at), details, scope)
+
+    def _lane(self, pid: int, name: str) -> _Lane:
+        if (pid, name) not in self._lanes:
+            lane = _Lane(tid=len(self._lanes) + 1)
+            self._lanes[pid, name] = lane
+            order = 0 if name == _STEPS_LANE else lane.tid
+            self._trace.name_lane(pid, lane.tid, name, order)
+        return self._lanes[pid, name]
+
+    def _see(self, at: float) -> None:
+        self._latest = max(self._latest, at)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,91 @@
+"""Trace files that https://ui.perfetto.dev and chrome://tracing open (the Trace Event Format, as a JSON array).
+
+The file is readable at any moment, also after a kill, and holds at most `max_events` events, besides names and a note
+where it had to stop. Times are microseconds; groups and lanes are numbers that the caller names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+MAX_EVENTS = 500_000  # about 60 MB of JSON, which the viewers still open
+
+JsonValue = str | int | float
+
+
+class TraceFile:
+    """Appends events to `path`. A context manager; `close` may be called twice."""
+
+    def __init__(self, path: Path | str, max_events: int = MAX_EVENTS) -> None:
+        if max_events < 1:
+            raise ValueError(f"max_events is {max_events}; write 1 or more")
+        self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives until close()
+        self._file.write("[")
+        self._first = True
+        self.room = max_events  # for so many more events
+
+    def name_group(self, group: int, name: str, order: int) -> None:
+        self._append({"ph": "M", "name": "process_name", "pid": group, "tid": 0, "args": {"name": name}})
+        self._append({"ph": "M", "name": "process_sort_index", "pid": group, "tid": 0, "args": {"sort_index": order}})
+
+    def name_lane(self, group: int, lane: int, name: str, order: int) -> None:
+        self._append({"ph": "M", "name": "thread_name", "pid": group, "tid": lane, "args": {"name": name}})
+        self._append({"ph": "M", "name": "thread_sort_index", "pid": group, "tid": lane, "args": {"sort_index": order}})
+
+    def slice(
+        self,
+        group: int,
+        lane: int,
+        name: str,
+        start: float,
+        duration: float,
+        args: Mapping[str, Any],
+        colour: str | None = None,
+    ) -> None:
+        """`colour` is a name of the viewers' own palette. Viewers drop slices of a lane that overlap."""
+        where = {"ph": "X", "pid": group, "tid": lane, "name": name, "ts": start, "dur": duration, "args": dict(args)}
+        self._write(where if colour is None else {**where, "cname": colour})
+
+    def instant(
+        self, group: int, lane: int, name: str, at: float, args: Mapping[str, Any], scope: Literal["t", "p", "g"] = "t"
+    ) -> None:
+        """A moment of a lane ("t"), of a group ("p") or of everything ("g")."""
+        self._write({"ph": "i", "s": scope, "pid": group, "tid": lane, "name": name, "ts": at, "args": dict(args)})
+
+    def counter(self, group: int, name: str, at: float, values: Mapping[str, float]) -> None:
+        self._write({"ph": "C", "pid": group, "name": name, "ts": at, "args": dict(values)})
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.write("\n]\n")
+            self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self.room == 0:
+            note = "timeline full: later events are not kept"
+            event = {"ph": "i", "s": "g", "pid": event["pid"], "tid": 0, "name": note, "ts": event["ts"], "args": {}}
+        if self.room >= 0:
+            self._append(event)
+            self.room -= 1
+
+    def _append(self, event: dict[str, Any]) -> None:
+        if self._file.closed:
+            raise ValueError("the trace is closed; nothing can be added to it")
+        self._file.write(("\n" if self._first else ",\n") + json.dumps(event, separators=(",", ":"), allow_nan=False))
+        self._first = False

@@ -1,0 +1,183 @@
+"""A simulation as a trace: what each request did on its engine, and how full the engine was.
+
+A group for each engine: its counters, a row of pauses for new weights, and rows of requests (queued, prefill, KV
+transfer, decode). Slices of a row never overlap, and rows are as few as requests are there at once. Where requests are
+too many for the file, one in k is drawn, and the trace says so. Times are to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.records.trace import MAX_EVENTS, TraceFile
+from libra.sim.clock import TICKS
+from libra.sim.outcome.engine_series import EngineSeries
+from libra.sim.outcome.request_columns import ENDS
+from libra.sim.outcome.result import SimulationResult
+
+_COUNTERS = 0.4  # of the events at most
+_NANOSECOND = TICKS // 10**9
+_NOWHERE = 0  # group of requests that were sent to no engine; those of engines follow
+_PAUSES = 1  # row of a group; those of requests follow
+_PHASES = ("queued", "prefill", "KV transfer", "decode")
+_COLOURS = {
+    "queued": "grey",
+    "prefill": "rail_response",
+    "KV transfer": "yellow",
+    "decode": "rail_load",
+    "new weights": "thread_state_iowait",
+}
+
+
+def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
+    """Write the trace, its events in no particular order of time: the viewers sort them. Counters and pauses are there
+    if somebody watched."""
+    with TraceFile(path, max_events) as trace:
+        for group, engine in enumerate(result.engines, start=1):
+            trace.name_group(group, engine.name, group)
+        if (result.requests.engine < 0).any():
+            trace.name_group(_NOWHERE, "no engine", _NOWHERE)
+        rows = sum(len(series) + 1 for series in result.series)
+        merge = -(-2 * rows // max(1, int(_COUNTERS * max_events)))
+        for index, series in enumerate(result.series):
+            if series.pauses:
+                trace.name_lane(index + 1, _PAUSES, "weight updates", _PAUSES)
+            _counters(trace, series.merged(merge), index + 1, result.engines[index].config.kv_blocks)
+            for start, end in series.pauses[: trace.room]:
+                _slice(trace, index + 1, _PAUSES, "new weights", start, end, {})
+        _requests(trace, result)
+
+
+def _counters(trace: TraceFile, series: EngineSeries, group: int, blocks: int) -> None:
+    if not len(series):
+        return
+    columns = (series.edges[:-1], series.running, series.waiting, series.held / blocks)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for tick, running, waiting, held in (*rows, (int(series.edges[-1]), 0, 0, 0)):
+        if trace.room < 2:
+            return
+        at = _microseconds(tick)
+        trace.counter(group, "requests", at, {"running": round(running, 3), "waiting": round(waiting, 3)})
+        trace.counter(group, "KV held", at, {"share": round(held, 6)})
+
+
+def _requests(trace: TraceFile, result: SimulationResult) -> None:
+    came = np.flatnonzero(result.requests.arrival <= result.end)
+    every = -(-len(_PHASES) * len(came) // trace.room) if trace.room else 0
+    if len(came) and every != 1:
+        drawn = f"1 in {every:,}" if every else "none"
+        note = f"{drawn} of {len(came):,} requests is drawn: all are more than the file may hold"
+        trace.room += 1  # for this note
+        trace.instant(_NOWHERE, 0, note, _microseconds(result.start), {}, scope="g")
+    rows: defaultdict[int, _Rows] = defaultdict(_Rows)
+    for request in _drawn(result, came[::every] if every else came[:0]):
+        slices = request.slices
+        if not slices:
+            name = f"{request.about['status']}: request {request.about['request']}"
+            trace.instant(request.group, 0, name, _microseconds(request.arrival), request.about, scope="p")
+            continue
+        row = rows[request.group].take(slices[0][1], slices[-1][2])
+        if row > rows[request.group].named:
+            rows[request.group].named = row
+            trace.name_lane(request.group, _PAUSES + row, f"requests {row}", _PAUSES + row)
+        for name, since, until in slices:
+            _slice(trace, request.group, _PAUSES + row, name, since, until, request.about)
+
+
+class _Rows:
+    """The rows of a group: whoever comes takes the first one that is free."""
+
+    def __init__(self) -> None:
+        self.named = 0  # rows that have a name already
+        self._rows = 0
+        self._free: list[int] = []
+        self._taken: list[tuple[int, int]] = []  # (until, row)
+
+    def take(self, start: int, end: int) -> int:
+        """A row from `start`, which never falls, to `end`."""
+        while self._taken and self._taken[0][0] <= start:
+            heappush(self._free, heappop(self._taken)[1])
+        if self._free:
+            row = heappop(self._free)
+        else:
+            self._rows += 1
+            row = self._rows
+        heappush(self._taken, (end, row))
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    group: int
+    arrival: int
+    slices: tuple[tuple[str, int, int], ...]  # (name, start, end), each from the end of the one before
+    about: dict[str, Any]
+
+
+def _drawn(result: SimulationResult, indices: NDArray[np.intp]) -> Iterator[_Drawn]:
+    requests = result.requests
+    columns = (
+        requests.engine,
+        requests.arrival,
+        requests.scheduled,
+        requests.prefill_end,
+        requests.first_token,
+        requests.finish,
+        requests.status,
+        requests.number,
+        requests.prompt,
+        requests.output,
+        requests.cached,
+        requests.preemptions,
+        requests.reason,
+        requests.trajectory,
+        requests.turn,
+    )
+    for engine, arrival, *times, code, number, prompt, output, cached, preemptions, reason, trajectory, turn in zip(
+        *(column[indices].tolist() for column in columns), strict=True
+    ):
+        status = ENDS[code]
+        about: dict[str, Any] = {
+            "request": number,
+            "status": status,
+            "prompt_tokens": prompt,
+            "output_tokens": output,
+            "cached_tokens": cached,
+            "preemptions": preemptions,
+        }
+        if trajectory >= 0:
+            about |= {"trajectory": requests.trajectories[trajectory], "turn": turn}
+        if reason >= 0:
+            about["reason"] = requests.reasons[reason]
+        queued = engine >= 0 and status != "refused"
+        yield _Drawn(engine + 1, arrival, tuple(_slices(arrival, times, result.end)) if queued else (), about)
+
+
+def _slices(since: int, times: Sequence[int], end: int) -> Iterator[tuple[str, int, int]]:
+    """What a request went through, as far as it came by tick `end`. Phases that took no time are left out."""
+    for name, tick in zip(_PHASES, times, strict=True):
+        until = end if tick < 0 else min(tick, end)
+        # A request that was cancelled went no further than that.
+        until = min(until, times[-1]) if times[-1] >= 0 else until
+        if until > since:
+            yield name, since, until
+        if tick < 0:
+            return
+        since = until
+
+
+def _slice(trace: TraceFile, group: int, row: int, name: str, start: int, end: int, about: dict[str, Any]) -> None:
+    duration = (end // _NANOSECOND - start // _NANOSECOND) / 1000
+    trace.slice(group, row, name, _microseconds(start), duration, about, _COLOURS[name])
+
+
+def _microseconds(tick: int) -> float:
+    return tick // _NANOSECOND / 1000

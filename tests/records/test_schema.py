@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from libra.records.roles import Role, role_of, styles
+from libra.records.schema import (
+    EventRecord,
+    Record,
+    RecordFormatError,
+    RunSummary,
+    StepRecord,
+    parse_record,
+    read_records,
+    read_summary,
+)
+
+EVENT = '{"time": 1.5, "kind": "checkpoint", "worker": null, "text": "saved"}'
+
+
+def test_every_record_comes_back_as_it_was(example_records: Mapping[str, Record]) -> None:
+    for record in example_records.values():
+        line = record.to_json()
+        assert "\n" not in line
+        assert parse_record(type(record), line, "x:1") == record
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (EVENT.replace('"text"', '"txt"'), "x.jsonl:3: text: Field required"),
+        (EVENT.replace("}", ', "extra": 1}'), "x.jsonl:3: extra: Unexpected"),
+        (EVENT.replace("1.5", '"1.5"'), "x.jsonl:3: time: Input should be a valid number"),
+        (EVENT.replace("1.5", "NaN"), "time is nan: a record holds finite numbers only"),
+        (EVENT[:20], "x.jsonl:3: line: Invalid JSON"),
+        ("", "x.jsonl:3: line: Invalid JSON"),
+    ],
+)
+def test_a_line_that_breaks_the_schema_is_refused(line: str, complaint: str) -> None:
+    with pytest.raises(RecordFormatError) as caught:
+        parse_record(EventRecord, line, "x.jsonl:3")
+    assert str(caught.value).startswith("x.jsonl:3: ")
+    assert complaint in str(caught.value)
+
+
+def test_reading_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{EVENT}\n{EVENT}\n")
+    assert [event.time for event in read_records(EventRecord, path)] == [1.5, 1.5]
+    path.write_text(f"{EVENT}\n\n")
+    with pytest.raises(RecordFormatError, match=r"events\.jsonl:2: line"):
+        list(read_records(EventRecord, path))
+
+
+def test_an_error_inside_the_summary_names_its_place(example_records: Mapping[str, Record], tmp_path: Path) -> None:
+    summary = json.loads(example_records["summary"].to_json())
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(summary, indent=2))
+    assert read_summary(path) == example_records["summary"]
+    summary["evaluations"][1]["questions"] = "many"
+    path.write_text(json.dumps(summary))
+    with pytest.raises(RecordFormatError, match=r"summary\.json: evaluations\.1\.questions"):
+        read_summary(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"grad_norm": float("inf")}, "grad_norm is inf"),
+        ({"step_seconds": 0.0}, "step_seconds must be > 0"),
+        ({"roles": {"w0": "sleeping"}}, "role 'sleeping': unknown; use one of idle, joining"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused_where_it_is_made(
+    example_records: Mapping[str, Record], changes: dict[str, object], complaint: str
+) -> None:
+    step = example_records["step"]
+    assert isinstance(step, StepRecord)
+    with pytest.raises(ValueError, match=complaint):
+        replace(step, **changes)  # type: ignore[arg-type]
+
+
+def test_integers_serve_as_seconds(example_records: Mapping[str, Record]) -> None:
+    summary = example_records["summary"]
+    assert isinstance(summary, RunSummary)
+    line = summary.to_json().replace(f'"wall_seconds":{summary.wall_seconds}', '"wall_seconds":600')
+    assert parse_record(RunSummary, line, "x").wall_seconds == 600
+
+
+@pytest.mark.parametrize("role", ["sleeping", "train:core", "rollout:", "", "Rollout"])
+def test_roles_that_do_not_exist_are_refused(role: str) -> None:
+    with pytest.raises(ValueError, match="role "):
+        role_of(role)
+
+
+def test_buckets_are_told_apart_in_the_order_in_which_they_appear() -> None:
+    labels = ["train", "rollout:short", "train", "rollout:long", "rollout:short", "rollout:a", "rollout:b"]
+    given = styles(labels, {role: role.value for role in Role}, ("first", "second", "third"))
+    assert given == {
+        "train": "train",
+        "rollout:short": "first",
+        "rollout:long": "second",
+        "rollout:a": "third",
+        "rollout:b": "third",
+    }
