@@ -16,11 +16,11 @@ from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import iteration_lines, prefill_line
 from libra.cost.rollout import EngineTiming, longest_of, longest_upto
-from libra.cost.sources.roofline import roofline
+from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import weight_sync
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.plan.options.engines import engine_options, most_buckets, tensor_degrees
+from libra.plan.options.engines import engine_options, most_buckets
 from libra.plan.options.price import bucket_prices, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, EngineOption, Problem

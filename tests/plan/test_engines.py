@@ -12,12 +12,12 @@ from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import EngineProfile, prefill_line
-from libra.cost.sources.roofline import roofline
+from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.plan.options.engines import engine_options, tensor_degrees
+from libra.plan.options.engines import engine_options
 from libra.plan.problem import EngineOption
 
 SIX = replace(A800, gpus=6)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -25,11 +26,14 @@ from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.grid_file import load_calibration, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
+from libra.cost.sources.roofline import node_roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware import cluster as clusters
-from libra.hardware.cluster import Cluster, NodeClass
+from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
-from libra.plan.options.engines import node_roofline, tensor_degrees
+
+# In names that Python gives processors.
+_CPU_WORDS = frozenset({"cpu", "x86", "amd64", "aarch64", "arm64", "intel", "xeon", "epyc", "processor"})
 
 
 def engine_profiles(
@@ -61,8 +65,24 @@ def _profile(
     calibration: Calibration | None = None
     if source not in ("auto", "roofline"):
         calibration = load_calibration(Path(source))
+        _require_same_device(nodes, calibration, source)
         note(f"{nodes.name}: engine times are a roofline with the rates measured on {calibration.device}")
     return node_roofline(nodes, model, recipe, calibration)
+
+
+def _require_same_device(nodes: NodeClass, calibration: Calibration, source: str) -> None:
+    """Raise `ConfigError` unless the calibration is of the nodes' GPU, as far as their names tell."""
+    measured = {word.casefold() for word in re.findall(r"[A-Za-z0-9]+", calibration.device)}
+    gpu = nodes.gpu.name
+    if gpu.casefold() in measured:
+        return
+    # A GPU of one's own may be called as one likes; still no known GPU, and no CPU, is it.
+    named = next((name for name in GPUS if name.casefold() in measured), None)
+    if gpu in GPUS or named is not None or measured & _CPU_WORDS:
+        raise ConfigError(
+            f"{source}: measured on {calibration.device}, but nodes {nodes.name} have {gpu}: run `libra calibrate` on"
+            f" one of them, or use --profile auto"
+        )
 
 
 def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile:

@@ -26,8 +26,7 @@ from libra.cost.rollout import (
     refills,
     secant_timings,
 )
-from libra.cost.sources.rates import Calibration
-from libra.cost.sources.roofline import roofline
+from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
@@ -51,12 +50,6 @@ class RejectedEngine:
     reason: str
 
 
-def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
-    """Tensor-parallel degrees of an engine: powers of two that divide the node's GPUs and the model's heads."""
-    powers = [2**k for k in range(nodes.gpus.bit_length()) if nodes.gpus % 2**k == 0]
-    return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
-
-
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
     """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
     which it could change its bucket."""
@@ -73,20 +66,6 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
         weight_bytes=recipe.rollout_weight_bytes,
         kv_bytes=recipe.kv_bytes,
         batched_tokens=recipe.max_batched_tokens,
-    )
-
-
-def node_roofline(
-    nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
-) -> EngineProfile:
-    """The roofline of every degree of an engine on these nodes, with measured rates where there is a calibration."""
-    return roofline(
-        nodes.gpu,
-        model,
-        tensor_degrees(model, nodes),
-        dtype_bytes=recipe.rollout_weight_bytes,
-        intra_bandwidth=nodes.intra_bandwidth,
-        calibration=calibration,
     )
 
 
