@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, pairwise
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -155,8 +154,8 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
             def asked(costs: tuple[float, ...], reach: tuple[float, ...] = reach) -> float:
                 return _asked(costs, reach, own, bucket) if costs else 0.0
 
-            caches = asked(option.kv_occupancy) + asked(option.kv_seconds) / step
-            gone = 1 - bucket.engines / caches if caches > bucket.engines else 0.0
+            caches = asked(option.kv_occupancy)
+            gone = min(1.0, max(0.0, caches / bucket.engines - 1))
             again = asked(option.refresh) / step + gone * asked(option.refill)
             most = max([most, *(asked(row) + again for row in option.work)])
         return most / bucket.engines
@@ -167,7 +166,7 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
         spread, load = (allowed - option.stall, work(step)) if problem.staleness == 0 else (step, 0.0)
         if problem.staleness > 0:
             load = work(step) + option.stall
-        if residence > allowed or load > spread or (problem.staleness > 0 and load > option.busy * step):
+        if residence > allowed or load > spread:
             return False
         left = allowed - option.stall if problem.staleness == 0 else allowed
         lines = [(row[own[-1]], waits[own[-1]]) for row, waits in zip(option.generates, option.waits, strict=True)]
@@ -263,29 +262,10 @@ _SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 3.0, 5.0, 7.5, 20.0])
 _FRACTIONS = st.sampled_from([0.0, 0.25, 0.8, 1.0, 1.0])
 
 
-def lagging(problem: Problem, staleness: int) -> Problem:
-    """The problem with another staleness; what fills caches is what overlaps, or a batch that starts on empty ones."""
-    engines = tuple(
-        replace(option, kv_occupancy=filled, kv_seconds=(), busy=1.0)
-        if staleness == 0
-        else replace(option, kv_occupancy=(), kv_seconds=filled)
-        for option in problem.engines
-        for filled in [option.kv_seconds or option.kv_occupancy]
-    )
-    return replace(problem, engines=engines, staleness=staleness)
-
-
 @st.composite
 def _rising(draw: st.DrawFn, classes: int) -> tuple[float, ...]:
     """[class] seconds of the longest trajectory up to each class."""
     return tuple(sorted(draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.5])) for _ in range(classes)))
-
-
-def _forgetting(draw: st.DrawFn, refill: Any, caches: Any, staleness: int) -> dict[str, Any]:
-    """Caches that do not hold everything."""
-    if staleness == 0:
-        return {"refill": draw(refill), "kv_occupancy": draw(caches)}
-    return {"refill": draw(refill), "kv_seconds": draw(caches), "busy": draw(st.sampled_from([0.25, 0.5, 0.9, 1.0]))}
 
 
 @st.composite
@@ -323,7 +303,7 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
                     residence=draw(per_class),
                     generates=tuple(draw(_rising(classes)) for _ in range(lines)),
                     waits=tuple(draw(_rising(classes)) for _ in range(lines)),
-                    **(_forgetting(draw, per_class, caches, staleness) if draw(st.integers(0, 2)) == 0 else {}),
+                    **({"refill": draw(per_class), "kv_occupancy": draw(caches)} if draw(st.booleans()) else {}),
                 )
             )
     tried = tuple(draw(st.lists(reach, min_size=1, max_size=2)))

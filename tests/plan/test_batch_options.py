@@ -124,18 +124,11 @@ def test_where_no_tool_returns_there_is_one_bucket() -> None:
 
 @pytest.mark.parametrize("staleness", STALENESS)
 def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_its_engines(staleness: int) -> None:
-    """Of a batch that starts on empty engines all is there at once; of others, what is unfinished."""
     recipe = stale(staleness, SYNC.model_copy(update={"batch": 8192}))
     kv = kv_of(recipe, QWEN_14B, 1)
     option = next(option for option in options_of(recipe=recipe) if option.devices == 1)
     filled = [recipe.batch * cls.share * cls.context_sum / cls.generated / kv for cls in THREE]
-    if staleness == 0:
-        assert (option.kv_occupancy, option.kv_seconds) == (pytest.approx(filled), ())
-    else:
-        grid = roofline(A800.gpu, QWEN_14B, (1,), intra_bandwidth=A800.intra_bandwidth).grid(1)
-        for filled_by, seconds, cls in zip(filled, option.kv_seconds, THREE, strict=True):
-            stays = cls.tool_seconds + cls.generated * grid.decode_seconds(1, 500) / (1 - option.busy)
-            assert option.kv_occupancy == () and seconds == pytest.approx(filled_by * stays, rel=0.15)
+    assert option.kv_occupancy == pytest.approx(filled)
     assert all(again > 0 for again in option.refill)
 
 

@@ -54,20 +54,10 @@ def test_degrees_divide_node_and_heads(model: ModelSpec, nodes: NodeClass, wante
     assert tensor_degrees(model, nodes) == wanted
 
 
-def test_options_of_a_shape_differ_in_how_busy_they_may_be() -> None:
-    """The busier, the longer contexts stay in its caches; the last one's caches keep nothing."""
+def test_a_dense_model_has_an_option_a_shape() -> None:
     options = options_of(QWEN_14B)
-    assert list(dict.fromkeys(option.shape for option in options)) == [f"a800/tp{tp}" for tp in (1, 2, 4, 8)]
-    for tp in (1, 2, 4, 8):
-        *keeping, nothing = (option for option in options if option.devices == tp)
-        assert {option.footprint for option in (*keeping, nothing)} == {("a800", tp, 8192)}
-        assert {option.seats for option in keeping} == {512}  # what the profile knows; memory lasts for more
-        assert [option.busy for option in keeping] == sorted(option.busy for option in keeping)
-        stays = [sum(option.kv_seconds) for option in keeping]
-        assert stays == sorted(stays)
-        (row, *_), (kept, *_) = nothing.work, keeping[0].work
-        assert row == pytest.approx([a + b for a, b in zip(kept, keeping[0].refill, strict=True)])
-        assert (nothing.refill, nothing.kv_seconds, nothing.busy) == ((), (), 1.0)
+    assert [option.footprint for option in options] == [("a800", tp, 8192) for tp in (1, 2, 4, 8)]
+    assert {option.seats for option in options} == {512}  # what the profile knows; memory lasts for more
 
 
 def test_seats_are_no_more_than_memory_has_for_the_shortest_class() -> None:

@@ -27,9 +27,8 @@ With staleness 0, synchronous training, nothing overlaps: the work is spread ove
 
 and colocated training adds two switches.
 
-Caches that are full forget contexts, which then are prefilled again: of a bucket's returns the share that its caches
-cannot hold, 1 - n_b / D_b, where its contexts would fill the caches of D_b engines. They do so as long as they are
-unfinished (Little's law), the longer the busier engines are; options of a shape differ in how busy they may be.
+Caches that are full forget contexts, which then are prefilled again: the share D_b / n_b - 1 of a
+bucket's returns, and at most all, where the contexts of a batch would fill the caches of D_b engines.
 
 A bucket's work W_b is the largest of several rows, each linear in the classes the bucket serves; with `refresh` it also
 grows by (refresh seconds squared) / step.
@@ -87,7 +86,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
-    """One way to generate, priced for every class. Options of one `shape` differ only in `seats`, `busy` and prices.
+    """One way to generate, priced for every class. Options of one `shape` differ only in `seats` and prices.
 
     All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
     """
@@ -107,27 +106,21 @@ class EngineOption:
     waits: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
     # Where caches cannot hold all contexts:
     refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
-    # [class] engines whose caches its contexts fill: of a batch that starts on empty engines; and, to be divided by the
-    # step's seconds, of batches that overlap
-    kv_occupancy: tuple[float, ...] = ()
-    kv_seconds: tuple[float, ...] = ()
-    busy: float = 1.0  # share of the step in which its engines may work
+    kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
         owner = f"engine option {self.name}"
         _require_costs(owner, stall=(self.stall,), refresh=self.refresh, residence=self.residence)
-        _require_costs(owner, refill=self.refill, kv_occupancy=self.kv_occupancy, kv_seconds=self.kv_seconds)
+        _require_costs(owner, refill=self.refill, kv_occupancy=self.kv_occupancy)
         for field, table in (("work", self.work), ("generates", self.generates), ("waits", self.waits)):
             _require_costs(owner, **{field: (seconds for row in table for seconds in row)})
-        if not 0 < self.busy <= 1:
-            raise ValueError(f"{owner}: busy is {self.busy}; it is a share of the step, above 0")
         shared = (*self.generates, *self.waits)
-        rows = (*self.work, self.refresh, *shared, self.refill, self.kv_occupancy, self.kv_seconds)
+        rows = (*self.work, self.refresh, *shared, self.refill, self.kv_occupancy)
         if not self.work or any(row and len(row) != len(self.residence) for row in rows):
             raise ValueError(f"{owner}: all its prices must be of the same classes")
-        if self.refill and not (self.kv_occupancy or self.kv_seconds):
-            raise ValueError(f"{owner}: refill needs kv_occupancy or kv_seconds; what is always gone belongs to work")
+        if bool(self.refill) != bool(self.kv_occupancy):
+            raise ValueError(f"{owner}: refill and kv_occupancy belong together; what is always gone belongs to work")
         if len(self.generates) != len(self.waits):
             raise ValueError(f"{owner}: generates and waits must have the same lines")
 
@@ -270,8 +263,6 @@ class Problem:
                 raise ValueError("reach holds fractions of 0 to 1")
         if not set(self.reach_tried) <= set(self.reach_untried):
             raise ValueError("reach_untried must list every router of reach_tried: what is known is also possible")
-        if self.staleness == 0 and any(option.kv_seconds or option.busy < 1 for option in self.engines):
-            raise ValueError("kv_seconds and busy are for batches that overlap; staleness is 0: give kv_occupancy")
         _require_costs("problem", switch=(self.switch,))
 
     @property

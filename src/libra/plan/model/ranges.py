@@ -45,23 +45,14 @@ class RangeTable:
         residence = np.array([option.residence for option in problem.engines]) * np.array(problem.met)
         self._residence = _longest(residence)
         self._residences = np.unique(self._residence)
-        self._stall, self._busy = (
-            np.array(shares)[:, None, None]
-            for shares in zip(*((o.stall, o.busy) for o in problem.engines), strict=True)
-        )
+        self._stall = np.array([option.stall for option in problem.engines])[:, None, None]
         most_lines = max(1, max(len(option.generates) for option in problem.engines))
         self._generates, self._waits = np.zeros((2, most_lines, len(problem.engines), 1, classes))
         for o, option in enumerate(problem.engines):
             for line, (generates, waits) in enumerate(zip(option.generates, option.waits, strict=True)):
                 self._generates[line, o, 0], self._waits[line, o, 0] = generates, waits
         self._forgets = np.flatnonzero([bool(option.refill) for option in problem.engines])
-        refill, always, passing = (
-            self._rows(field, routers)[self._forgets] for field in ("refill", "kv_occupancy", "kv_seconds")
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self._saved_always = np.where(always > 0, refill / always, 0.0)  # seconds of prefill that a cache saves
-            self._saved_passing = np.where(passing > 0, refill / passing, 0.0)  # and in each second of the step
-        self._forgotten = np.where((always > 0) | (passing > 0), self._work[self._forgets] + refill, 0.0)
+        self._refill, self._filled = (self._rows(it, routers)[self._forgets] for it in ("refill", "kv_occupancy"))
         self._possible = self._ranges_held()
 
     def engines(self, training: TrainingOption, step: float) -> Counts:
@@ -71,20 +62,25 @@ class RangeTable:
         """
         limit = self._limit(training, step)
         usable = self._usable(limit, step * (1 + _SLACK))
-        asked, forgotten = self._work, self._forgotten
+        asked = self._work
         if self._refreshes:
             asked = asked + self._refresh / step
-            forgotten = forgotten + self._refresh[self._forgets] / step
         with np.errstate(divide="ignore", invalid="ignore"):
             count = asked.max(axis=1) / usable
             if len(self._forgets):
-                saved = self._saved_always + self._saved_passing * step
-                more = (forgotten / (usable[self._forgets, None] + saved)).max(axis=1)
-                count[self._forgets] = np.maximum(count[self._forgets], more)
+                forgotten = self._forgetting(asked[self._forgets], usable[self._forgets, None]).max(axis=1)
+                count[self._forgets] = np.maximum(count[self._forgets], forgotten)
             count = np.maximum(1.0, np.ceil(count * (1 - _SLACK)))
         kept = self._possible & (usable > 0) & (self._residence <= limit)
         count = np.where(kept & (count < NEVER), count, NEVER)
         return np.array([count[options].min(axis=0) for options in self._options]).astype(np.int64)
+
+    def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
+        """[option, router, first, last] engines n whose caches forget: all returns, or as many as n forget, the larger
+        root of  usable * n^2 - (asked - refill) * n - refill * filled = 0."""
+        linear = asked - self._refill
+        root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
+        return np.minimum(asked + self._refill, root / 2) / usable
 
     def _rows(self, field: str, routers: Floats) -> Floats:
         """[option, router, first, last] what ranges ask for of one row of prices; 0 of options without."""
@@ -113,7 +109,7 @@ class RangeTable:
         usable = np.where((left > 0) | ((left == 0) & (self._generates == 0)), within - slowed, -np.inf).min(axis=0)
         if self.problem.synchronous:
             return np.asarray(usable)
-        return np.asarray(np.minimum(usable, self._busy * step) - self._stall)
+        return np.asarray(usable - self._stall)
 
     def _ranges_held(self) -> NDArray[np.bool_]:
         """[option, first, last] whether the range exists and the option holds its longest context."""

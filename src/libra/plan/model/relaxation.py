@@ -184,9 +184,11 @@ def ample_step(problem: Problem) -> float:
     """Seconds in which any training option trains and one engine of any option serves all, and as many to spare."""
     train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
     generate = max(
-        (option.stall + max(sum(row) for row in option.work) + sum(option.refill) + math.sqrt(sum(option.refresh)))
-        / option.busy
+        option.stall
         + option.alone
+        + max(sum(row) for row in option.work)
+        + sum(option.refill)
+        + math.sqrt(sum(option.refresh))
         + max(option.residence)
         for option in problem.engines
     )

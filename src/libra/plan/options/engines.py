@@ -37,9 +37,6 @@ from libra.plan.problem import EngineOption
 # own, with 1 all of them for the same one. Chosen between, not fitted.
 _SHARED_WAIT = 1 / 3
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0)  # times as long as alone: between these, the longest's seconds are interpolated
-# Shares of the step that engines work, at most, for which the time that contexts stay in caches is priced. They stay
-# 1 / (1 - busy) times as long as alone, so 1 is for caches that keep nothing.
-_BUSY = (0.3, 0.5, 0.65, 0.75, 0.83, 0.88, 0.92, 0.96, 0.99, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ def engine_options(
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
     All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
-    as many as memory lasts for, and options of a degree differ in how busy they may be.
+    as many as memory lasts for. Options of a degree differ in the numbers of sequences near which they are priced.
     """
     options: list[EngineOption] = []
     rejected: list[RejectedEngine] = []
@@ -134,15 +131,12 @@ def _shape_options(
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
     return [
-        option
+        _batch_option(near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, factors)
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
-        for option in _batch_options(
-            near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, factors
-        )
     ]
 
 
-def _batch_options(
+def _batch_option(
     timing: EngineTiming,
     recipe: Recipe,
     classes: Sequence[TrajectoryClass],
@@ -154,9 +148,8 @@ def _batch_options(
     holds: int,
     stall: float,
     factors: BatchFactors,
-) -> list[EngineOption]:
-    """An option; or one for each share of the step that engines may work, where caches may forget contexts while
-    batches overlap."""
+) -> EngineOption:
+    """The option of one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
     draws = [batches**_SHARED_WAIT * count for count in expected]
@@ -192,28 +185,13 @@ def _batch_options(
     )
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
-        return [option]
+        return option
+    # Whatever the staleness: of batches that overlap most trajectories are finished while the longest go on.
     caches = [
         count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
         for count, cls in zip(expected, classes, strict=True)
     ]
-    if not recipe.staleness:
-        return [replace(option, refill=tuple(refill_all), kv_occupancy=tuple(caches))]
-    nothing_kept = tuple(
-        tuple(seconds + again for seconds, again in zip(row, refill_all, strict=True)) for row in option.work
-    )
-    return [
-        replace(
-            option,
-            busy=busy,
-            refill=tuple(refill_all),
-            kv_seconds=tuple(
-                filled * (its.waits + its.generates / (1 - busy)) for filled, its in zip(caches, longest, strict=True)
-            ),
-        )
-        for busy in _BUSY
-        if busy < 1
-    ] + [replace(option, work=nothing_kept)]
+    return replace(option, refill=tuple(refill_all), kv_occupancy=tuple(caches))
 
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,21 +181,20 @@ def _bucket_price(
         return BucketPrice(option, step - fixed, alone, alone)
     step = max(step, late)
     # Where others slow the longest trajectory, the shortest step has no time but for what it takes.
-    slowed = option.busy < 1 or any(generates for generates, _ in lines)
+    slowed = any(generates for generates, _ in lines)
     residence = (1 + problem.staleness) * step - fixed if slowed else alone
     return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, alone)
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Seconds of a step T in which an engine works: `seconds + squared / T - saved * T`, new weights left out."""
+    """Seconds of a step T in which an engine works: `seconds + squared / T`, new weights left out."""
 
     seconds: float
     squared: float = 0.0  # refresh
-    saved: float = 0.0  # of each second of the step, as its cache holds contexts that would be prefilled again
 
     def at(self, step: float) -> float:
-        return self.seconds - self.saved * step + (self.squared / step if self.squared else 0.0)
+        return self.seconds + (self.squared / step if self.squared else 0.0)
 
     def shortest_step(
         self, option: EngineOption, lines: Sequence[tuple[float, float]], fixed: float, staleness: int
@@ -207,11 +206,11 @@ class _Load:
 
         def at(seconds: float) -> float:
             if staleness == 0:
-                rollout = max([_root(seconds, generates, waits, 1, 0.0) for generates, waits in lines], default=seconds)
+                rollout = max([_root(seconds, generates, waits, 1) for generates, waits in lines], default=seconds)
                 return rollout + option.stall + fixed
             load = seconds + option.stall
-            ends = [_root(load, generates, waits + fixed, 1 + staleness, self.saved) for generates, waits in lines]
-            return max([load / (option.busy + self.saved), *ends])
+            ends = [_root(load, generates, waits + fixed, 1 + staleness) for generates, waits in lines]
+            return max([load, *ends])
 
         short = at(self.seconds)
         if not self.squared:
@@ -226,28 +225,17 @@ class _Load:
 
 
 def _loads(option: EngineOption, engines: int, served: Floats) -> list[_Load]:
-    """What one engine of a bucket is asked for by each router: with all contexts in the caches, and with as many as
-    they hold. `served` is [router, class]."""
-    work = (served @ np.array(option.work).T).max(axis=1) / engines
-    squared = served @ np.array(option.refresh) / engines
-    loads = [_Load(*pair) for pair in zip(work.tolist(), squared.tolist(), strict=True)]
-    if not option.refill:
-        return loads
-    nothing = np.zeros(served.shape[1])
-    again = served @ np.array(option.refill)
-    always, passing = (served @ np.array(row or nothing) for row in (option.kv_occupancy, option.kv_seconds))
-    for load, refill, filled, seconds in zip(tuple(loads), again, always, passing, strict=True):
-        if filled > engines:
-            loads.append(replace(load, seconds=load.seconds + float(refill / engines - refill / filled)))
-        elif seconds > 0:
-            loads.append(_Load(load.seconds + float(refill / engines), load.squared, float(refill / seconds)))
-    return loads
+    """What one engine of a bucket is asked for by each router; `served` is [router, class]."""
+    work = (served @ np.array(option.work).T).max(axis=1)
+    squared = served @ np.array(option.refresh)
+    if option.refill:
+        filled, again = served @ np.array(option.kv_occupancy), served @ np.array(option.refill)
+        work = work + again * np.clip(filled / engines - 1, 0.0, 1.0)
+    return [_Load(*pair) for pair in zip((work / engines).tolist(), (squared / engines).tolist(), strict=True)]
 
 
-def _root(load: float, generates: float, follows: float, batches: int, saved: float) -> float:
-    """The smallest T with  (batches * T - follows) * (T - load + saved * T) >= generates * T, no factor below 0."""
-    steep = 1 + saved
-    linear = follows * steep + batches * load + generates
+def _root(load: float, generates: float, follows: float, batches: int) -> float:
+    """The smallest T with  (batches * T - follows) * (T - load) >= generates * T, no factor below 0."""
     # The discriminant, as a sum of what is not negative.
-    root = (follows * steep - batches * load) ** 2 + generates * (generates + 2 * (follows * steep + batches * load))
-    return (linear + math.sqrt(root)) / (2 * batches * steep)
+    root = (batches * load - follows) ** 2 + generates * (generates + 2 * (batches * load + follows))
+    return (batches * load + follows + generates + math.sqrt(root)) / (2 * batches)
