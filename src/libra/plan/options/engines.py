@@ -36,7 +36,9 @@ from libra.plan.problem import EngineOption
 # Of batches that overlap, one that waits for a long trajectory gives time to those behind it: with 0 each waits for its
 # own, with 1 all of them for the same one. Chosen between, not fitted.
 _SHARED_WAIT = 1 / 3
-_SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0)  # times as long as alone: between these, the longest's seconds are interpolated
+# Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
+# the one before: tools hardly count there.
+_SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
