@@ -80,7 +80,7 @@ class RangeTable:
         root of  usable * n^2 - (asked - refill) * n - refill * filled = 0."""
         linear = asked - self._refill
         root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
-        return np.minimum(asked + self._refill, root / 2) / usable
+        return np.asarray(np.minimum(asked + self._refill, root / 2) / usable)
 
     def _rows(self, field: str, routers: Floats) -> Floats:
         """[option, router, first, last] what ranges ask for of one row of prices; 0 of options without."""
