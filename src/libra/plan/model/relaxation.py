@@ -210,6 +210,7 @@ def ample_step(problem: Problem) -> float:
         option.stall
         + option.alone
         + max(sum(row) for row in option.work)
+        + sum(option.refill)
         + math.sqrt(sum(option.refresh))
         + max(option.residence)
         for option in problem.engines
