@@ -132,7 +132,7 @@ def test_residence_is_no_shorter_than_decoding_alone() -> None:
     for tp in (1, 2, 4, 8):
         option = next(option for option in options_of(QWEN_14B) if option.devices == tp)
         assert option.residence[1] >= 400 * profile.grid(tp).decode_seconds(1, 1000)
-        assert option.residence[0] < option.residence[1] == pytest.approx(option.alone)
+        assert option.residence[0] < option.residence[1] == pytest.approx(option.alone(1))
 
 
 def test_all_engines_stall_for_the_whole_weights() -> None:

@@ -252,16 +252,15 @@ def one_shape(
     **fields: object,
 ) -> Problem:
     """Two classes on four single devices that each train in 8 s and less where more of them do."""
-    engine = EngineOption(
-        "e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, ((generates,) * 2,), ((waits,) * 2,)
-    )
+    lines = (((generates,) * 2,), ((waits,) * 2,)) if generates or waits else ((), ())
+    engine = EngineOption("e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, *lines)
     training = tuple(TrainingOption("t", "p", n, n, 8.0 / n, 0.5) for n in (1, 2, 3))
     problem = Problem((Pool("p", 2, 2),), (engine,), training, (10, 100), (True, True), 100, ((1, 1),), ((1, 1),), 1)
     return replace(problem, **fields)  # type: ignore[arg-type]
 
 
 def shared(generates: float, waits: float) -> dict[str, object]:
-    return {"batched": True, "generates": generates, "waits": waits}
+    return {"generates": generates, "waits": waits}
 
 
 BOUNDS = [
@@ -273,6 +272,9 @@ BOUNDS = [
      {"rollout": 5.0, "training": 4.0, "publication": 0.5}, None),
     ("sync, latency", (4.0, 3.0), (1.0, 6.0), {"staleness": 0},
      {"latency": 6.0, "training": 4.0, "publication": 0.5}, None),
+    # (9.911 - 3.5) (9.911 - 4.5) = 3.5 * 9.911
+    ("sync, batches", (6.0, 3.0), (1.0, 1.0), {"staleness": 0, **shared(3.5, 3.5)},
+     {"rollout": 9.911, "training": 4.0, "publication": 0.5}, None),
     # Of batches that overlap, half of each part: (16 - 4.5 - 1.9) (8 - 7.5) = 0.6 * 8, and 2.5 of 16 are the longest's,
     ("batches, rollout", (9.0, 6.0), (1.0, 1.0), shared(0.6, 1.9),
      {"rollout": 4.5, "training": 2.0, "latency": 1.25, "publication": 0.25}, None),

@@ -176,10 +176,9 @@ class EngineOption:
     def name(self) -> str:
         return f"{self.shape}/{self.seats}"
 
-    @property
-    def alone(self) -> float:
-        """Seconds of the longest trajectory of a batch if it were the only one."""
-        return max((sum(line) for last in range(len(self.residence)) for line in self.lines(last)), default=0.0)
+    def alone(self, last: int) -> float:
+        """Seconds of the longest trajectory of the classes up to `last` if it were the only one of its batch."""
+        return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
 
     @property
     def footprint(self) -> tuple[str, int, int]:

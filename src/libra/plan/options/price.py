@@ -184,7 +184,7 @@ def _bucket_price(
     members = np.flatnonzero(own).tolist()
     longest = max((option.residence[j] for j in members if problem.expected[j]), default=0.0)
     lines = option.lines(members[-1]) if members else ()
-    alone = max([longest, *(generates + waits for generates, waits in lines)])
+    alone = max(longest, option.alone(members[-1])) if members else longest
     loads = _loads(option, engines, served)
     step = max(load.shortest_step(option, lines, fixed, problem.staleness) for load in loads)
     late = (longest + fixed) / (1 + problem.staleness)
