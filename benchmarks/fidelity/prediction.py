@@ -16,7 +16,7 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import Outcome, outcomes
 from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
 
@@ -95,6 +95,6 @@ def _with_work(steps: Sequence[Step], engine: int) -> list[Step]:
 def _simulate(workload: Workload, costs: Sequence[IterationCost], *, exact: bool) -> tuple[Outcome, ...]:
     config = workload.engine.config()
     engines = [EngineSpec(f"engine-{number}", config, cost) for number, cost in enumerate(costs)]
-    cluster = Cluster(engines, Sessions(workload), RoundRobin(sticky=False), exact=exact)
+    cluster = SimCluster(engines, Sessions(workload), RoundRobin(sticky=False), exact=exact)
     cluster.run()
     return outcomes(cluster.requests)

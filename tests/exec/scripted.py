@@ -14,7 +14,7 @@ from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import TurnReport
 from libra.plan.problem import Allocation, Bucket
-from libra.route.policy import Placement, Request, ToolReturn, View
+from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 from libra.trajectory import Trajectory
 
 MERGED = 1000  # the one token that is two characters
@@ -128,24 +128,24 @@ class FirstInstance:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ToolReturn | None]] = []
-        self.requests: list[Request] = []
+        self.requests: list[TurnRequest] = []
         self.views: list[View] = []
         self.done: list[Trajectory] = []
         self.gone: list[str] = []
 
-    def place(self, request: Request, view: View) -> Placement | None:
+    def place(self, request: TurnRequest, view: View) -> Placement | None:
         self.asked.append(("place", None))
         self.requests.append(request)
         self.views.append(view)
         return self._first(view)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, view: View) -> Placement | None:
         self.asked.append(("tool_returned", returned))
         self.requests.append(request)
         self.views.append(view)
         return self._first(view)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, view: View) -> Placement | None:
         raise NotImplementedError
 
     def finished(self, trajectory: Trajectory) -> None:

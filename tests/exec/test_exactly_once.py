@@ -22,7 +22,7 @@ from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route import policy
 from libra.route.catalogue import POLICIES, policy_named
-from libra.route.policy import Placement, Request, ToolReturn, View
+from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 from libra.trajectory import Trajectory
 
 LONGEST = 30  # so that some episodes end as they find no room for another turn
@@ -75,15 +75,15 @@ class Heard:
         self.finished_: Counter[str] = Counter()
         self.moves = 0
 
-    def place(self, request: Request, view: View) -> Placement | None:
+    def place(self, request: TurnRequest, view: View) -> Placement | None:
         self.first[request.trajectory_id] += 1
         return self.inner.place(request, view)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, view: View) -> Placement | None:
         self.returns[request.trajectory_id] += 1
         return self.inner.tool_returned(request, returned, view)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, view: View) -> Placement | None:
         placement = self.inner.bucket_overrun(request, generated_tokens, view)
         self.moves += placement is not None and placement.migrated
         return placement

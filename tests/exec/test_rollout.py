@@ -28,7 +28,7 @@ from libra.backends.transport.messages import Acknowledged, Generate
 from libra.environments.protocol import Prompt, Tool, ToolError
 from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import Episode, Rollout, TurnReport
-from libra.route.policy import Request, ToolReturn
+from libra.route.policy import ToolReturn, TurnRequest
 from libra.trajectory import ToolStatus, Turn
 
 PROMPT = Prompt("p", "Qab;", answer="A1;")
@@ -182,7 +182,7 @@ def test_what_an_engine_is_asked(fresh: bool) -> None:
         request.id, CODEC.encode("Qab;"), 8, 0.7, ord(";"), priority=5, salt="g0-0" if fresh else None
     )
     [asked] = policy.requests
-    assert asked == Request("g0-0", "p", 3, 3, "ask", due=3)
+    assert asked == TurnRequest("g0-0", "p", 3, 3, "ask", due=3)
     assert rollout.generated_tokens == 3
     assert [(report.trajectory, report.worker, report.tokens) for report in reports] == [("g0-0", "e0", 3)]
 

@@ -15,7 +15,7 @@ from libra.environments.protocol import Prompt
 from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
-from libra.route.policy import Placement, Request, ToolReturn, View
+from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 
 PROMPT = [ord("a"), STOP]  # after which the model goes on for longer than a turn may
 MOST = 8
@@ -33,7 +33,7 @@ class Asking(FirstInstance):
     def __init__(self, ask_again: int, *answers: Outlived | None) -> None:
         super().__init__()
         self._ask_again, self._answers = ask_again, list(answers)
-        self.overrun_at: list[tuple[Request, int, int]] = []  # request, generated tokens, room of a turn
+        self.overrun_at: list[tuple[TurnRequest, int, int]] = []  # request, generated tokens, room of a turn
 
     def _first(self, view: View) -> Placement | None:
         if not view.instances:
@@ -41,7 +41,7 @@ class Asking(FirstInstance):
         found = view.instances[0]
         return Placement(found.id, found.bucket, False, "starts", ask_again=self._ask_again)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, view: View) -> Placement | None:
         self.overrun_at.append((request, generated_tokens, view.turn_tokens))
         answer = self._answers.pop(0)
         return None if answer is None else Placement(*answer[:2], True, "moves", 7, ask_again=answer[2])
@@ -110,7 +110,7 @@ def play(scenario: Callable[[], Awaitable[Scene]]) -> None:
     asyncio.run(run())
 
 
-FIRST = Request("g0-0", "p", 2, 2, "ask", 2.5)
+FIRST = TurnRequest("g0-0", "p", 2, 2, "ask", 2.5)
 
 
 def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one() -> None:
@@ -185,7 +185,7 @@ def test_a_destination_that_is_gone_is_chosen_anew(again: bool) -> None:
         assert (await part).instance == "short"
         assert scene.turn.over and scene.made == TURN
         # It was placed anew, so tokens count from there.
-        assert policy.overrun_at[1:] == [(Request("g0-0", "p", 2, 2 + kept, "ask", 2.5), 3, MOST - kept)]
+        assert policy.overrun_at[1:] == [(TurnRequest("g0-0", "p", 2, 2 + kept, "ask", 2.5), 3, MOST - kept)]
         return scene
 
     play(scenario)
@@ -207,7 +207,7 @@ def test_a_turn_that_is_placed_again_starts_with_what_it_has() -> None:
         await scene.step("long", MOST - 3)
         await part
         assert scene.made == TURN
-        assert policy.requests == [FIRST, Request("g0-0", "p", 2, 5, "ask", 2.5)]
+        assert policy.requests == [FIRST, TurnRequest("g0-0", "p", 2, 5, "ask", 2.5)]
         assert [view.turn_tokens for view in policy.views] == [MOST, MOST - 3]
         # A tool return is told once.
         assert policy.asked == [("tool_returned", ToolReturn("e", "ok", 1)), ("place", None)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from libra.route.baselines import LeastLoaded
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
@@ -30,7 +30,7 @@ def run(
     config = EngineConfig(max_model_len=4096, kv_blocks=blocks, max_num_seqs=16)
     watcher = OccupancyRecorder() if watched else None
     specs = [EngineSpec(f"engine <{index}>", config, COST, index % 2) for index in range(engines)]
-    cluster = Cluster(specs, workload, LeastLoaded(), limits=(2048, 4096), watch=watcher, **settings)
+    cluster = SimCluster(specs, workload, LeastLoaded(), limits=(2048, 4096), watch=watcher, **settings)
     cluster.run()
     return result_of(cluster, watcher)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
@@ -42,7 +42,7 @@ def simulated(
     if not isinstance(workload, Replay):
         made = workload
         workload = Requests(lambda: iter(made), {"name": "by hand"})  # type: ignore[arg-type]
-    cluster = Cluster([EngineSpec("e", small(), SECOND)], workload, watch=watcher, **settings)
+    cluster = SimCluster([EngineSpec("e", small(), SECOND)], workload, watch=watcher, **settings)
     cluster.run()
     return result_of(cluster, watcher)
 

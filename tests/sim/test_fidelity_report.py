@@ -21,7 +21,7 @@ from benchmarks.fidelity.tables import errors_table, goals_table, residuals_tabl
 from benchmarks.fidelity.workloads import Group, Poisson, Workload, read_workloads
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import Chunk, DecodeBatch, IterationCost
 
@@ -66,7 +66,7 @@ def run_at(workload: Workload, pace: float) -> Run:
     """As if an engine had been measured that is `pace` times as slow as PRICES say."""
     costs = [Recording(number, FittedCost(PRICES), pace) for number in range(workload.engines)]
     specs = [EngineSpec(f"{number}", workload.engine.config(), cost) for number, cost in enumerate(costs)]
-    cluster = Cluster(specs, Sessions(workload), RoundRobin(), exact=True)
+    cluster = SimCluster(specs, Sessions(workload), RoundRobin(), exact=True)
     cluster.run()
     return Run(outcomes(cluster.requests), tuple(step for cost in costs for step in cost.steps))
 

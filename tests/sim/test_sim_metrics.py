@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from made_result import all_ends, request, simulated, two_trajectories
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS
@@ -252,7 +252,7 @@ def test_requests_that_did_not_run_are_refused() -> None:
 def test_a_result_holds_on_to_nothing_of_its_cluster() -> None:
     result = simulated(two_trajectories(), watcher=OccupancyRecorder())
     for found in reached(result):
-        assert not isinstance(found, Engine | Request | Cluster | TrajectoryCaller | OccupancyRecorder), found
+        assert not isinstance(found, SimEngine | Request | SimCluster | TrajectoryCaller | OccupancyRecorder), found
 
 
 def reached(root: object) -> list[Any]:
@@ -272,7 +272,7 @@ def test_a_time_limit_finds_what_was_held_and_what_was_given_up() -> None:
     config = EngineConfig(max_model_len=4096, kv_blocks=300, block_size=16)
     long = [Request(0, 0, 160, 2000)]
     watcher = OccupancyRecorder()
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, AffineCost(TICKS))], Requests(lambda: long, {}), time_limit=1000 * TICKS, watch=watcher
     )
     cluster.run()
@@ -281,7 +281,7 @@ def test_a_time_limit_finds_what_was_held_and_what_was_given_up() -> None:
     assert found.kv_peak_share == pytest.approx((160 + 999) / 16 / 300, rel=0.02)
     assert found.kv_share < found.kv_peak_share
     given_up = [Request(0, 0, 16, 50, cancel_at=4 * TICKS)]
-    paused = Cluster(
+    paused = SimCluster(
         [EngineSpec("e", config, AffineCost(TICKS))],
         Requests(lambda: given_up, {}),
         time_limit=6 * TICKS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_result import SECOND, request, simulated, small
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
@@ -126,7 +126,7 @@ def test_sums_and_peaks_are_those_of_every_single_iteration(
         watcher(engine, now)
         coarse(engine, now)
 
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, cost)],
         Requests(lambda: iter(requests_of(drawn)), {}),
         trace=iterations.append,
@@ -188,7 +188,7 @@ def test_a_pipelined_engine_is_seen_as_it_is() -> None:
     watcher = OccupancyRecorder()
     iterations: list[Iteration] = []
     config = small(pipeline_parallel_size=2)
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, SECOND)],
         Requests(lambda: iter([request(0, 0, 6, 9), request(1, 0.25, 5, 12), request(2, 3, 9, 4)]), {}),
         watch=watcher,

@@ -16,7 +16,7 @@ from libra.backends.transport.messages import Generate, KVTransfer, Piece
 from libra.backends.vllm.kv_handover import Handover
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import EngineFleet
-from libra.route.policy import Placement, Request, ToolReturn
+from libra.route.policy import Placement, ToolReturn, TurnRequest
 from libra.trajectory import Turn
 
 
@@ -84,7 +84,7 @@ class RunningTurn:
         self._returned = returned  # until the policy has heard of it
         self._start = len(draft.tokens)
         self._limit = self._start + most_tokens  # of the context
-        self._request: Request  # as it was last placed
+        self._request: TurnRequest  # as it was last placed
         self._ask_at: int | None = None  # context with which the policy wants to be asked
         self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
         self._engine: EngineHandle  # that makes it, or did last
@@ -105,7 +105,7 @@ class RunningTurn:
             if self._fleet.serves(engine):
                 return placement
         draft = self._draft
-        self._request = Request(
+        self._request = TurnRequest(
             draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, draft.due
         )
         view = self._fleet.view(self._room)

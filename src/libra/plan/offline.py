@@ -14,7 +14,7 @@ from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
-from libra.plan.options.slots import Fleet, SlotRequest
+from libra.plan.options.slots import SlotCounts, SlotRequest
 from libra.plan.planner import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 from libra.plan.request import SLOT_CLASSES, longest_context, make_request, make_tracker
 from libra.trajectory import Trajectory
@@ -123,7 +123,7 @@ def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfil
         config,
         evidence.tracker.classes(SLOT_CLASSES),
         profile,
-        fleet=Fleet(cluster.core, cluster.hybrid, cluster.rollout),
+        fleet=SlotCounts(cluster.core, cluster.hybrid, cluster.rollout),
         max_turn_tokens=max(1, evidence.longest_turn),
         train_tokens=evidence.tracker.mean_peak,  # as if every group gave a signal to train on
         router_hit=1.0,

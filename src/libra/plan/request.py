@@ -10,7 +10,7 @@ from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.lengths import LengthTracker, TrajectoryClass
-from libra.plan.options.slots import EngineShape, Fleet, SlotRequest, Workload
+from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest, StepWorkload
 from libra.plan.problem import Allocation
 
 SLOT_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
@@ -39,20 +39,20 @@ def make_request(
     classes: tuple[TrajectoryClass, ...],
     profile: DeviceProfile,
     *,
-    fleet: Fleet,
+    fleet: SlotCounts,
     max_turn_tokens: int,
     train_tokens: float,
     router_hit: float,
     current: Allocation | None,
 ) -> SlotRequest:
-    """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `Workload`. Raises
-    ValueError where no engine size holds one of the classes."""
+    """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
+    Raises ValueError where no engine size holds one of the classes."""
     training = config.training
     return SlotRequest(
         fleet=fleet,
         shapes=engine_shapes(config),
         profile=profile,
-        workload=Workload(
+        workload=StepWorkload(
             trajectories=training.trajectories,
             group_size=training.samples_per_prompt,
             max_staleness=training.max_staleness,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
@@ -54,7 +54,7 @@ def simulate(
     """
     watcher = OccupancyRecorder()
     lookout = _Lookout(watcher, progress)
-    cluster = Cluster(
+    cluster = SimCluster(
         engines,
         workload,
         policy_named(route, seed=seed) if isinstance(route, str) else route,
@@ -76,12 +76,12 @@ class _Lookout:
     __slots__ = ("_decisions", "_progress", "_watcher", "cluster")
 
     def __init__(self, watcher: OccupancyRecorder, progress: Callable[[Elapsed], None] | None) -> None:
-        self.cluster: Cluster | None = None
+        self.cluster: SimCluster | None = None
         self._watcher = watcher
         self._progress = progress
         self._decisions = 0
 
-    def __call__(self, engine: Engine, now: int) -> None:
+    def __call__(self, engine: SimEngine, now: int) -> None:
         self._watcher(engine, now)
         self._decisions += 1
         if self._decisions == DECISIONS:

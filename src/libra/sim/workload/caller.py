@@ -86,10 +86,10 @@ class Caller:
         """Tokens of the turn before this request was made, and after the turn was last placed."""
         return self.generated_before - self.placed_before
 
-    def routing_request(self) -> policy.Request:
+    def routing_request(self) -> policy.TurnRequest:
         """The turn as it was last placed."""
         trajectory = self.trajectory
-        return policy.Request(
+        return policy.TurnRequest(
             trajectory.id,
             trajectory.prompt_id,
             trajectory.prompt_tokens,
