@@ -17,7 +17,7 @@ from scripted import AskTool, Unwatched
 from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.messages import LoadWeights
 from libra.environments.protocol import Prompt, ToolCall
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route import policy
@@ -107,7 +107,7 @@ class World:
 
     def __init__(self, name: str) -> None:
         self.policy = Heard(policy_named(name))
-        self.fleet = EngineFleet(self.policy, ALLOCATION)
+        self.fleet = ServingFleet(self.policy, ALLOCATION)
         self.agent = Agent()
         self.rollout = Rollout(self.agent, ["t"], Characters(), self.fleet, LONGEST, Unwatched(), now=lambda: 0.0)
         self.version = 0

@@ -42,7 +42,7 @@ from libra.backends.transport.messages import (
 )
 from libra.config.run import ModelConfig
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
@@ -306,7 +306,7 @@ class LongTurn:
     MOST = 240
 
     def __init__(self) -> None:
-        self.fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
+        self.fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
         self.draft = Draft("g0-0", Prompt("p", "", ""), 0.0, 1.0, fresh=False, started_at=0.0)
         self.draft.given(list(PROMPT))
         self.running = RunningTurn(self.draft, "test", self.fleet, self.MOST, -1)

@@ -24,7 +24,7 @@ class ServingEngine:
     capacity_tokens: int
 
 
-class EngineFleet:
+class ServingFleet:
     """`handover` brings KV from one engine to another; None: they compute contexts that come to them."""
 
     def __init__(self, policy: Policy, allocation: Allocation, handover: KVHandover | None = None) -> None:

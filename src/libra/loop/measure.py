@@ -244,7 +244,7 @@ def _sample_lengths(count: int) -> list[int]:
 
 _LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
 _TRAINED = {"micro_batch_tokens", "processes", "sharding"}
-_CODE = ("exec", "cost")  # packages of workers and of their measurement
+_CODE = ("backends/**/*.py", "cost/**/*.py", "loop/measure.py")  # of workers and of their measurement
 
 
 def profile_key(
@@ -271,7 +271,7 @@ def profile_key(
 
 
 def _digest_of(code: Path) -> str:
-    sources = sorted(path for package in _CODE for path in (code / package).rglob("*.py"))
+    sources = sorted(path for pattern in _CODE for path in code.glob(pattern))
     digest = hashlib.sha256()
     for path in sources:
         digest.update(f"{path.relative_to(code)}\n".encode())

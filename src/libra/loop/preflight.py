@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,24 +16,14 @@ from typing import Any
 import psutil
 
 from libra.config.run import ConfigError, RunConfig
-from libra.loop.checkpoint import latest_checkpoint
-from libra.loop.run_lock import LOCK
-from libra.records.disk import write_whole, writing
-from libra.route.catalogue import policy_named, policy_restored
+from libra.loop.run_directory import check_run_directory
+from libra.route.catalogue import policy_named
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
 # models of the examples: whole runs with four workers peaked at 3.0 to 3.9 GiB (`peak_memory_bytes` of a summary). A
 # larger model adds its weights, see `_check_memory`.
 FORK_SERVER_BYTES = 900 << 20
 WORKER_BYTES = 700 << 20
-_RESUMED_AS_STARTED = (
-    (None, "seed"),
-    ("environment", "kind"),
-    ("environment", "train_prompts"),
-    ("training", "prompts_per_step"),
-    ("training", "samples_per_prompt"),
-    ("training", "precision"),
-)
 _RAY_SECONDS = 10.0  # in which a cluster that is there takes a connection
 # Float32 weights and two moments, the four gradients of the ring, and the activations of a micro-batch as one more.
 _TRAINED_COPIES = 8
@@ -51,31 +40,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_engines(config)
     _check_policy(config)
     _check_metrics(config)
-    _check_run_directory(config, resume, overwrite)
-
-
-def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
-    """Empty the run directory if `overwrite`; `config.json` marks it as a run's from its first moment. Its lock is
-    held, and what was checked before that is checked again: another run may have begun and ended meanwhile. Returns the
-    configuration of the run: one that is resumed keeps the arithmetic that `auto` once chose. Raises `ConfigError`,
-    `DiskError`."""
-    directory = config.run_directory
-    _check_run_directory(config, resume, overwrite)
-    if overwrite:
-        with writing(directory):
-            # What marks it as a run's goes last: who is interrupted here can do it again.
-            for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    if resume and config.training.precision == "auto":
-        chosen = json.loads((directory / "config.json").read_text())["training"]["precision"]
-        config = config if chosen == "auto" else config.computing_in(chosen)
-    record_config(config)
-    return config
-
-
-def record_config(config: RunConfig) -> None:
-    """Raises `DiskError`."""
-    write_whole(config.run_directory / "config.json", config.model_dump_json(indent=1) + "\n")
+    check_run_directory(config, resume, overwrite)
 
 
 def _check_launcher(config: RunConfig) -> None:
@@ -228,63 +193,3 @@ def _try_port(key: str, host: str, port: int, remedy: str) -> None:
     except (OSError, UnicodeError) as error:  # a name that is none is no OSError
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{key}: {port} cannot be used on {host} ({why}); {remedy}") from None
-
-
-def _check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> None:
-    directory = config.run_directory
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
-    nearest = next(
-        parent
-        for parent in (directory, *directory.absolute().parents)
-        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
-    )
-    if not nearest.is_dir() or not _writable(nearest):
-        raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
-    used = directory.is_dir() and bool(_files(directory))
-    if resume and not used:
-        raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
-    if resume:
-        path, state = latest_checkpoint(directory)
-        _check_resumed(config, directory / "config.json")
-        try:
-            policy_restored(config.routing.policy, state.policy)
-        except ValueError as error:
-            raise ConfigError(f"routing.policy: {path}: {error}") from None
-    if used and overwrite and not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"
-        )
-    if used and not resume and not overwrite:
-        raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
-
-
-def _check_resumed(config: RunConfig, started_with: Path) -> None:
-    """Groups that are under way must mean the same prompts and be of the same size, and steps that are made again must
-    be those that were made."""
-    before = json.loads(started_with.read_text())
-    now = config.model_dump(mode="json")
-    for section, key in _RESUMED_AS_STARTED:
-        old, new = (before, now) if section is None else (before[section], now[section])
-        if old[key] != new[key] and new[key] != "auto":  # which keeps what it chose then
-            name = key if section is None else f"{section}.{key}"
-            raise ConfigError(
-                f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"
-                " again with --overwrite"
-            )
-
-
-def _files(directory: Path) -> list[Path]:
-    """What a run has left in its directory; the lock says nothing of that."""
-    return [path for path in directory.iterdir() if path.name != LOCK]
-
-
-def _writable(directory: Path) -> bool:
-    """Whether a file can really be made there: root passes every permission bit, and a read-only disk none."""
-    probe = directory / f".libra-probe-{os.getpid()}"
-    try:
-        probe.touch()
-    except OSError:
-        return False
-    probe.unlink()
-    return True

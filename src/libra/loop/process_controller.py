@@ -39,7 +39,7 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
 from libra.exec.protocols import Engine, PoolObserver
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
 from libra.plan.problem import ONE_DEVICE, Allocation
 from libra.plan.request import longest_context
@@ -86,7 +86,7 @@ class SlotProcesses:
         self,
         launcher: WorkerLauncher,
         pool: WorkerPool,
-        fleet: EngineFleet,
+        fleet: ServingFleet,
         config: RunConfig,
         origin: Origin,
         journal: Journal,
@@ -288,7 +288,7 @@ RunExecutor = Executor[SlotProcesses]
 def begin_session(
     launcher: WorkerLauncher,
     pool: WorkerPool,
-    fleet: EngineFleet,
+    fleet: ServingFleet,
     config: RunConfig,
     origin: Origin,
     journal: Journal,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from libra.backends.grpo.joint_step import StepResult
-from libra.backends.vllm.kv_handover import Handovers
+from libra.backends.vllm.kv_handover import ContextMoves
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
 from libra.loop.rollout import Episode, TurnReport
@@ -65,7 +65,7 @@ class Recorder:
         self.tally = Tally()
         self._devices = DeviceTime(self._spent)
         self.lost_workers: dict[str, None] = {}  # in the order of their first loss
-        self.changes = Handovers()
+        self.changes = ContextMoves()
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
         self._followed: str | None = None

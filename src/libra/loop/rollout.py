@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from libra.backends.vllm.kv_handover import Handover
+from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
-from libra.loop.fleet import EngineFleet
+from libra.loop.fleet import ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.route.policy import Placement, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
@@ -52,7 +52,7 @@ class TurnReport:
     tokens: int
     seconds: float  # at the engine, its queue included
     placement: Placement
-    change: Handover | None  # of engines, before this one made something of it
+    change: ContextMove | None  # of engines, before this one made something of it
 
 
 class RolloutObserver(Protocol):
@@ -79,7 +79,7 @@ class Rollout:
         environment: Environment,
         tools: Sequence[str],
         codec: Codec,
-        fleet: EngineFleet,
+        fleet: ServingFleet,
         longest_context: int,
         watcher: RolloutObserver,
         now: Callable[[], float],

@@ -31,19 +31,19 @@ from libra.exec.recovery import Recovery
 from libra.loop.checkpoint import Interrupted, allocation_in_force, read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.evaluation import evaluate, logprob_gap
-from libra.loop.fleet import EngineFleet
+from libra.loop.fleet import ServingFleet
 from libra.loop.measure import measure, measure_plain, profile_key
 from libra.loop.memory import MemoryWatch
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.observations import Observations
 from libra.loop.phases import Phases
-from libra.loop.posttrain import PostTraining
-from libra.loop.preflight import record_config
 from libra.loop.process_controller import Origin, RunExecutor, begin_session
 from libra.loop.recorder import Recorded, Recorder, missing_trajectories
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout
+from libra.loop.run_directory import record_config
 from libra.loop.tally import EngineCounters
+from libra.loop.training_loop import TrainingLoop
 from libra.loop.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import describe
@@ -203,7 +203,7 @@ class _Session:
         kv_bytes = kv_bytes_per_token(self._model, served_dtype(precision))
         # Room for all that the largest engine holds, so that it can give everything away at once.
         handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
-        fleet = EngineFleet(policy, allocation, handover)
+        fleet = ServingFleet(policy, allocation, handover)
         observer = _Observer(recorder, self._phase)
         checkpoint = before.checkpoint if before is not None else None
         origin = Origin(self._model, precision, kv_bytes, history.step, checkpoint)
@@ -248,7 +248,7 @@ class _Session:
             config, executor, observations, recorder, self._display, allocation, recorded.periods
         )
         observer.planners.append(controller.worker_lost)
-        training = PostTraining(
+        training = TrainingLoop(
             config,
             environment,
             prompts,
@@ -344,7 +344,7 @@ class _Session:
     def _summary(
         self,
         evaluations: tuple[Evaluation, ...],
-        training: PostTraining,
+        training: TrainingLoop,
         gap: float,
         memory: MemoryWatch,
     ) -> RunSummary:

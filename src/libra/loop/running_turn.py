@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.transport.messages import Generate, KVTransfer, Piece
-from libra.backends.vllm.kv_handover import Handover
+from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet
+from libra.loop.fleet import ServingFleet
 from libra.route.policy import Placement, Request, ToolReturn
 from libra.trajectory import Turn
 
@@ -72,7 +72,7 @@ class RunningTurn:
         self,
         draft: Draft,
         task: str,
-        fleet: EngineFleet,
+        fleet: ServingFleet,
         most_tokens: int,
         stop_token: int,
         returned: ToolReturn | None = None,
@@ -89,7 +89,7 @@ class RunningTurn:
         self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
         self._engine: EngineHandle  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: Handover | None = (
+        self.change: ContextMove | None = (
             None  # how its context came to the engine that was last asked; None: it was there
         )
 

@@ -57,7 +57,7 @@ class _Sums:
     prox_gap: float = 0.0
 
 
-class Trainer:
+class TrainerProcess:
     """Its part of the model, optimiser and gradient exchange."""
 
     def __init__(self, start: StartTrainer, descriptor: int, pacer: Pacer, inside: Inside = ALONE) -> None:

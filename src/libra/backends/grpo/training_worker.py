@@ -16,7 +16,7 @@ from libra.backends.grpo.publication import OverrunError, Publication, Unreachab
 from libra.backends.grpo.relay import Relay
 from libra.backends.grpo.replica_processes import Channel, serve_together
 from libra.backends.grpo.train_state import TrainState
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.messages import (
@@ -135,7 +135,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
         threads = len(start.cores) // start.processes
         if threads > 1:
             torch.set_num_threads(threads)
-        trainer = Trainer(start, descriptor, Pacer(start.share / start.processes, start.cores), inside)
+        trainer = TrainerProcess(start, descriptor, Pacer(start.share / start.processes, start.cores), inside)
         channel.send(Ready(time.monotonic() - began, trainer.layout, trainer.buffer_bytes))
         TrainingWorker(channel, trainer).run()
 
@@ -148,7 +148,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
 class TrainingWorker:
     """One process of a replica."""
 
-    def __init__(self, channel: Channel, trainer: Trainer) -> None:
+    def __init__(self, channel: Channel, trainer: TrainerProcess) -> None:
         self._channel, self._trainer = channel, trainer
         self._follower: Follower | None = None
         self._behind = ""  # why it ceased to follow

@@ -62,7 +62,7 @@ SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not wait
 
 
 @dataclass(slots=True)
-class Handover:
+class ContextMove:
     """How a context came to another engine. `seconds` are those from the request for its KV until the other engine
     took it: of such a turn alone, others go on meanwhile."""
 
@@ -73,7 +73,7 @@ class Handover:
 
 
 @dataclass(slots=True)
-class Handovers:
+class ContextMoves:
     """Sums over contexts that changed engines."""
 
     handed_over: int = 0
@@ -82,7 +82,7 @@ class Handovers:
     computed: int = 0
     computed_tokens: int = 0
 
-    def add(self, change: Handover) -> None:
+    def add(self, change: ContextMove) -> None:
         if change.handed_tokens > 0:
             self.handed_over += 1
             self.handed_seconds += change.seconds
@@ -116,11 +116,11 @@ class KVHandover:
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
-    ) -> tuple[KVTransfer | None, Handover]:
+    ) -> tuple[KVTransfer | None, ContextMove]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
         returns. What is told of the change is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
-        change = Handover(len(tokens))
+        change = ContextMove(len(tokens))
         transfer = self._lease(blocks, source, target, change)
         if transfer is None:
             return None, change
@@ -152,7 +152,7 @@ class KVHandover:
         target.fetched(transfer.number).add_done_callback(done)
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
-    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Handover) -> KVTransfer | None:
+    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: ContextMove) -> KVTransfer | None:
         """Room for a context, where it is to be handed over."""
         if source.lost:
             change.why = "the engine was gone"

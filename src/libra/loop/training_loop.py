@@ -35,7 +35,7 @@ from libra.route.admission import Admission
 _RECENT_STEPS = 10  # over which the shown reward is averaged
 
 
-class PostTraining:
+class TrainingLoop:
     """The reinforcement-learning loop between the first and the last evaluation. `history` and `recorded` are what an
     interrupted run left."""
 
