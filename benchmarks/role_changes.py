@@ -32,7 +32,8 @@ from libra.backends.arithmetic import choose, served_dtype
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token
-from libra.backends.transport.messages import Generate, Sample
+from libra.backends.transport.engine_messages import Generate
+from libra.backends.transport.trainer_messages import Sample
 from libra.config.run import RunConfig, load_config
 from libra.environments.registry import load_environment
 from libra.exec.journal import Journal

@@ -15,10 +15,10 @@ from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.grpo import Denominator
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.pace import Pacer
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Precision
+from libra.backends.transport.trainer_messages import (
     Commit,
     HostRendezvous,
-    Precision,
     Prepare,
     Reduced,
     Sample,

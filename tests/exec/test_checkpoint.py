@@ -12,7 +12,8 @@ import pytest
 
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import Acknowledged, Message, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, Message
+from libra.backends.transport.trainer_messages import SaveCheckpoint
 from libra.config.run import ConfigError
 from libra.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
 from libra.records.disk import DiskError

@@ -23,7 +23,8 @@ from libra.backends.launch.cluster import ClusterLauncher, Seat
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
-from libra.backends.transport.messages import Failure, LoadWeights, Stop
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.messages import Failure, Stop
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss

@@ -15,7 +15,7 @@ from made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_to
 from scripted import AskTool, Unwatched
 
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.environments.protocol import Prompt, ToolCall
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout

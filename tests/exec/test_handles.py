@@ -12,26 +12,19 @@ from far_end import PATIENCE, FarEnd, connect, generated, piece, whole
 import libra.backends.launch.handles
 from libra.backends.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.transport.channel import _frame
-from libra.backends.transport.messages import (
-    Acknowledged,
-    Failure,
+from libra.backends.transport.engine_messages import (
     Fetched,
     Generate,
     Interrupt,
     KVTransfer,
     Loaded,
     LoadWeights,
-    Message,
     Piece,
-    Publish,
-    Published,
-    Ready,
     Save,
-    SaveCheckpoint,
     Saved,
-    StartTrainer,
-    Stop,
 )
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Ready, Stop
+from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
 
 START = StartTrainer("/models/tiny", 1e-3, (0.8, 1.28), "tokens", 1.0, 1.0, 64, "bf16", 0, 0.45, (0,))
 

@@ -16,20 +16,16 @@ from scripted import FirstInstance
 from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.handles import WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLink
-from libra.backends.transport.messages import (
-    Failure,
+from libra.backends.transport.engine_messages import Loaded, LoadWeights, StartEngine
+from libra.backends.transport.messages import Failure, Message, Stop
+from libra.backends.transport.trainer_messages import (
     Identify,
     LoadCheckpoint,
-    Loaded,
-    LoadWeights,
-    Message,
     Publish,
     Published,
     SaveCheckpoint,
-    StartEngine,
     StateDigest,
     StatePlace,
-    Stop,
 )
 from libra.config.run import RunConfig
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal

@@ -24,7 +24,8 @@ from scripted import (
 )
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Acknowledged, Generate
+from libra.backends.transport.engine_messages import Generate
+from libra.backends.transport.messages import Acknowledged
 from libra.environments.protocol import Prompt, Tool, ToolError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout, TurnReport

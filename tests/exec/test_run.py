@@ -24,24 +24,18 @@ from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Dtype,
+from libra.backends.transport.engine_messages import (
     EngineMeasured,
-    Failure,
-    Follow,
     Generate,
     Generated,
     HandoverMeasured,
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    MeasureTraining,
-    Message,
-    Publish,
     StartEngine,
-    StartTrainer,
-    Train,
 )
+from libra.backends.transport.messages import Dtype, Failure, Message
+from libra.backends.transport.trainer_messages import Follow, MeasureTraining, Publish, StartTrainer, Train
 from libra.config.run import ConfigError, ModelConfig, RunConfig
 from libra.cost.device import HandoverCost
 from libra.cost.sources.profile_file import load_profile, save_profile

@@ -18,12 +18,11 @@ from stage import ONE_PROCESS, Division, Stage, cpu_nanoseconds, is_gone, open_s
 from libra.backends.grpo.membership import Patience
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import Handle, WorkerFailedError
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.messages import Acknowledged, Precision
+from libra.backends.transport.trainer_messages import (
     Identify,
     LoadCheckpoint,
     MeasureTraining,
-    Precision,
     Publish,
     Published,
     SaveCheckpoint,

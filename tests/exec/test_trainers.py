@@ -22,7 +22,8 @@ from libra.backends.grpo.joint_step import split_evenly
 from libra.backends.grpo.membership import FAILURES, Boundary, CoreLostError, ExchangeError, Membership, Patience
 from libra.backends.grpo.trainers import DivergedError, Trainers
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Message
+from libra.backends.transport.trainer_messages import (
     TOKEN_BYTES,
     CatchUp,
     Commit,
@@ -33,7 +34,6 @@ from libra.backends.transport.messages import (
     HostRendezvous,
     Identify,
     MeasureTraining,
-    Message,
     Prepare,
     Publish,
     Published,

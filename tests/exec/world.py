@@ -16,7 +16,7 @@ from scripted import AskTool, MergingCodec, Unwatched, letters
 
 from libra.backends.grpo.joining import JoinError
 from libra.backends.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import Generate, Piece
+from libra.backends.transport.engine_messages import Generate, Piece
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay

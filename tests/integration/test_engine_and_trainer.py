@@ -21,21 +21,17 @@ from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece, StartEngine
+from libra.backends.transport.messages import Acknowledged, Ready
+from libra.backends.transport.trainer_messages import (
     Commit,
-    Generate,
-    LoadWeights,
-    Piece,
     Publish,
     Published,
-    Ready,
     Reduced,
     Sample,
     SaveCheckpoint,
     Score,
     Scored,
-    StartEngine,
     StartTrainer,
     Train,
     Trained,

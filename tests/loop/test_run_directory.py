@@ -29,9 +29,9 @@ def test_a_killed_controller_holds_its_directory_no_longer(tmp_path: Path) -> No
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=f"process {holder.pid} is running in .*runs/one; wait for it, stop it"):
-            with locked(run):
-                pass
+        refused = f"process {holder.pid} is running in .*runs/one; wait for it, stop it"
+        with pytest.raises(ConfigError, match=refused), locked(run):
+            pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     with locked(run):

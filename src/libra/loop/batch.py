@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from libra.backends.grpo.grpo import group_advantages
-from libra.backends.transport.messages import Sample
+from libra.backends.transport.trainer_messages import Sample
 from libra.loop.rollout import Episode
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.transport.messages import Score, Scored
+from libra.backends.transport.trainer_messages import Score, Scored
 from libra.environments.protocol import Prompt
 from libra.loop.rollout import Episode, Rollout
 from libra.records.schema import Evaluation

@@ -18,16 +18,15 @@ from typing import Any
 import libra
 from libra.backends.environment import COMPUTING, versions
 from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.transport.engine_messages import (
     Generate,
     HandoverMeasured,
     KVTransfer,
     MeasureEngine,
     MeasureHandover,
-    MeasureTraining,
-    Precision,
-    TrainingMeasured,
 )
+from libra.backends.transport.messages import Precision
+from libra.backends.transport.trainer_messages import MeasureTraining, TrainingMeasured
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost

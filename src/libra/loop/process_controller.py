@@ -20,18 +20,9 @@ from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
-from libra.backends.transport.messages import (
-    Acknowledged,
-    KVBufferPlace,
-    LoadCheckpoint,
-    LoadWeights,
-    Precision,
-    Publish,
-    Published,
-    Ready,
-    StartEngine,
-    StartTrainer,
-)
+from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
+from libra.backends.transport.messages import Acknowledged, Precision, Ready
+from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published, StartTrainer
 from libra.backends.transport.weights import BUFFERS
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import RunConfig

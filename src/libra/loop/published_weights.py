@@ -11,7 +11,7 @@ from typing import Protocol
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import EngineHandle, WorkerFailedError
 from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.exec.protocols import WeightStore
 
 

@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Generate, KVTransfer, Piece
+from libra.backends.transport.engine_messages import Generate, KVTransfer, Piece
 from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingFleet

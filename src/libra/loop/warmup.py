@@ -20,7 +20,8 @@ from pathlib import Path
 from libra.backends.launch.handles import Handle
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
-from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
+from libra.backends.transport.messages import Acknowledged, Precision
+from libra.backends.transport.trainer_messages import SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
 from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment

@@ -13,15 +13,14 @@ from typing import cast
 from msgspec.structs import replace
 
 from libra.backends.grpo.joint_step import split_by, split_evenly
-from libra.backends.transport.messages import (
+from libra.backends.transport.channel import FromWorker, ToWorker
+from libra.backends.transport.trainer_messages import (
     Entered,
     Follow,
-    FromWorker,
     MeasureTraining,
     Reduced,
     Serving,
     StateDigest,
-    ToWorker,
     Train,
     Trained,
     TrainingMeasured,

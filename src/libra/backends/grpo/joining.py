@@ -13,12 +13,12 @@ import time
 
 from libra.backends.grpo.membership import Boundary, Membership
 from libra.backends.launch.handles import Handle, WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Message
+from libra.backends.transport.trainer_messages import (
     TOKEN_BYTES,
     CatchUp,
     Follow,
     Identify,
-    Message,
     RelayPlace,
     Serve,
     Serving,

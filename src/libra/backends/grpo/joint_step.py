@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.backends.transport.messages import Reduced, Sample, Trained
+from libra.backends.transport.trainer_messages import Reduced, Sample, Trained
 
 Item = TypeVar("Item")
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from libra.backends.launch.handles import ANSWER_DEADLINE, SILENT_LOOKS, Handle, WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Acknowledged, Message
+from libra.backends.transport.trainer_messages import (
     FORMING_SECONDS,
-    Acknowledged,
     Enter,
     Entered,
     HostRendezvous,
-    Message,
     Prepare,
     Rendezvous,
 )

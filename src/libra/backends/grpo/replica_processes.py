@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from libra.backends.grpo.divided_orders import divide, join
 from libra.backends.grpo.model_part import HOST, Inside, meet
 from libra.backends.launch.fork_server_main import die_with, serve_and_leave
-from libra.backends.transport.channel import PeerChannel, WorkerChannel
-from libra.backends.transport.messages import Failure, FromWorker, ToWorker
+from libra.backends.transport.channel import FromWorker, PeerChannel, ToWorker, WorkerChannel
+from libra.backends.transport.messages import Failure
 
 _CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and its end
 _LOOK_SECONDS = 0.05  # between two looks at whether the processes have met

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handles import WorkerFailedError
-from libra.backends.transport.messages import Acknowledged, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.transport.trainer_messages import SaveCheckpoint
 from libra.records.disk import DiskError
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from libra.backends.grpo.gradient_ring import Update
 from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError, overwritten
-from libra.backends.transport.messages import TOKEN_BYTES, RelayPlace
 from libra.backends.transport.shared_vectors import LayoutError, Vector
+from libra.backends.transport.trainer_messages import TOKEN_BYTES, RelayPlace
 
 # A healthy peer sends a piece in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
 # little longer for a joiner (`Patience.floor`): it is to hear from it that its way to the core broke.

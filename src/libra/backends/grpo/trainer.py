@@ -25,13 +25,13 @@ from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_
 from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.launch.pace import Pacer
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Tensor
+from libra.backends.transport.trainer_messages import (
     Commit,
     MeasureTraining,
     Reduced,
     Sample,
     StartTrainer,
-    Tensor,
     Train,
     Trained,
     TrainingMeasured,

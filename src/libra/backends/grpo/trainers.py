@@ -17,12 +17,11 @@ from libra.backends.grpo.joining import Joiner, JoinError
 from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
 from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
 from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.messages import Acknowledged, Message
+from libra.backends.transport.trainer_messages import (
     Commit,
     Discard,
     MeasureTraining,
-    Message,
     Publish,
     Published,
     Reduced,

@@ -18,16 +18,16 @@ from libra.backends.grpo.replica_processes import Channel, serve_together
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.pace import Pacer
-from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.channel import FromWorker, ToWorker, WorkerChannel
+from libra.backends.transport.messages import Acknowledged, Ready, Stop
+from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.transport.trainer_messages import (
     CatchUp,
     Commit,
     Discard,
     Enter,
     Entered,
     Follow,
-    FromWorker,
     HostRendezvous,
     Identify,
     LoadCheckpoint,
@@ -35,7 +35,6 @@ from libra.backends.transport.messages import (
     Prepare,
     Publish,
     Published,
-    Ready,
     Rendezvous,
     SaveCheckpoint,
     Score,
@@ -44,12 +43,9 @@ from libra.backends.transport.messages import (
     Serving,
     StartTrainer,
     StateDigest,
-    Stop,
-    ToWorker,
     Train,
     WarmUp,
 )
-from libra.backends.transport.shared_vectors import LayoutError
 
 SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
 SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most

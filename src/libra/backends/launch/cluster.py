@@ -19,7 +19,7 @@ from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.exec.background import raise_in_loop
 from libra.exec.pool import LOSS_WINDOW, with_loss
 

@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.channel import FromWorker
+from libra.backends.transport.engine_messages import (
     EngineMeasured,
-    Failure,
     Fetched,
-    FromWorker,
     Generate,
     Generated,
     HandoverMeasured,
@@ -32,15 +30,13 @@ from libra.backends.transport.messages import (
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    Message,
     Piece,
-    Ready,
     Save,
     Saved,
     StartEngine,
-    StartTrainer,
-    Stop,
 )
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Ready, Stop
+from libra.backends.transport.trainer_messages import StartTrainer
 from libra.exec.background import raise_in_loop
 from libra.exec.protocols import WorkerFailedError as WorkerFailedError
 from libra.exec.protocols import WorkerLostError as WorkerLostError

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.backends.transport.kv_buffer import OwnFrames
-from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
