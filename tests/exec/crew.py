@@ -17,7 +17,7 @@ from replicas import make_trainer
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import TrainingWorker
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
 from libra.backends.transport.messages import Precision

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel, ToWorker, WorkerChannel
 from libra.backends.transport.engine_messages import Generated, Piece

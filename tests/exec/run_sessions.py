@@ -15,10 +15,10 @@ from scripted import AskTool, MergingCodec, letters
 
 from libra.backends.grpo.joint_step import StepResult
 from libra.backends.grpo.membership import CoreLostError
-from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.engine_messages import Generate, Piece
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import Sample, SaveCheckpoint
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted

@@ -8,8 +8,8 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.engine_messages import Generate, Piece
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import TurnReport

@@ -8,7 +8,7 @@ import time
 from far_end import PATIENCE, connect
 
 from libra.backends.grpo.membership import ask_all
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.transport.trainer_messages import Publish, Published
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_token
 from scripted import AskTool, Unwatched
 
-from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout

@@ -10,8 +10,8 @@ import pytest
 from far_end import PATIENCE, FarEnd, connect, generated, piece
 
 import libra.backends.vllm.kv_handover
-from libra.backends.launch.handles import EngineHandle
 from libra.backends.transport.engine_messages import Fetched, Generate, Interrupt, KVTransfer, Save, Saved
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, ContextMoves, KVHandover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS

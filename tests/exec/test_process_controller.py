@@ -14,7 +14,6 @@ from made_workers import MadeLauncher
 from scripted import FirstInstance
 
 from libra.backends.grpo.membership import STANDARD
-from libra.backends.launch.handles import WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLink
 from libra.backends.transport.engine_messages import Loaded, LoadWeights, StartEngine
 from libra.backends.transport.messages import Failure, Message, Stop
@@ -30,7 +29,7 @@ from libra.backends.transport.trainer_messages import (
 from libra.config.run import RunConfig
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
 from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
-from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError
+from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import Origin, begin_session
 from libra.plan.problem import Allocation, Bucket

@@ -23,10 +23,11 @@ from scripted import (
     turn,
 )
 
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.transport.engine_messages import Generate
 from libra.backends.transport.messages import Acknowledged
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Tool, ToolError
+from libra.exec.protocols import WorkerLostError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout, TurnReport
 from libra.route.policy import Request, ToolReturn

@@ -22,7 +22,6 @@ from test_replan_controller import PROFILE
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -40,6 +39,7 @@ from libra.config.run import ConfigError, ModelConfig, RunConfig
 from libra.cost.device import HandoverCost
 from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop import run as run_module
 from libra.loop.checkpoint import Interrupted, latest_checkpoint
 from libra.loop.episode_file import read_history

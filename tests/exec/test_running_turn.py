@@ -10,7 +10,7 @@ from far_end import PATIENCE
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, next_token
 from scripted import FirstInstance
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn

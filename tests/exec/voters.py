@@ -15,7 +15,7 @@ from typing import Literal
 
 from far_end import FarEnd, connect
 
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
 from libra.backends.transport.trainer_messages import (
     CatchUp,

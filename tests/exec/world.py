@@ -15,13 +15,13 @@ from typing import Any, cast
 from scripted import AskTool, MergingCodec, Unwatched, letters
 
 from libra.backends.grpo.joining import JoinError
-from libra.backends.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
 from libra.backends.transport.engine_messages import Generate, Piece
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
 from libra.exec.pool import DEADLINES, Worker, make_pool
-from libra.exec.protocols import Applied, MoveOutcome
+from libra.exec.protocols import Applied, MoveOutcome, WorkerFailedError, WorkerLostError
 from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import ServingEngine, ServingFleet

@@ -15,10 +15,10 @@ import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
 from shared_fork_server import SharedNursery
 
-import libra.backends.launch.handles
+import libra.backends.vllm.engine_handle
 from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece, StartEngine
@@ -36,8 +36,10 @@ from libra.backends.transport.trainer_messages import (
     Train,
     Trained,
 )
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import ModelConfig
 from libra.environments.protocol import Prompt
+from libra.exec.protocols import WorkerFailedError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
@@ -350,7 +352,7 @@ async def another_engine(both: Pair) -> EngineHandle:
 def test_a_turn_goes_on_when_its_engine_is_lost(
     fork_server: SharedNursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 5)
+    monkeypatch.setattr(libra.backends.vllm.engine_handle, "SILENT_LOOKS", 5)
 
     async def check() -> None:
         turn = LongTurn()

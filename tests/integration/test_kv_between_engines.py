@@ -17,11 +17,12 @@ from shared_fork_server import SharedNursery
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.backends.arithmetic import served_dtype
-from libra.backends.launch.handles import EngineHandle, Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import LoadWeights, MeasureHandover, StartEngine
 from libra.backends.transport.messages import Acknowledged, Ready
 from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, KVHandover
 from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost

@@ -97,9 +97,9 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
-    from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
     from libra.backends.launch.launcher import LaunchError
     from libra.exec.journal import JournalError
+    from libra.exec.protocols import WorkerFailedError, WorkerLostError
     from libra.loop.checkpoint import can_be_resumed
     from libra.loop.episode_file import EpisodeFileError
     from libra.loop.run import run as run_session

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.plan.problem import Allocation
 from libra.route.policy import InstanceView, Policy, View

@@ -17,7 +17,6 @@ from typing import Any
 
 import libra
 from libra.backends.environment import COMPUTING, versions
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.transport.engine_messages import (
     Generate,
     HandoverMeasured,
@@ -32,6 +31,7 @@ from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.sources.fit import LinearFit, fit_linear
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine
 from libra.loop.process_controller import RunExecutor
 

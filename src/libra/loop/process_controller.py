@@ -18,18 +18,19 @@ from typing import Protocol
 from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.saving import save_weights
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
 from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
 from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published, StartTrainer
 from libra.backends.transport.weights import BUFFERS
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import RunConfig
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
-from libra.exec.protocols import Engine, PoolObserver
+from libra.exec.protocols import Engine, PoolObserver, WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
 from libra.plan.problem import ONE_DEVICE, Allocation

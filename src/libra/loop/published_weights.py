@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import EngineHandle, WorkerFailedError
 from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.exec.protocols import WeightStore
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.exec.protocols import WeightStore, WorkerFailedError
 
 
 class WeightsObserver(Protocol):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.transport.engine_messages import Generate, KVTransfer, Piece
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Prompt
+from libra.exec.protocols import WorkerLostError
 from libra.loop.fleet import ServingFleet
 from libra.route.policy import Placement, Request, ToolReturn
 from libra.trajectory import Turn

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
 from libra.backends.transport.messages import Acknowledged, Precision

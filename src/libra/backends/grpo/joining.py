@@ -12,7 +12,7 @@ import secrets
 import time
 
 from libra.backends.grpo.membership import Boundary, Membership
-from libra.backends.launch.handles import Handle, WorkerFailedError, WorkerLostError
+from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Message
 from libra.backends.transport.trainer_messages import (
     TOKEN_BYTES,
@@ -26,6 +26,7 @@ from libra.backends.transport.trainer_messages import (
     StatePlace,
 )
 from libra.exec.pool import JOIN_BOUNDARIES
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 COURTEOUS = 15  # of the `JOIN_BOUNDARIES`: at those it is let in only if it is there at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there

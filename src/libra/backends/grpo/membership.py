@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.backends.launch.handles import ANSWER_DEADLINE, SILENT_LOOKS, Handle, WorkerFailedError, WorkerLostError
+from libra.backends.launch.handle import ANSWER_DEADLINE, SILENT_LOOKS, Handle
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import (
     FORMING_SECONDS,
@@ -23,6 +23,7 @@ from libra.backends.transport.trainer_messages import (
     Prepare,
     Rendezvous,
 )
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 Reply = TypeVar("Reply", bound=Message)
 _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)

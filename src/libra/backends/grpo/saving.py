@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import WorkerFailedError
 from libra.backends.transport.messages import Acknowledged
 from libra.backends.transport.trainer_messages import SaveCheckpoint
+from libra.exec.protocols import WorkerFailedError
 from libra.records.disk import DiskError
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from libra.backends.grpo.joining import Joiner, JoinError
 from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
 from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
-from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
+from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import (
     Commit,
@@ -31,6 +31,7 @@ from libra.backends.transport.trainer_messages import (
     TrainingMeasured,
 )
 from libra.backends.transport.weights import BUFFERS
+from libra.exec.protocols import WorkerLostError
 from libra.exec.ratio import Ratio
 
 Reply = TypeVar("Reply", bound=Message)
