@@ -23,12 +23,12 @@ from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
-from libra.loop.checkpoint import read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingEngine, ServingFleet
+from libra.loop.interrupted import Recorded, missing_trajectories, read_interrupted
 from libra.loop.observations import Observations
 from libra.loop.process_controller import RunExecutor
-from libra.loop.recorder import Recorded, Recorder, missing_trajectories
+from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.tally import EngineCounters

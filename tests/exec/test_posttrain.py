@@ -19,7 +19,8 @@ from libra.backends.grpo.membership import CoreLostError
 from libra.config.run import ConfigError
 from libra.environments.protocol import Prompt
 from libra.exec.journal import read_journal
-from libra.loop.checkpoint import latest_checkpoint, read_interrupted
+from libra.loop.checkpoint import latest_checkpoint
+from libra.loop.interrupted import read_interrupted
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import Cause

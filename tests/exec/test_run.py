@@ -41,8 +41,9 @@ from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop import run as run_module
-from libra.loop.checkpoint import Interrupted, latest_checkpoint
+from libra.loop.checkpoint import latest_checkpoint
 from libra.loop.episode_file import read_history
+from libra.loop.interrupted import Interrupted
 from libra.loop.rollout import Rollout
 from libra.loop.run import run
 from libra.plan.problem import InfeasiblePlanError

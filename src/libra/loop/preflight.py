@@ -9,14 +9,24 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from libra.config.run import ConfigError, RunConfig
+from libra.config.run import (
+    ClusterConfig,
+    ConfigError,
+    MetricsConfig,
+    ModelConfig,
+    RunConfig,
+    ShapeConfig,
+    StartConfig,
+)
 from libra.loop.run_directory import check_run_directory
+from libra.plan.request import longest_context
 from libra.route.catalogue import policy_named
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
@@ -31,20 +41,19 @@ _TRAINED_COPIES = 8
 
 def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     """Raises `ConfigError`."""
-    _check_launcher(config)
-    _check_model_directory(config)
+    _check_launcher(config.cluster)
+    _check_model_directory(config.model.directory)
     if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
         _check_memory(config)
-        _check_cores(config)
-        _check_port(config)
-    _check_engines(config)
-    _check_policy(config)
-    _check_metrics(config)
+        _check_cores(config.cluster)
+        _check_port(config.cluster.port)
+    _check_engines(config.engines, config.start)
+    _check_policy(config.routing.policy)
+    _check_metrics(config.metrics, config.cluster.port)
     check_run_directory(config, resume, overwrite)
 
 
-def _check_launcher(config: RunConfig) -> None:
-    cluster = config.cluster
+def _check_launcher(cluster: ClusterConfig) -> None:
     if cluster.launcher == "ray" and find_spec("ray") is None:
         raise ConfigError(
             "cluster.launcher: Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local"
@@ -65,8 +74,7 @@ def _check_ray_address(address: str) -> None:
         raise ConfigError(f"cluster.ray_address: nothing answers at {address} ({error}); {remedy}") from None
 
 
-def _check_model_directory(config: RunConfig) -> None:
-    directory = config.model.directory
+def _check_model_directory(directory: Path | None) -> None:
     if directory is None:
         return
     if not directory.is_dir():
@@ -89,7 +97,7 @@ def _check_model_directory(config: RunConfig) -> None:
 
 def _check_memory(config: RunConfig) -> None:
     free = psutil.virtual_memory().available
-    training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config)
+    training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config.model)
     each = WORKER_BYTES + trained
     peers = (config.cluster.core + config.cluster.hybrid) * (training.processes - 1)
     others = FORK_SERVER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
@@ -114,72 +122,70 @@ def _model_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _weight_bytes(config: RunConfig) -> int:
+def _weight_bytes(model: ModelConfig) -> int:
     """Float32 bytes of the model's weights."""
-    directory = config.model.directory
+    directory = model.directory
     if directory is not None:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         dtype = _model_config(directory).get("dtype", "bfloat16")
         return stored * (1 if dtype == "float32" else 2)
-    shape = config.model
-    attention = shape.hidden_size * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
-    return 4 * shape.layers * (attention + 9 * shape.hidden_size**2)
+    attention = model.hidden_size * model.head_dim * 2 * (model.heads + model.kv_heads)
+    return 4 * model.layers * (attention + 9 * model.hidden_size**2)
 
 
-def _check_cores(config: RunConfig) -> None:
+def _check_cores(cluster: ClusterConfig) -> None:
     cores = len(os.sched_getaffinity(0))
-    asked = config.cluster.slots * config.cluster.share
+    asked = cluster.slots * cluster.share
     if asked > cores:
         raise ConfigError(
-            f"cluster.slots: {config.cluster.slots} slots of {config.cluster.share} core need {asked:.2f} cores and"
-            f" {cores} are here; use at most {int(cores / config.cluster.share)} slots, or a smaller cluster.share"
+            f"cluster.slots: {cluster.slots} slots of {cluster.share} core need {asked:.2f} cores and"
+            f" {cores} are here; use at most {int(cores / cluster.share)} slots, or a smaller cluster.share"
         )
 
 
-def _check_engines(config: RunConfig) -> None:
-    for name, shape in config.engines.items():
+def _check_engines(engines: Mapping[str, ShapeConfig], start: StartConfig) -> None:
+    for name, shape in engines.items():
         if shape.kv_tokens < shape.max_model_len:
             raise ConfigError(
                 f"engines.{name}.kv_tokens: {shape.kv_tokens} tokens cannot hold one context of"
                 f" {shape.max_model_len}; give at least engines.{name}.max_model_len"
             )
-    for bucket in config.start.buckets:
-        holds = config.engines[bucket.shape].max_model_len
+    for bucket in start.buckets:
+        holds = engines[bucket.shape].max_model_len
         if bucket.up_to > holds:
             raise ConfigError(
                 f"start.buckets: {bucket.shape!r} is to serve contexts up to {bucket.up_to} tokens and holds {holds};"
                 f" lower up_to, or raise engines.{bucket.shape}.max_model_len"
             )
-    longest = max(shape.max_model_len for shape in config.engines.values())
-    last = config.start.buckets[-1]
-    if config.engines[last.shape].max_model_len < longest:
+    longest = longest_context(engines)
+    last = start.buckets[-1]
+    if engines[last.shape].max_model_len < longest:
         raise ConfigError(
             f"start.buckets: the last bucket uses {last.shape!r}, which holds"
-            f" {config.engines[last.shape].max_model_len} tokens; end with the shape that holds {longest}"
+            f" {engines[last.shape].max_model_len} tokens; end with the shape that holds {longest}"
         )
 
 
-def _check_policy(config: RunConfig) -> None:
+def _check_policy(policy: str) -> None:
     try:
-        policy_named(config.routing.policy)
+        policy_named(policy)
     except ValueError as error:
         raise ConfigError(f"routing.policy: {error}") from None
 
 
-def _check_port(config: RunConfig) -> None:
-    port = config.cluster.port
+def _check_port(port: int) -> None:
     if port != 0:
         _try_port("cluster.port", "127.0.0.1", port, "give a free port, or 0 for any")
 
 
-def _check_metrics(config: RunConfig) -> None:
-    host, port = config.metrics.host, config.metrics.port
+def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
+    host, port = metrics.host, metrics.port
     if port is None:
         return
     for library in ("aiohttp", "prometheus_client"):
         if find_spec(library) is None:
             raise ConfigError(f"metrics.port: {library} is not installed: pip install 'libra-rl[http]'")
-    if port == config.cluster.port:
+    if port == training_port:
         raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
     _try_port("metrics.port", host, port, "give a free port, or leave it out")
 

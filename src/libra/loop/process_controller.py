@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from libra.backends.arithmetic import served_dtype
-from libra.backends.grpo.saving import save_weights
-from libra.backends.grpo.trainers import Trainers
+from libra.backends.grpo.trainers import Trainers, save_weights, start_order
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
 from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
-from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published, StartTrainer
+from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
 from libra.backends.transport.weights import BUFFERS
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
@@ -196,20 +195,14 @@ class SlotProcesses:
         training, began = self._config.training, time.monotonic()
         handle = self._handles[name] = Handle(await self._spawn(name), self.lost)
         ready = await handle.start(
-            StartTrainer(
-                model_directory=str(self._origin.model),
+            start_order(
+                self._origin.model,
+                training,
                 learning_rate=training.learning_rate,
-                clip=training.clip,
-                denominator=training.denominator,
-                token_constant=training.token_constant,
-                temperature=training.temperature,
-                micro_batch_tokens=training.micro_batch_tokens,
                 precision=self._origin.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
-                processes=training.processes,
-                sharding=training.sharding,
             )
         )
         self._layout = ready
@@ -259,7 +252,7 @@ class SlotProcesses:
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
-        if handover is None or not handover.may_pay(longest_context(self._config)):
+        if handover is None or not handover.may_pay(longest_context(self._config.engines)):
             return None
         return handover.place(handle)
 
@@ -288,7 +281,7 @@ def begin_session(
 ) -> RunExecutor:
     """An executor over the processes of a launcher, which looks after them; nothing is started yet."""
     processes = SlotProcesses(launcher, pool, fleet, config, origin, journal, observer)
-    most = longest_context(config)
+    most = longest_context(config.engines)
     longest = {name for name, shape in config.engines.items() if shape.max_model_len == most}
     executor = Executor(pool, processes, journal, observer, longest, most)
     processes.lost, launcher.slots_changed = executor.lose, executor.slots_changed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,25 +20,25 @@ from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.config.cache import cache_directory
-from libra.config.run import ConfigError, RunConfig
+from libra.config.run import ClusterConfig, ConfigError, RunConfig, ShapeConfig, StartConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Environment
 from libra.exec.journal import Journal, RunEnded
 from libra.exec.pool import WorkerPool, make_pool
 from libra.exec.recovery import Recovery
-from libra.loop.checkpoint import Interrupted, allocation_in_force, read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.evaluation import evaluate, logprob_gap
 from libra.loop.fleet import ServingFleet
-from libra.loop.measure import measure, measure_plain, profile_key
+from libra.loop.interrupted import Interrupted, Recorded, allocation_in_force, missing_trajectories, read_interrupted
+from libra.loop.measure import measure, measure_plain
 from libra.loop.memory import MemoryWatch
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.observations import Observations
 from libra.loop.phases import Phases
 from libra.loop.process_controller import Origin, RunExecutor, begin_session
-from libra.loop.recorder import Recorded, Recorder, missing_trajectories
+from libra.loop.profile_cache import keep_profile, kept_profile, profile_key, profile_path
+from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout
 from libra.loop.run_directory import record_config
@@ -46,6 +46,7 @@ from libra.loop.tally import EngineCounters
 from libra.loop.training_loop import TrainingLoop
 from libra.loop.warmup import warm_model
 from libra.plan.problem import Allocation, Bucket
+from libra.plan.request import longest_context
 from libra.plan.transition import describe
 from libra.records.causes import device_words, total
 from libra.records.disk import DiskError, writing
@@ -75,10 +76,10 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         )
     async with (
         MetricsEndpoint.open(config.metrics) as metrics,
-        _launcher(config) as launcher,
+        _launcher(config.cluster, directory / "logs") as launcher,
         MemoryWatch(launcher.processes) as memory,
     ):
-        phase = Phases(config, display)
+        phase = Phases(config.name, config.training.steps, display)
         if metrics.address is not None:
             phase.line(f"metrics for Prometheus: {metrics.address}")
         phase.show("starting: importing torch and vLLM")
@@ -116,17 +117,12 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
                 session.close()
 
 
-def _launcher(config: RunConfig) -> AbstractAsyncContextManager[WorkerLauncher]:
-    logs = config.run_directory / "logs"
-    if config.cluster.launcher == "local":
+def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:
+    if cluster.launcher == "local":
         return LocalLauncher.open(logs)
     from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
-    return open_on_ray(config.cluster, logs)
-
-
-def _cached_profile(key: str) -> Path:
-    return cache_directory() / "profiles" / f"{key}.json"
+    return open_on_ray(cluster, logs)
 
 
 class _Observer:
@@ -291,7 +287,7 @@ class _Session:
         """That of the configuration, or the one that was in force when the run was interrupted."""
         before = self._before
         if before is None:
-            return _start_allocation(self._config)
+            return _start_allocation(self._config.start, self._config.engines)
         moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
         self._phase.line(
             f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
@@ -301,26 +297,26 @@ class _Session:
         in_force = allocation_in_force(before.journal, pool.all(), holds)
         if in_force is None:
             self._phase.line("the workers or engines are others than before: they begin as start says")
-        return in_force or _start_allocation(self._config)
+        return in_force or _start_allocation(self._config.start, self._config.engines)
 
     def _known_profile(self, key: str) -> DeviceProfile | None:
         """What this machine's workers cost, from a file or from an earlier run here; None: it has to be measured."""
         if self._config.planner.calibration is not None:
             return load_profile(self._config.planner.calibration)
-        cached = _cached_profile(key)
-        if not cached.is_file():
-            return None
-        self._phase.line(f"costs measured earlier on this hardware are used ({cached})")
-        return load_profile(cached)
+        profile = kept_profile(key)
+        if profile is not None:
+            self._phase.line(f"costs measured earlier on this hardware are used ({profile_path(key)})")
+        return profile
 
     async def _measured_profile(
         self, key: str, executor: RunExecutor, recovery: Recovery, handover: KVHandover
     ) -> DeviceProfile:
         """What they cost now, as they will run."""
-        config, hardware, cached = self._config, self._launcher.hardware, _cached_profile(key)
+        engines, trajectories = self._config.engines, self._config.training.trajectories
+        hardware = self._launcher.hardware
         self._phase.show("measuring engines and trainers, all at once")
         began = time.monotonic()
-        profile = await recovery.attempts("measuring", lambda: measure(executor, config, hardware, key))
+        profile = await recovery.attempts("measuring", lambda: measure(executor, engines, trajectories, hardware, key))
         handover.price_by(profile)
         if not handover.may_pay(executor.longest_context) and any(
             handover.place(entry.handle) is not None for entry in executor.processes.fleet.instances()
@@ -328,11 +324,11 @@ class _Session:
             # Whether KV is handed over stays decided: engines that start from here on cannot do it, whatever they cost.
             measured = profile
             profile = await recovery.attempts(
-                "measuring engines that hand no KV over", lambda: measure_plain(executor, config, measured)
+                "measuring engines that hand no KV over",
+                lambda: measure_plain(executor, engines, trajectories, measured),
             )
-        if len(executor.healthy()) == config.cluster.slots:  # else it is of a smaller machine
-            with writing(cached):
-                save_profile(cached, profile)
+        if len(executor.healthy()) == self._config.cluster.slots:  # else it is of a smaller machine
+            keep_profile(key, profile)
         self._phase.line(
             f"measured in {time.monotonic() - began:.1f} s: iteration {profile.engine.step * 1e3:.1f} ms +"
             f" {profile.engine.per_sequence * 1e3:.2f} ms a sequence, training {1 / profile.train.per_token:.0f}"
@@ -372,14 +368,14 @@ class _Session:
         )
 
 
-def _start_allocation(config: RunConfig) -> Allocation:
-    longest = max(shape.max_model_len for shape in config.engines.values())
+def _start_allocation(start: StartConfig, engines: Mapping[str, ShapeConfig]) -> Allocation:
+    longest = longest_context(engines)
     buckets: list[Bucket] = []
-    for index, bucket in enumerate(config.start.buckets):
+    for index, bucket in enumerate(start.buckets):
         above = buckets[-1].up_to if buckets else 0
-        up_to = longest if index == len(config.start.buckets) - 1 else bucket.up_to
+        up_to = longest if index == len(start.buckets) - 1 else bucket.up_to
         buckets.append(Bucket(bucket.shape, bucket.engines, above, up_to))
-    return Allocation(config.start.replicas, tuple(buckets))
+    return Allocation(start.replicas, tuple(buckets))
 
 
 def _words(evaluation: Evaluation) -> str:

@@ -20,9 +20,10 @@ from libra.exec.journal import CheckpointWritten, Journal
 from libra.loop.batch import StepBatch, make_batch, quantile
 from libra.loop.checkpoint import RunState, save_checkpoint
 from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.interrupted import Recorded
 from libra.loop.observations import EngineWork, Observations
 from libra.loop.process_controller import RunExecutor
-from libra.loop.recorder import Recorded, Recorder
+from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.tally import EngineCounters
