@@ -202,7 +202,6 @@ class Session:
         self.observations = MadeObservations(seen)
         self.training = TrainingLoop(
             CONFIG,
-            AskTool({"e": echo}),
             PROMPTS,
             cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
             Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now),

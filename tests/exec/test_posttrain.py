@@ -119,8 +119,8 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
         return await asyncio.get_running_loop().create_future()
 
     async def next_step(training: TrainingLoop) -> None:
-        training._failure = RuntimeError("an episode broke")
-        training._progress.set()
+        training._groups._failure = RuntimeError("an episode broke")
+        training._groups.progress.set()
         await asyncio.wait_for(training._one_step(0.0), 2.0)
 
     monkeypatch.setattr(Rollout, "episode", hanging)
@@ -241,7 +241,7 @@ def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Pat
             if any(group.started_at < history.version for group in history.groups):
                 break
     session = Session(left, resume=True, seed=1)
-    session.training._admission.max_staleness = 0
+    session.training._groups._admission.max_staleness = 0
     with pytest.raises(ConfigError, match="resume with the file that the run was started with"):
         asyncio.run(session.training.run())
     session.close()

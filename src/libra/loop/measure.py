@@ -83,6 +83,15 @@ async def measure_plain(
     return replace(profile, engine=EngineCost(*fit.coefficients), heldout_error=fit.heldout_error)
 
 
+def profile_words(profile: DeviceProfile) -> str:
+    """The numbers that tell most, in one line."""
+    return (
+        f"iteration {profile.engine.step * 1e3:.1f} ms + {profile.engine.per_sequence * 1e3:.2f} ms a sequence,"
+        f" training {1 / profile.train.per_token:.0f} tokens/s a replica, engine start"
+        f" {profile.switch.engine_start:.1f} s, held-out error {profile.heldout_error:.0%}"
+    )
+
+
 async def _side_by_side(
     executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int
 ) -> tuple[list[TrainingMeasured], LinearFit]:
