@@ -184,7 +184,7 @@ def on_its_way(scene: Scene) -> tuple[ServingFleet, Draft]:
     fleet.add(ServingEngine(scene.target, "any", 400))
     draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
     draft.given(list(CONTEXT))
-    draft.at_home = len(CONTEXT)
+    draft.kv_tokens = len(CONTEXT)
     return fleet, draft
 
 
@@ -203,7 +203,7 @@ def test_an_engine_that_leaves_while_a_context_is_saved_for_it_is_not_sent_the_t
         scene.source_far.send(Saved(order.transfer.number, 3))
         await served
         assert scene.target.running == 0 and scene.target_far.nothing_waits()
-        assert turn.change is None and draft.home is scene.source
+        assert turn.change is None and draft.kv_engine is scene.source
         scene.target.close()
         await scene.free(FRAMES)
 
@@ -231,9 +231,9 @@ def test_kv_is_where_it_was_until_the_next_engine_has_made_something(made: list[
         scene.target_far.close()
         await served
         if made:
-            assert (draft.home, draft.at_home) == (scene.target, len(CONTEXT) + 2 + len(made))
+            assert (draft.kv_engine, draft.kv_tokens) == (scene.target, len(CONTEXT) + 2 + len(made))
         else:
-            assert (draft.home, draft.at_home) == (scene.source, len(CONTEXT))
+            assert (draft.kv_engine, draft.kv_tokens) == (scene.source, len(CONTEXT))
 
     play(scenario)
 

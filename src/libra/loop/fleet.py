@@ -1,7 +1,7 @@
 """The rollout engines that are in service, as the router sees them.
 
-Invariant: an engine is in the view from the moment it holds current weights until it is retired or lost; whoever waits
-for a change of the fleet is woken by every one.
+Invariant: an engine is in the view from the moment it holds current weights until it is retired or lost; every change
+of the fleet wakes all that wait for one.
 """
 
 from __future__ import annotations

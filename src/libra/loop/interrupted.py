@@ -73,7 +73,7 @@ def allocation_in_force(
     holding = sorted(shape for shape in engines if holds[shape] == longest)
     if not holding:
         return None
-    # While nobody held the longest contexts, others served them; and who was lost may have left the plans.
+    # While nobody held the longest contexts, others served them; and plans may no longer name a lost worker.
     limits = [(shape, min(up_to, holds[shape])) for shape, up_to in bucket_limits(before.plans) if shape in engines]
     found = current_allocation(before.worked.values(), [*limits, (holding[0], longest)], longest)
     if found is None:

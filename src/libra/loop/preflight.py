@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started.
+"""Checks of a run's configuration before anything is started.
 
 Invariant: a run that cannot work is refused here in one line that names the key and the remedy, and leaves nothing
 behind.

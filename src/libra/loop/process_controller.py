@@ -38,8 +38,8 @@ from libra.plan.transition import Duty, Role, Transition
 from libra.records.disk import writing
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
-# again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Who waits about as long
-# as stopping costs, and stops then, never pays much more than twice the better of the two (ski rental; Karlin et al.
+# again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as
+# stopping costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al.
 # 1988).
 _GRACE_SECONDS = 1.0
 
@@ -59,15 +59,15 @@ class Origin:
 
 
 class ProcessObserver(WeightsObserver, Protocol):
-    """Who is told what processes do beside their orders."""
+    """Told what processes do beside their orders."""
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
+        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
         ...
 
 
 class RunObserver(PoolObserver, ProcessObserver, Protocol):
-    """Who is told of all changes of a run's workers."""
+    """Told of all changes of a run's workers."""
 
 
 class SlotProcesses:
@@ -183,7 +183,7 @@ class SlotProcesses:
         before = self._handles.get(name)
         if before is not None:
             await self._launcher.gone(before.link)
-            del self._handles[name]  # not before that: who starts here next has to wait for it too
+            del self._handles[name]  # not before that: the next start here has to wait for it too
         try:
             link = await self._launcher.spawn(name, self._pool[name].slot)
         except ForkError as error:

@@ -39,7 +39,7 @@ def profile_key(
         "precision": precision,
         "model": dict(model_config),
         "cluster": config.cluster.model_dump(include=_LAID_OUT),
-        "start": config.start.model_dump(),  # who is measured beside whom
+        "start": config.start.model_dump(),  # which workers are measured side by side
         "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
         "training": config.training.model_dump(include=_TRAINED),
         "trajectories": config.training.trajectories,

@@ -16,14 +16,14 @@ from libra.exec.protocols import WeightStore, WorkerFailedError
 
 
 class WeightsObserver(Protocol):
-    """Who is told of engines that take new weights."""
+    """Told of engines that take new weights."""
 
     def load(self, worker: str) -> None:
         """An engine is told to take them."""
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them, and stood still for so long."""
+        """It has taken them; `seconds` is how long it stood still."""
         ...
 
 

@@ -135,11 +135,11 @@ class Recorder:
             self._files["routing"].append(json.dumps(entry).encode())
 
     def turns(self, worker: str, change: int) -> None:
-        """An engine has so many turns more, or less."""
+        """The number of turns at an engine changes."""
         self._count(worker, self._devices.turns(worker, change, self._moment()))
 
     def tools(self, worker: str, change: int) -> None:
-        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
         self._devices.tools(worker, change, self._moment())
 
     def meet(self, workers: Iterable[Worker]) -> None:
@@ -212,7 +212,7 @@ class Recorder:
             timeline.lost(worker, now, why)
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
+        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
         self.tally.joined(seconds, held_seconds)
         waited = f"a step waited {held_seconds:.3f} s" if held_seconds else "no step waited"
         text = f"takes part in training {seconds:.1f} s after its start; {waited} for it"
@@ -226,7 +226,7 @@ class Recorder:
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them, and stood still for so long."""
+        """It has taken them; `seconds` is how long it stood still."""
         self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)
@@ -274,7 +274,7 @@ class Recorder:
 def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
     """What the replicas of a step did until the optimiser's turn."""
     before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
-    # They leave the exchange together, so who is longest in it has waited for the last to come.
+    # They leave the exchange together, so the longest time in it includes the wait for the slowest replica.
     exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
     return {
         share.replica: (

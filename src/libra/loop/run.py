@@ -37,7 +37,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     if before is not None and before.history.version > config.training.steps:
         raise ConfigError(
             f"training.steps is {config.training.steps}: {directory} has made {before.history.version} already;"
-            " resume with at least so many"
+            " resume with at least as many"
         )
     async with (
         MetricsEndpoint.open(config.metrics) as metrics,

@@ -1,7 +1,7 @@
 """The directory of a run: whose it is, whether a run can start or go on in it, and its `config.json`.
 
-Invariant: whoever writes or deletes anything in a run directory holds its lock. The system lets go of it when the
-process ends, however it ends.
+Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when
+the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> R
     check_run_directory(config, resume, overwrite)
     if overwrite:
         with writing(directory):
-            # What marks it as a run's goes last: who is interrupted here can do it again.
+            # The file that marks it as a run's goes last: an interrupted --overwrite can be repeated.
             for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     if resume and config.training.precision == "auto":

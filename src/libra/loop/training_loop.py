@@ -145,7 +145,7 @@ class TrainingLoop:
             f"replayed steps {self._history.step + 1} to {self._step}, from their own trajectories",
             ended - began,
         )
-        await self._checkpoint()  # so that nothing is made a third time
+        await self._checkpoint()  # so that nothing is replayed twice
 
     def _begin_steps(self) -> float:
         """What was before is of no step; returns when the first one begins."""

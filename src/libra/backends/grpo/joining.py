@@ -93,7 +93,7 @@ class Joiner:
             rank = len(members.cores if self._core else members.replicas)
             present = members.replicas
             self._generation = await members.prepare([*present[:rank], self._replica, *present[rank:]])
-            here = await self._core_standing()
+            here = await self._core_digest()
             self._follows = members.cores[0] if here is not None else None
             if here is not None and self._follows is not follows:
                 places = await self._places(here)
@@ -107,7 +107,7 @@ class Joiner:
         async with self._boundary:
             began = time.monotonic()
             await members.tidy()
-            here = await self._core_standing()
+            here = await self._core_digest()
             if here is None or self._is_stale():
                 return None
             if self._behind:
@@ -180,16 +180,16 @@ class Joiner:
         return [RelayPlace(core.host, port, token) for port in serving.ports]
 
     async def _ask(self, order: Message, deadline: float) -> StateDigest:
-        [standing] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
-        if standing is None:
+        [digest] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
+        if digest is None:
             raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
-        return standing
+        return digest
 
-    async def _core_standing(self) -> StateDigest | None:
+    async def _core_digest(self) -> StateDigest | None:
         """None when the core is lost."""
         orders = [(self._membership.cores[0], Identify())]
-        [standing] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
-        return standing
+        [digest] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
+        return digest
 
 
 def _copy_seconds(core: StateDigest) -> float:

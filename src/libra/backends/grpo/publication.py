@@ -65,8 +65,8 @@ class Publication(Protocol):
 
 
 class SharedPublication:
-    """The publication of a process on the same machine, through its shared memory. Who copies by its own means asks
-    `holds_state` or `holds_update` afterwards whether it has copied what it was to."""
+    """The publication of a process on the same machine, through its shared memory. A reader with its own way of copying
+    asks `holds_state` or `holds_update` afterwards whether it has copied what it was to."""
 
     def __init__(self, place: StatePlace, shape: Shape) -> None:
         """Raises `LayoutError`, and `OSError` when the process is gone."""

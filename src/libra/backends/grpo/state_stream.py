@@ -61,7 +61,7 @@ class StateStream:
         self._send(_GREETING, token.encode(), shape.length, shape.dtype.encode(), shape.signature)
 
     def greeting(self, seconds: float) -> tuple[bytes, Shape]:
-        """Token and shape of the other end, which has so long to send them."""
+        """Token and shape of the other end, which has `seconds` to send them."""
         token, length, dtype, signature = self._receive(_GREETING, seconds)
         return token, Shape(length, dtype.rstrip(b"\0").decode(errors="replace"), signature)
 
@@ -69,7 +69,7 @@ class StateStream:
         self._send(_REQUEST, request, number)
 
     def asked(self, seconds: float) -> tuple[StateRequest, int]:
-        """The next request, which may be so long in coming."""
+        """The next request, which may take `seconds` to come."""
         request, number = self._receive(_REQUEST, seconds)
         return _known(StateRequest, request), number
 

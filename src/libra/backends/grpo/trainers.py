@@ -121,7 +121,7 @@ class Trainers:
 
     @property
     def step_allowance(self) -> float:
-        """Seconds in which a step is made, or somebody found who is lost in it, as far as one can tell."""
+        """Seconds within which a step is made, or a replica found to be lost in it, as far as one can tell."""
         return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
@@ -239,12 +239,12 @@ class Trainers:
         )
 
     async def _discard(self) -> None:
-        """Everyone who is left forgets the gradient."""
+        """All remaining replicas forget the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
         await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
-        """Everyone steps. Who is lost from here on does not undo the step: its gradient is in the sum."""
+        """All replicas step. Losing one from here on does not undo the step: its gradient is in the sum."""
         buffer = version % BUFFERS
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())
@@ -259,7 +259,7 @@ class Trainers:
         if answers[0] is not None:
             checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
             self.publisher = orders[0][0]
-        else:  # who was to publish is lost
+        else:  # the replica that was to publish is lost
             asked = time.monotonic()
             checksum = await self.publish(version, buffer)
             publish_seconds = time.monotonic() - asked

@@ -179,7 +179,7 @@ class TrainingWorker:
             case Enter():
                 return self._enter(message)
             case Identify():
-                return self._standing()
+                return self._digest()
             case Serve():
                 return self._serve(message)
             case Follow():
@@ -230,7 +230,7 @@ class TrainingWorker:
         except (LayoutError, OSError) as error:
             self._behind = f"the core's state cannot be read: {error}"
         self._keep_up()
-        return self._standing()
+        return self._digest()
 
     def _catch_up(self, order: CatchUp) -> StateDigest:
         ends = time.monotonic() + order.seconds
@@ -238,7 +238,7 @@ class TrainingWorker:
             time.sleep(_LOOK_SECONDS)
             self._keep_up()
         ready = self._trainer.exchange.formed(order.generation, max(0.0, ends - time.monotonic()))
-        return self._standing(ready)
+        return self._digest(ready)
 
     def _keep_up(self) -> None:
         if self._follower is None:
@@ -249,7 +249,7 @@ class TrainingWorker:
             self._follower, self._behind = None, str(error)
         self._trainer.pace()
 
-    def _standing(self, ready: bool = False) -> StateDigest:
+    def _digest(self, ready: bool = False) -> StateDigest:
         state = self._trainer.state
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 

@@ -1,6 +1,6 @@
 """Weights from the node that published them to the nodes of other engines.
 
-Invariant: who asks for weights on a node gets them whole, or an error; never older ones. A node is sent a version once,
+Invariant: weights are brought to a node whole, or with an error; never older ones. A node is sent a version once,
 however many of its engines ask, and the source is read once for all nodes.
 """
 

@@ -27,8 +27,8 @@ from libra.exec.protocols import WorkerFailedError, WorkerLostError
 START_DEADLINE = 120.0  # seconds from the order to readiness
 ANSWER_DEADLINE = 300.0  # seconds for any other order
 
-# A worker that owes an answer is looked at so many times. Looks are counted, not seconds: a controller that was held up
-# itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
+# How often a worker that owes an answer is looked at before it is given up. Not seconds are counted: a controller that
+# was held up itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
 SILENT_LOOKS = 20
 
 Reply = TypeVar("Reply", bound=Message)
@@ -116,7 +116,7 @@ class Handle:
                 latest = await self._channel.receive()
                 self._receive(latest)
         except ConnectionError as error:
-            # Who fails at an order says so and ends; whoever asked may not have heard of the one before the other.
+            # A worker that fails at an order says so and ends; the caller may not have seen the message before the end.
             self.declare_lost(f"it failed: {latest.error}" if isinstance(latest, Failure) else str(error))
         except msgspec.MsgspecError as error:
             self.declare_lost(f"it sent what is not a message: {error}")

@@ -132,7 +132,7 @@ class RayNodes:
 async def connected(
     address: str | None, slots: int, share: float, most: int | None, logs: Path
 ) -> AsyncIterator[tuple[RayNodes, list[NodeSlot]]]:
-    """The nodes for so many slots in the Ray cluster at `address`, or in one that is started here for as long; see
+    """The nodes for this many slots in the Ray cluster at `address`, or in one that is started here for as long; see
     `places` for `share` and `most`. Raises `LaunchError`."""
     from ray.util.placement_group import placement_group, remove_placement_group
 

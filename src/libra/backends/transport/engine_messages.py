@@ -1,4 +1,4 @@
-"""What the controller and a rollout engine say to each other.
+"""Messages between the controller and a rollout engine.
 
 Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), KV lies in a buffer
 (`kv_buffer.py`).
@@ -67,8 +67,8 @@ class Interrupt(Message, frozen=True):
 
 
 class Save(Message, frozen=True):
-    """Put down what there is of this context's KV, whole blocks from its beginning on; answered by `Saved`. Turns go on
-    meanwhile."""
+    """Put down the KV that is held of this context, whole blocks from its beginning on; answered by `Saved`. Turns go
+    on meanwhile."""
 
     tokens: list[int]
     salt: str | None  # that of its `Generate`

@@ -1,4 +1,4 @@
-"""What all messages between the controller and its workers are, and those that every worker knows.
+"""The base of all messages between the controller and its workers, and those that every worker knows.
 
 Invariant: every message is a small typed struct that `msgspec` checks on arrival; nothing is ever unpickled.
 """

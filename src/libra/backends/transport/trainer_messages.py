@@ -1,4 +1,4 @@
-"""What the controller and a training replica say to each other.
+"""Messages between the controller and a training replica.
 
 Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), gradients through a process group
 (`elastic.py`), and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
@@ -74,8 +74,8 @@ class Discard(Message, frozen=True):
     """The step is not made: forget the gradient that awaits a verdict. The state is what it was before `Train`."""
 
 
-# To form a membership: everyone is told within milliseconds, and who has not come by then will not come. A replica that
-# is told to enter waits for the others so long at most.
+# To form a membership: all replicas are told within milliseconds, and one that has not come by then will not come. A
+# replica that is told to enter waits no longer than this for the others.
 FORMING_SECONDS = 20.0
 
 
@@ -124,7 +124,7 @@ class RelayPlace(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serve(Message, frozen=True):
-    """Let whoever shows this token read the published state from another node, until it has joined or gone."""
+    """Let the reader that shows this token copy the published state to another node, until it has joined or gone."""
 
     host: str  # address of this replica's node to listen at
     token: str

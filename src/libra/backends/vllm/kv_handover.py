@@ -33,7 +33,7 @@ class KVLeases:
         return len(self._free)
 
     def lease(self, blocks: int) -> KVTransfer | None:
-        """A transfer of so many frames, the ones that were last in use first; None: there are not so many."""
+        """A transfer of this many frames, those last in use first; None where fewer are free."""
         if blocks > self.free:
             return None
         self._transfers += 1
@@ -110,7 +110,7 @@ class KVHandover:
         self._profile = profile
 
     def may_pay(self, tokens: int) -> bool:
-        """Whether a context of so many tokens, or a shorter one, may be handed over. What pays for one pays for all
+        """Whether a context of at most this many tokens may be handed over. What pays for one pays for all
         that are longer; while costs are not known it may."""
         return self._profile is None or handover_pays(self._profile, tokens)
 

@@ -1,4 +1,4 @@
-"""What an engine has to tell: tokens since it last told, counters since it started.
+"""The reports of an engine: tokens since the last one, counters since the start.
 
 Invariant: each token is told once, in the order in which its turn got it and under the weight version that it was
 sampled with; a turn's end is told with its last token or after it.
