@@ -182,7 +182,7 @@ def on_its_way(scene: Scene) -> tuple[ServingFleet, Draft]:
     """A context that the source holds, where the target is the only one to go on."""
     fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
     fleet.add(ServingEngine(scene.target, "any", 400))
-    draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
+    draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, kv_engine=scene.source)
     draft.given(list(CONTEXT))
     draft.kv_tokens = len(CONTEXT)
     return fleet, draft
