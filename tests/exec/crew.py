@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from replicas import make_trainer
 
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import TrainingWorker
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
 from libra.backends.transport.messages import Precision
@@ -26,7 +26,7 @@ from libra.backends.transport.messages import Precision
 @dataclass
 class Worker:
     handle: Handle
-    trainer: Trainer
+    trainer: TrainerProcess
     thread: threading.Thread
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -36,7 +36,9 @@ class Worker:
 class Crew:
     """Workers that train one model in one precision; `dress` may change a trainer before it serves."""
 
-    def __init__(self, model: Path, precision: Precision, micro_batch: int, dress: Callable[[Trainer], None]) -> None:
+    def __init__(
+        self, model: Path, precision: Precision, micro_batch: int, dress: Callable[[TrainerProcess], None]
+    ) -> None:
         self._model, self._precision, self._micro_batch, self._dress = model, precision, micro_batch, dress
         self.workers: dict[str, Worker] = {}
 
@@ -63,7 +65,10 @@ class Crew:
 
 @asynccontextmanager
 async def crew(
-    model: Path, precision: Precision, micro_batch: int = 1, dress: Callable[[Trainer], None] = lambda trainer: None
+    model: Path,
+    precision: Precision,
+    micro_batch: int = 1,
+    dress: Callable[[TrainerProcess], None] = lambda trainer: None,
 ) -> AsyncIterator[Crew]:
     made = Crew(model, precision, micro_batch, dress)
     try:
@@ -74,7 +79,7 @@ async def crew(
             worker.thread.join(timeout=10)
 
 
-def _serve(channel: WorkerChannel, trainer: Trainer) -> None:
+def _serve(channel: WorkerChannel, trainer: TrainerProcess) -> None:
     with suppress(ConnectionError):  # its handle was closed
         TrainingWorker(channel, trainer).run()
 

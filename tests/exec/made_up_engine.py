@@ -12,20 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from libra.backends.launch.handles import EngineHandle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.messages import (
-    Acknowledged,
-    FromWorker,
-    Generate,
-    Generated,
-    Interrupt,
-    Loaded,
-    LoadWeights,
-    Message,
-    Stop,
-)
+from libra.backends.transport.channel import ControllerChannel, FromWorker
+from libra.backends.transport.engine_messages import Generate, Generated, Interrupt, Loaded, LoadWeights
+from libra.backends.transport.messages import Acknowledged, Message, Stop
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.report import Report, Sampled
 
 STOP = ord(";")

@@ -13,12 +13,12 @@ from accelerate.state import AcceleratorState
 
 from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.grpo import Denominator
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.pace import Pacer
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Precision
+from libra.backends.transport.trainer_messages import (
     Commit,
     HostRendezvous,
-    Precision,
     Prepare,
     Reduced,
     Sample,
@@ -43,7 +43,7 @@ def make_trainer(
     micro_batch: int = 1,
     precision: Precision = "bf16",
     temperature: float = 1.0,
-) -> Trainer:
+) -> TrainerProcess:
     """A replica. `micro_batch` 1 gives every sample its own, so that a batch may be split anywhere without changing the
     rounding of bfloat16. All replicas of one test have one precision: accelerate keeps it for the whole process."""
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != {"bf16": "bf16"}.get(precision, "no"):
@@ -54,7 +54,7 @@ def make_trainer(
     )
     descriptor = create_buffer()
     try:
-        return Trainer(start, descriptor, Pacer(1.0, cores))
+        return TrainerProcess(start, descriptor, Pacer(1.0, cores))
     finally:
         os.close(descriptor)  # the map keeps the memory
 
@@ -85,18 +85,18 @@ def order(samples: Sequence[Sample], version: int = 1) -> Train:
     return Train(version, list(samples), len(samples), sum(sum(s.generated) for s in samples), PATIENCE)
 
 
-def commit(trainer: Trainer, vote: Reduced, publish_to: int = -1) -> Trained:
+def commit(trainer: TrainerProcess, vote: Reduced, publish_to: int = -1) -> Trained:
     """The verdict is yes."""
     assert not vote.failure
     return trainer.commit(Commit(vote.version, publish_to))
 
 
-def train(trainer: Trainer, order: Train, publish_to: int = -1) -> Trained:
+def train(trainer: TrainerProcess, order: Train, publish_to: int = -1) -> Trained:
     """A whole step of one replica that votes for itself."""
     return commit(trainer, trainer.reduce(order), publish_to)
 
 
-def parameters(trainer: Trainer) -> torch.Tensor:
+def parameters(trainer: TrainerProcess) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in trainer.part.parameters.values()])
 
 
@@ -115,13 +115,15 @@ def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Seque
     return port
 
 
-def regroup(replicas: Sequence[Trainer], generation: int) -> None:
+def regroup(replicas: Sequence[TrainerProcess], generation: int) -> None:
     """All of them into a new membership, ranks in this order."""
     prepare([replica.exchange for replica in replicas], generation)
     at_once(*(lambda replica=replica: replica.exchange.enter(generation) for replica in replicas))
 
 
-def step_together(replicas: Sequence[Trainer], shares: Sequence[Sequence[Sample]], version: int = 1) -> list[Trained]:
+def step_together(
+    replicas: Sequence[TrainerProcess], shares: Sequence[Sequence[Sample]], version: int = 1
+) -> list[Trained]:
     """One step of several replicas, each with its share, who all vote yes."""
     votes = at_once(*(lambda r=r, s=s: r.reduce(order(s, version)) for r, s in zip(replicas, shares, strict=True)))
     return [commit(replica, vote) for replica, vote in zip(replicas, votes, strict=True)]

@@ -8,10 +8,10 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Generate, Piece
+from libra.backends.transport.engine_messages import Generate, Piece
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import TurnReport
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, ToolReturn, TurnRequest, View
@@ -172,9 +172,9 @@ class FirstInstance:
         return None
 
 
-def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> EngineFleet:
+def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> ServingFleet:
     """A fleet of one bucket with these engines."""
-    fleet = EngineFleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
+    fleet = ServingFleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
     for engine in engines:
         fleet.add(instance(engine))
     return fleet

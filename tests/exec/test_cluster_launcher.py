@@ -19,11 +19,12 @@ import pytest
 from far_end import PATIENCE
 from fork_servers import BARE
 
-from libra.backends.launch.cluster import ClusterLauncher, Seat
+from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
-from libra.backends.transport.messages import Failure, LoadWeights, Stop
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.messages import Failure, Stop
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss
@@ -48,8 +49,8 @@ class LossyNode:
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
         return await self._there(self.node.start(marks))
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
-        return await self._there(self.node.fork(name, seat, controller, token))
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        return await self._there(self.node.fork(name, slot, controller, token))
 
     def kill(self, pid: int) -> None:
         self.node.kill(pid)
@@ -123,7 +124,7 @@ class Failing(LossyNode):
 
 
 LOSSES = 3  # of nodes in one place
-SEATS = [Seat(0, 0), Seat(1, 0), Seat(0, 1)]
+NODE_SLOTS = [NodeSlot(0, 0), NodeSlot(1, 0), NodeSlot(0, 1)]
 Scenario = Callable[[ClusterLauncher, LossyNodes], Awaitable[None]]
 
 
@@ -135,7 +136,7 @@ def bare_fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_two_nodes(logs: Path, scenario: Scenario, marks: Mapping[str, str] | None = None) -> None:
     async def run() -> None:
         nodes = LossyNodes(logs)
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, SEATS, marks or {}, LOSSES) as launcher:
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, NODE_SLOTS, marks or {}, LOSSES) as launcher:
             await scenario(launcher, nodes)
 
     asyncio.run(run())
@@ -409,7 +410,7 @@ fork_server.main""",
 )
 
 
-def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_slot_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_server = functools.partial(ForkServer, command=("-c", SHOWING))
     monkeypatch.setattr("libra.backends.launch.node.ForkServer", fork_server)
 
@@ -418,7 +419,7 @@ def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.
         nodes.instead = lambda: LossyNode(ClusterNode(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
         async with (
             asyncio.timeout(PATIENCE),
-            ClusterLauncher.open(nodes, [Seat(0, 0), Seat(0, 1)], {}, LOSSES) as launcher,
+            ClusterLauncher.open(nodes, [NodeSlot(0, 0), NodeSlot(0, 1)], {}, LOSSES) as launcher,
         ):
             await launcher.ready()
             for slot in (0, 1):
@@ -439,7 +440,7 @@ def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
     async def run() -> None:
         nodes = LossyNodes(tmp_path)
         nodes.instead = lambda: Unwritable(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
-        async with ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
+        async with ClusterLauncher.open(nodes, [NodeSlot(0, 0)], {}, LOSSES) as launcher:
             with pytest.raises(LaunchError, match=r"Permission denied: 'fork-server-0\.log'"):
                 await asyncio.wait_for(launcher.ready(), PATIENCE)
 
@@ -451,10 +452,10 @@ class Hanging(LossyNode):
 
     hangs = False
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         if self.hangs:
             await asyncio.get_running_loop().create_future()
-        return await super().fork(name, seat, controller, token)
+        return await super().fork(name, slot, controller, token)
 
     async def gone(self, pid: int) -> None:
         if self.hangs:
@@ -467,7 +468,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
         nodes = LossyNodes(tmp_path)
         hanging = Hanging(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         nodes.instead = lambda: hanging
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [NodeSlot(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()
             link = await launcher.spawn("w0", 0)
             hanging.hangs = True
@@ -484,7 +485,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
 class Halfway(LossyNode):
     """Its worker has reached the controller when the order to fork it fails."""
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         self.worker = await asyncio.to_thread(socket.create_connection, controller)
         self.worker.sendall(token)
         await asyncio.sleep(0.05)
@@ -496,7 +497,7 @@ def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None
         nodes = LossyNodes(tmp_path)
         halfway = Halfway(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
         nodes.instead = lambda: halfway
-        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [Seat(0, 0)], {}, LOSSES) as launcher:
+        async with asyncio.timeout(PATIENCE), ClusterLauncher.open(nodes, [NodeSlot(0, 0)], {}, LOSSES) as launcher:
             await launcher.ready()
             with pytest.raises(ForkError, match="unplugged"):
                 await launcher.spawn("w0", 0)

@@ -23,7 +23,7 @@ import libra.backends.grpo.elastic
 import libra.backends.grpo.trainer
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.model_part import Inside
-from libra.backends.transport.messages import HostRendezvous, MeasureTraining, Prepare
+from libra.backends.transport.trainer_messages import HostRendezvous, MeasureTraining, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_token
 from scripted import AskTool, Unwatched
 
-from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route import policy
@@ -107,7 +107,7 @@ class World:
 
     def __init__(self, name: str) -> None:
         self.policy = Heard(policy_named(name))
-        self.fleet = EngineFleet(self.policy, ALLOCATION)
+        self.fleet = ServingFleet(self.policy, ALLOCATION)
         self.agent = Agent()
         self.rollout = Rollout(self.agent, ["t"], Characters(), self.fleet, LONGEST, Unwatched(), now=lambda: 0.0)
         self.version = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from scripted import FirstInstance, Script, ScriptedEngine, instance
 
-from libra.loop.fleet import EngineFleet
+from libra.loop.fleet import ServingFleet
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import InstanceView, View
 
@@ -22,9 +22,9 @@ def engine(name: str, load: int = 0) -> ScriptedEngine:
     return made
 
 
-def make(allocation: Allocation = TWO) -> tuple[EngineFleet, FirstInstance]:
+def make(allocation: Allocation = TWO) -> tuple[ServingFleet, FirstInstance]:
     policy = FirstInstance()
-    return EngineFleet(policy, allocation), policy
+    return ServingFleet(policy, allocation), policy
 
 
 def test_the_view_is_of_now() -> None:
@@ -74,7 +74,7 @@ def test_another_engine_of_the_same_name_is_not_the_one_that_was_asked_for() -> 
     assert (fleet.serves(first.handle), fleet.serves(second.handle)) == (False, True)
 
 
-CHANGES: dict[str, Callable[[EngineFleet], object]] = {
+CHANGES: dict[str, Callable[[ServingFleet], object]] = {
     "an engine comes": lambda fleet: fleet.add(instance(engine("new"), "short")),
     "an engine goes": lambda fleet: fleet.remove("s"),
     "other buckets": lambda fleet: fleet.reallocate(ONE),
@@ -82,7 +82,7 @@ CHANGES: dict[str, Callable[[EngineFleet], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_every_change_wakes_all_who_wait(change: Callable[[EngineFleet], object]) -> None:
+def test_every_change_wakes_all_who_wait(change: Callable[[ServingFleet], object]) -> None:
     async def run() -> None:
         fleet, _ = make()
         fleet.add(instance(engine("s"), "short"))

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_run import PER_STEP, SIZE, Runs, rows, until
 
 from libra.config.run import ConfigError, MetricsConfig
-from libra.loop import run as run_module
+from libra.loop import session
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.tally import OUTCOMES
 from libra.records.causes import Cause
@@ -96,13 +96,13 @@ def require_equal_to_records(samples: Samples, directory: Path) -> None:
 
 def test_a_run_that_is_asked_while_it_goes_on(runs: Runs, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     config = runs.config("asked", steps=STEPS).model_copy(update={"metrics": MetricsConfig(port=port)})
-    directory, last, real = config.run_directory, list[tuple[Samples, dict[str, str]]](), run_module.evaluate
+    directory, last, real = config.run_directory, list[tuple[Samples, dict[str, str]]](), session.evaluate
 
     async def asked_first(*arguments: Any) -> Any:
         last.append(await scrape(port))  # once as the run begins, and once when all its steps are made
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "evaluate", asked_first)
+    monkeypatch.setattr(session, "evaluate", asked_first)
 
     async def scenario() -> tuple[list[Samples], RunSummary]:
         task = runs.start(config)
@@ -157,7 +157,7 @@ def test_a_run_that_is_asked_while_it_goes_on(runs: Runs, monkeypatch: pytest.Mo
 def test_a_run_outlives_visitors_that_it_cannot_let_in(runs: Runs, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     """They hold all files that the process may open: nothing of the run has failed, and asyncio lets them in later."""
     config = runs.config("visited", steps=1).model_copy(update={"metrics": MetricsConfig(port=port)})
-    real, accept = run_module.evaluate, socket.socket.accept
+    real, accept = session.evaluate, socket.socket.accept
 
     def full(listening: socket.socket) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -169,7 +169,7 @@ def test_a_run_outlives_visitors_that_it_cannot_let_in(runs: Runs, monkeypatch: 
         monkeypatch.setattr(socket.socket, "accept", accept)
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "evaluate", visited_first)
+    monkeypatch.setattr(session, "evaluate", visited_first)
 
     async def scenario() -> RunSummary:
         return await runs.start(config)

@@ -29,8 +29,8 @@ from libra.backends.grpo.relay import Relay, await_reader
 from libra.backends.grpo.state_stream import RemotePublication, StateRequest, StateStream, Verdict
 from libra.backends.grpo.train_state import FlatLayout, TrainState
 from libra.backends.grpo.training_worker import BehindError, Follower
-from libra.backends.transport.messages import RelayPlace, Serve
 from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.transport.trainer_messages import RelayPlace, Serve
 
 LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay is in the middle when its reader is
 

@@ -23,10 +23,12 @@ from scripted import (
     turn,
 )
 
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Acknowledged, Generate
+from libra.backends.transport.engine_messages import Generate
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Tool, ToolError
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.exec.protocols import WorkerLostError
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout, TurnReport
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.trajectory import ToolStatus, Turn
@@ -109,7 +111,7 @@ class Reports(list[TurnReport]):
         self.changes.append(("tools", worker, change))
 
 
-def make_rollout(fleet: EngineFleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
+def make_rollout(fleet: ServingFleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
     kept = reports if reports is not None else Reports()
     return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept, now=lambda: 12.5)
 

@@ -22,33 +22,29 @@ from test_replan_controller import PROFILE
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Dtype,
+from libra.backends.transport.engine_messages import (
     EngineMeasured,
-    Failure,
-    Follow,
     Generate,
     Generated,
     HandoverMeasured,
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    MeasureTraining,
-    Message,
-    Publish,
     StartEngine,
-    StartTrainer,
-    Train,
 )
+from libra.backends.transport.messages import Dtype, Failure, Message
+from libra.backends.transport.trainer_messages import Follow, MeasureTraining, Publish, StartTrainer, Train
 from libra.config.run import ConfigError, ModelConfig, RunConfig
 from libra.cost.device import HandoverCost
 from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop import run as run_module
-from libra.loop.checkpoint import Interrupted, latest_checkpoint
+from libra.loop import session
+from libra.loop.checkpoint import latest_checkpoint
 from libra.loop.episode_file import read_history
+from libra.loop.interrupted import Interrupted
 from libra.loop.rollout import Rollout
 from libra.loop.run import run
 from libra.plan.problem import InfeasiblePlanError
@@ -373,7 +369,7 @@ def test_engines_that_are_lost_in_an_evaluation_are_started_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, verb: str, which: int
 ) -> None:
     """All of them, with turns that they have begun: nobody else could go on with those."""
-    config, calls, real = runs.config("evaluated"), itertools.count(), getattr(run_module, verb)
+    config, calls, real = runs.config("evaluated"), itertools.count(), getattr(session, verb)
 
     async def bereft(*arguments: Any) -> Any:
         if next(calls) == which:
@@ -381,7 +377,7 @@ def test_engines_that_are_lost_in_an_evaluation_are_started_again(
                 runs.launcher.workers[entry.handle.name].instead[Generate] = None
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, verb, bereft)
+    monkeypatch.setattr(session, verb, bereft)
 
     async def scenario() -> RunSummary:
         async with asyncio.timeout(PATIENCE):
@@ -415,7 +411,7 @@ def test_workers_that_are_lost_while_they_are_measured_are_started_again(
     lost: set[str],
 ) -> None:
     """Their processes, or those that replace them as restarts are measured, break at such an order."""
-    config, real, attempts = runs.config("measured", steps=3, measured=True), run_module.measure, itertools.count()
+    config, real, attempts = runs.config("measured", steps=3, measured=True), session.measure, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
@@ -424,7 +420,7 @@ def test_workers_that_are_lost_while_they_are_measured_are_started_again(
                 runs.launcher.workers[name].instead |= orders
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "measure", measured)
+    monkeypatch.setattr(session, "measure", measured)
 
     async def scenario() -> RunSummary:
         async with asyncio.timeout(PATIENCE):
@@ -497,14 +493,14 @@ def test_costs_are_those_of_engines_as_they_will_run(
 def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_started_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, order: type[Message]
 ) -> None:
-    config, real, attempts = runs.config("plain", steps=3, measured=True), run_module.measure_plain, itertools.count()
+    config, real, attempts = runs.config("plain", steps=3, measured=True), session.measure_plain, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
             runs.launcher.prepared["rollout-1"] = {order: None}
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "measure_plain", measured)
+    monkeypatch.setattr(session, "measure_plain", measured)
 
     async def scenario() -> RunSummary:
         async with asyncio.timeout(PATIENCE):
@@ -542,7 +538,7 @@ def test_a_run_ends_when_its_workers_cannot_be_measured(runs: Runs, monkeypatch:
         runs.launcher.workers["rollout-0"].die()
         raise WorkerLostError("engine rollout-0 is gone")
 
-    monkeypatch.setattr(run_module, "measure", lost)
+    monkeypatch.setattr(session, "measure", lost)
 
     async def scenario() -> None:
         async with asyncio.timeout(PATIENCE):

@@ -10,9 +10,9 @@ from far_end import PATIENCE
 from made_up_engine import STOP, MadeUpEngine, connect_made_up, next_token
 from scripted import FirstInstance
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import Placement, ToolReturn, TurnRequest, View
@@ -54,7 +54,7 @@ class Scene:
         self, policy: FirstInstance, most: int = MOST, returned: ToolReturn | None = None, prompt: str = "a;"
     ) -> None:
         self.policy = policy
-        self.fleet = EngineFleet(policy, Allocation(1, (Bucket("short", 1, 0, 4), Bucket("long", 1, 4, 40))))
+        self.fleet = ServingFleet(policy, Allocation(1, (Bucket("short", 1, 0, 4), Bucket("long", 1, 4, 40))))
         self.handles: dict[str, EngineHandle] = {}
         self.workers: dict[str, MadeUpEngine] = {}
         for shape in ("short", "long"):

@@ -61,8 +61,8 @@ def gather(
 
     Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
     """
-    tracker = make_tracker(config)
-    holds = longest_context(config)
+    tracker = make_tracker(config.planner)
+    holds = longest_context(config.engines)
     finished = unfinished = too_long = longest = longest_turn = 0
     tool_calls = _ToolCalls(longest_tool_call)
     for trajectory in map(tool_calls, trajectories):

@@ -148,7 +148,7 @@ class SlotSite:
 
     @property
     def longest_context(self) -> int:
-        return longest_context(self.config)
+        return longest_context(self.config.engines)
 
     @property
     def horizon(self) -> int:
