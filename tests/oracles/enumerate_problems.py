@@ -146,33 +146,30 @@ def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, trainin
         + 2 * problem.switch * problem.colocated
     )
 
+    def asked(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
+        return _asked(costs, reach, own, bucket) if costs else 0.0
+
+    loads = []  # of each router: seconds of a step, and seconds squared to be divided by it
+    for reach in problem.recall_known if runs else problem.recall_possible:
+        gone = min(1.0, max(0.0, asked(option.kv_occupancy, reach) / bucket.engines - 1))
+        busy = max(asked(row, reach) for row in option.work) + gone * asked(option.refill, reach)
+        loads.append((busy / bucket.engines, asked(option.refresh, reach) / bucket.engines))
+    lines = [(row[own[-1]], waits[own[-1]]) for row, waits in zip(option.generates, option.waits, strict=True) if own]
+
     def work(step: float) -> float:
         """Seconds of a step, as long as the router that asks for most."""
-        most = 0.0
-        for reach in problem.recall_known if runs else problem.recall_possible:
-
-            def asked(costs: tuple[float, ...], reach: tuple[float, ...] = reach) -> float:
-                return _asked(costs, reach, own, bucket) if costs else 0.0
-
-            caches = asked(option.kv_occupancy)
-            gone = min(1.0, max(0.0, caches / bucket.engines - 1))
-            again = asked(option.refresh) / step + gone * asked(option.refill)
-            most = max([most, *(asked(row) + again for row in option.work)])
-        return most / bucket.engines
+        return max([busy + squared / step for busy, squared in loads])
 
     def kept(step: float) -> bool:
         """Whether the longest trajectory, which has what the others leave of its engine, is in time."""
         allowed = (1 + problem.staleness) * step - after
-        spread, load = (allowed - option.stall, work(step)) if problem.staleness == 0 else (step, 0.0)
-        if problem.staleness > 0:
-            load = work(step) + option.stall
+        left, spread, load = allowed, step, work(step) + option.stall
+        if problem.staleness == 0:  # the work is spread over the rollout
+            left, spread, load = allowed - option.stall, allowed - option.stall, work(step)
         if residence > allowed or load > spread:
             return False
-        left = allowed - option.stall if problem.staleness == 0 else allowed
-        lines = [(row[own[-1]], waits[own[-1]]) for row, waits in zip(option.generates, option.waits, strict=True)]
         return all(
-            waits <= left and (left - waits) * (spread - load) >= generates * spread
-            for generates, waits in (lines if own else [])
+            [waits <= left and (left - waits) * (spread - load) >= generates * spread for generates, waits in lines]
         )
 
     return _first(kept)

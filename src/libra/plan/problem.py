@@ -52,7 +52,7 @@ time, R is at least, for each line l of the option, with the prices of the bucke
 
     waits[l] + generates[l] / (1 - u)                     u = (W / n + stall) / T
 
-With eta = 0 nothing overlaps: the work is spread over the rollout, u = (W / n) / R, and rollout is
+With eta = 0 nothing overlaps: the work is spread over the rollout, R >= W / n and u = (W / n) / R, and rollout is
 
     T >= stall + R + F + S                                (colocated: and two switches, in latency, too)
 
