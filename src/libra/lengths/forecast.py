@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.lengths.classes import TrajectoryClass
-from libra.lengths.cohorts import OCTAVES, Cohort, Sums
+from libra.lengths.cohorts import Cohort, Sums
 from libra.lengths.evidence import Evidence
 
 DAMPING = 0.9  # each version ahead continues the trend by this much of the one before (Gardner & McKenzie 1985)
@@ -46,18 +46,19 @@ class Forecast:
 def cohort_levels(cohorts: Sequence[Cohort], evidence: Evidence) -> Array:
     """[cohort] mean logarithm of the final context.
 
-    A running trajectory enters with the mean over all that outlive what it has come to (one step of Buckley & James
+    A running trajectory enters with the mean over all that take more work than it has had (one step of Buckley & James
     1979), which knows of no trend: weigh a cohort by how much of it has finished.
     """
-    shares = evidence.shares()
-    counts = evidence.finished[:, 0]
-    middles = (np.arange(len(counts)) + 0.5) * math.log(2) * OCTAVES / len(counts)  # where none has finished
-    logs = np.divide(evidence.sums[:, _LOG], counts, out=middles, where=counts > 0)
+    shares, logs = evidence.by_work, evidence.log_contexts
     # On average half of its own bin is behind a running trajectory.
     outliving = np.cumsum(shares[::-1])[::-1] - shares / 2
     total = np.cumsum((shares * logs)[::-1])[::-1] - shares * logs / 2
     expected = np.divide(total, outliving, out=logs.copy(), where=outliving > 0)
-    return np.array([(c.sums[:, _LOG].sum() + (c.running * expected).sum()) / c.started for c in cohorts])
+    levels = []
+    for cohort in cohorts:
+        to_come = cohort.running.values[:, 0] @ expected[cohort.running.cells[:, 0]]
+        levels.append((cohort.sums[:, _LOG].sum() + to_come) / cohort.started)
+    return np.array(levels)
 
 
 def fit(versions: Array, levels: Array, weights: Array) -> Trend:
