@@ -130,8 +130,8 @@ class Table:
     def add(self, cell: Cell, values: Array) -> None:
         row = self._rows.setdefault(cell, len(self._rows))
         if row == len(self._values):
-            self._cells, self._values = (np.concatenate((each, each)) for each in (self._cells, self._values))
-            self._values[row:] = 0
+            self._cells = np.concatenate((self._cells, np.zeros_like(self._cells)))
+            self._values = np.concatenate((self._values, np.zeros_like(self._values)))
         self._cells[row] = cell
         self._values[row] += values
 

@@ -65,6 +65,7 @@ class LengthTracker:
         self._opening = Cohort(self._bins)
         self._width = 1  # versions of each of the other cohorts
         self._cohorts: dict[int, Cohort] = {}  # by start version // width
+        self._weighed: Evidence | None = None  # until more is observed
         self._ahead = Cohort(self._bins)  # what the running ones have come to, as if they had finished there
 
     def observe(self, trajectory: Trajectory) -> None:
@@ -75,6 +76,7 @@ class LengthTracker:
         sums = sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds)
         cell, _ = place(trajectory, sums, self.bins_per_octave)
         version = trajectory.policy_version
+        self._weighed = None
         if not self._by_version:
             self._opened = version if self._opened is None else max(version, self._opened)
         cohort = self._cohort(version)
@@ -87,7 +89,9 @@ class LengthTracker:
         """Replace what is known to run by these unfinished trajectories, as far as they have come.
 
         Give all of them, after having observed what has finished since, and before asking: one that finishes counts
-        twice until the next call. That nothing runs is also something to say.
+        twice until the next call. That nothing runs is also something to say. One that waits for a tool ends with that
+        call: status "unknown", nothing returned, and as `tool_seconds` what it has waited so far; without it, those
+        that wait long are taken to have come less far than they have.
         """
         placed = []
         for trajectory in trajectories:
@@ -96,6 +100,7 @@ class LengthTracker:
             sums = sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds)
             placed.append((trajectory.policy_version, sums, *place(trajectory, sums, self.bins_per_octave)))
         self._by_version = True
+        self._weighed = None
         self._ahead = Cohort(self._bins)
         for cohort in (self._opening, *self._cohorts.values()):
             cohort.clear_running()
@@ -274,7 +279,10 @@ class LengthTracker:
     def _evidence(self) -> Evidence:
         if not self._finished:
             raise ValueError("the tracker has seen no trajectory; observe() at least one finished trajectory first")
-        return weigh([self._opening, *(self._cohorts[key] for key in sorted(self._cohorts))], self.half_life)
+        if self._weighed is None:
+            cohorts = [self._opening, *(self._cohorts[key] for key in sorted(self._cohorts))]
+            self._weighed = weigh(cohorts, self.half_life)
+        return self._weighed
 
     def _distribution(self) -> Distribution:
         return self._evidence().distribution(self._ahead, self.bins_per_octave)
