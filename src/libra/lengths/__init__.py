@@ -1,7 +1,7 @@
 """Statistics of how long trajectories become, tracked as it drifts.
 
 Invariant: every answer is taken from the same weighted evidence, and what is still running is evidence too: it shows
-that a length was reached, never that it was the final one.
+how much work it has had, tokens and tools, never that this was all.
 """
 
 from libra.lengths.classes import TAIL_SHARE, TrajectoryClass

@@ -30,7 +30,8 @@ class LengthTracker:
     """Exponentially forgotten statistics of trajectories, by final context: the most tokens one ever held.
 
     Long trajectories finish late, so those that have finished are too short a sample. `observe_running` says what has
-    not; from then on, evidence is weighed by start version and the running ones count as what they are, lower bounds.
+    not; from then on, evidence is weighed by start version, and finished ones stand for running ones that have had less
+    work (`evidence.weigh`).
     Until it is first called nothing is known to run, and finished trajectories are forgotten in order of arrival.
 
     After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
