@@ -5,8 +5,8 @@ how much work it has had, tokens and tools, never that this was all.
 """
 
 from libra.lengths.classes import TAIL_SHARE, TrajectoryClass
-from libra.lengths.forecast import Forecast
+from libra.lengths.forecast import LengthForecast
 from libra.lengths.survival import FALSE_ALARM_RATE, Drift
 from libra.lengths.tracker import LengthTracker, merge
 
-__all__ = ["FALSE_ALARM_RATE", "TAIL_SHARE", "Drift", "Forecast", "LengthTracker", "TrajectoryClass", "merge"]
+__all__ = ["FALSE_ALARM_RATE", "TAIL_SHARE", "Drift", "LengthForecast", "LengthTracker", "TrajectoryClass", "merge"]

@@ -27,7 +27,7 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class WeighedCohorts:
     """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory weighs
     for itself and for the running ones that it stands for (`survival.lift`)."""
 
@@ -84,7 +84,7 @@ class Evidence:
         )
 
 
-def weigh(cohorts: Sequence[Cohort], half_life: float) -> Evidence:
+def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     """`cohorts` in order of their versions, the opening one first.
 
     Who finishes is a matter of time, not of length: the product limit goes by work, and final contexts are marks of
@@ -127,7 +127,7 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> Evidence:
     log_contexts[: len(finished)] = sums[:, _LOG] / finished[:, 0]
     shares = np.bincount(end_cells[:, 0], memory, work_bins)
     logs = np.bincount(end_cells[:, 0], memory * log_contexts, work_bins)
-    return Evidence(
+    return WeighedCohorts(
         weights=weights,
         finished=finished_by_context,
         ended=ended,

@@ -1,7 +1,7 @@
 """The tracker: what has finished and what is running, forgotten by the version it started with.
 
 Invariant: a tracker's answers depend only on the trajectories it was given and, before the first `observe_running`,
-on their order; never on time. Evidence is weighed when a question is asked: a trajectory behind which n others have
+on their order; never on time. WeighedCohorts is weighed when a question is asked: a trajectory behind which n others have
 started weighs `2 ** (-n / half_life)`.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from libra.lengths.classes import Distribution, TrajectoryClass
 from libra.lengths.cohorts import OCTAVES, Cohort, place, sums_of
-from libra.lengths.evidence import FORGOTTEN, Evidence, weigh
-from libra.lengths.forecast import TREND_MEMORY, Forecast, cohort_levels, fit, project
+from libra.lengths.evidence import FORGOTTEN, WeighedCohorts, weigh
+from libra.lengths.forecast import TREND_MEMORY, LengthForecast, cohort_levels, fit, project
 from libra.lengths.survival import Drift
 from libra.trajectory import Trajectory
 
@@ -66,7 +66,7 @@ class LengthTracker:
         self._opening = Cohort(self._bins)
         self._width = 1  # versions of each of the other cohorts
         self._cohorts: dict[int, Cohort] = {}  # by start version // width
-        self._weighed: Evidence | None = None  # until more is observed
+        self._weighed: WeighedCohorts | None = None  # until more is observed
         self._ahead = Cohort(self._bins)  # what the running ones have come to, as if they had finished there
 
     def observe(self, trajectory: Trajectory) -> None:
@@ -152,7 +152,7 @@ class LengthTracker:
             return Drift(distance=0.0, threshold=1.0, drifted=False)  # distances reach 1
         return self._evidence().drift
 
-    def forecast(self, steps: float, limit: int = 8, longest: int | None = None) -> Forecast:
+    def forecast(self, steps: float, limit: int = 8, longest: int | None = None) -> LengthForecast:
         """The workload `steps` versions after the newest one that has started, none of it above `longest` tokens.
 
         The trend is a line through the mean log final context of the versions, over four times the memory of the other
@@ -277,7 +277,7 @@ class LengthTracker:
         for key, cohort in narrow.items():
             self._cohorts.setdefault(key // 2, Cohort(self._bins)).absorb(cohort)
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> WeighedCohorts:
         if not self._finished:
             raise ValueError("the tracker has seen no trajectory; observe() at least one finished trajectory first")
         if self._weighed is None:
