@@ -1,7 +1,7 @@
 """The tracker: what has finished and what is running, forgotten by the version it started with.
 
 Invariant: a tracker's answers depend only on the trajectories it was given and, before the first `observe_running`,
-on their order; never on time. WeighedCohorts is weighed when a question is asked: a trajectory behind which n others have
+on their order; never on time. Evidence is weighed when a question is asked: a trajectory behind which n others have
 started weighs `2 ** (-n / half_life)`.
 """
 
