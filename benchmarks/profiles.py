@@ -150,11 +150,11 @@ def line_rows(profiles: Iterable[EngineProfile]) -> list[Row]:
     above = 0.0
     for grid in (grid for profile in profiles for grid in profile.engines):
         prefill += [prefill_line(grid, chunk).error for chunk in (2048, 8192)]
-        for seats in (8, 32, 64, 128, 256):
+        for max_num_seqs in (8, 32, 64, 128, 256):
             began = time.perf_counter()
-            lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=memory)
+            lines = iteration_lines(grid, max_num_seqs, contexts=(shortest, longest), kv_tokens=memory)
             taken.append(time.perf_counter() - began)
-            batches = np.unique([*(batch for batch in grid.batches if batch < seats), seats])
+            batches = np.unique([*(batch for batch in grid.batches if batch < max_num_seqs), max_num_seqs])
             contexts = np.geomspace(shortest, longest, 24)
             tokens = batches[:, None] * contexts
             below = np.max(
@@ -165,7 +165,7 @@ def line_rows(profiles: Iterable[EngineProfile]) -> list[Row]:
             held = tokens <= memory
             above = max(above, float(-loss[held].min()))
             any_batch.append(float(loss[held].mean()))
-            full.append(float(loss[batches == seats][held[batches == seats]].mean()))
+            full.append(float(loss[batches == max_num_seqs][held[batches == max_num_seqs]].mean()))
     case = f"bounds of an iteration, contexts {shortest}-{longest}, {memory} tokens of KV"
     return [
         Row(case, "largest excess over the table", 100 * above, "%", "none but rounding", above < 1e-9),

@@ -79,13 +79,13 @@ class Case:
 
 
 @cache
-def engine(model: str, gpu: str, tp: int, max_model_len: int, seats: int = 256) -> EngineSpec:
+def engine(model: str, gpu: str, tp: int, max_model_len: int, max_num_seqs: int = 256) -> EngineSpec:
     """An engine with all the memory that vLLM would take, and the times of the GPU's roofline."""
     spec, device = load_model(model), GPUS[gpu]
     config = EngineConfig(
         max_model_len=max_model_len,
         kv_blocks=kv_tokens(spec, device.memory, 0.9, tp, weight_bytes=2, kv_bytes=2, batched_tokens=8192) // 16,
-        max_num_seqs=seats,
+        max_num_seqs=max_num_seqs,
     )
     return EngineSpec("0", config, GridCost(roofline(device, spec, [tp]).grid(tp), config))
 
@@ -170,7 +170,7 @@ def step() -> SimCluster:
         40960,
     )
     trajectories = agent_trajectories(agent, 32, seed=0, samples_per_prompt=16)
-    spec = engine("Qwen/Qwen3-14B", "A800", 2, 40960, seats=128)
+    spec = engine("Qwen/Qwen3-14B", "A800", 2, 40960, max_num_seqs=128)
     return cluster(spec, 24, Replay(trajectories), LeastLoaded())
 
 

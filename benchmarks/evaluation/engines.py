@@ -28,9 +28,9 @@ def a800_nodes(count: int) -> Cluster:
 
 
 def engines_of(
-    model: ModelSpec, cluster: Cluster, recipe: Recipe, tp: int, seats: int, source: str = "tables"
+    model: ModelSpec, cluster: Cluster, recipe: Recipe, tp: int, max_num_seqs: int, source: str = "tables"
 ) -> tuple[EngineSpec, ...]:
-    """As many engines of `tp` GPUs as the cluster holds, each of at most `seats` sequences at once.
+    """As many engines of `tp` GPUs as the cluster holds, each of at most `max_num_seqs` sequences at once.
 
     `source` is that of `engine_profiles`; the default is no `auto`, so that numbers do not depend on what is installed.
     """
@@ -41,7 +41,7 @@ def engines_of(
         max_model_len=min(kv, recipe.max_length),
         kv_blocks=kv // BLOCK,
         block_size=BLOCK,
-        max_num_seqs=seats,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
     cost = GridCost(profile.grid(tp), config)

@@ -19,14 +19,14 @@ from libra.trajectory import Trajectory, Turn
 
 MODEL = "Qwen/Qwen3-14B"
 NODES = 6  # of 8 A800
-SEATS = 256  # sequences of an engine at once: the default of `EngineConfig`
+MAX_NUM_SEQS = 256  # sequences of an engine at once: the default of `EngineConfig`
 LONGEST = 40_960  # tokens
 _CLASSES = 8
 
 
 def rollout(tp: int, mean: int, trajectories: int, seed: int) -> dict[str, float]:
     """Seconds until the last trajectory of a batch is finished, all started at once on engines of degree `tp`."""
-    engines = engines_of(load_model(MODEL), a800_nodes(NODES), _recipe(trajectories), tp, SEATS)
+    engines = engines_of(load_model(MODEL), a800_nodes(NODES), _recipe(trajectories), tp, MAX_NUM_SEQS)
     found = metrics_of(simulate(engines, _batch(mean, trajectories, seed), LeastLoaded()))
     if found.finished != trajectories:
         raise RuntimeError(f"{found.finished} of {trajectories} trajectories finished; all must")

@@ -14,14 +14,14 @@ from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
 
 MODEL = "Qwen/Qwen3-14B"
-SEATS = 256  # sequences of an engine at once: the default of `EngineConfig`
+MAX_NUM_SEQS = 256  # sequences of an engine at once: the default of `EngineConfig`
 LONGEST = 32_768  # tokens
 
 
 def throughput(tp: int, low: int, high: int, requests: int, seed: int) -> dict[str, float]:
     """Generated tokens per second on 8 A800, from the arrival of all requests to the last finish."""
     recipe = Recipe(batch=requests, samples_per_prompt=1, max_length=LONGEST)
-    engines = engines_of(load_model(MODEL), a800_nodes(1), recipe, tp, SEATS)
+    engines = engines_of(load_model(MODEL), a800_nodes(1), recipe, tp, MAX_NUM_SEQS)
     found = metrics_of(simulate(engines, spread_requests(requests, low, high, seed), LeastLoaded()))
     if found.finished != requests or found.generated_rate is None:
         raise RuntimeError(f"{found.finished} of {requests} requests finished; all must")

@@ -65,7 +65,7 @@ class Grid:
     def config(self) -> EngineConfig:
         """An engine that holds the largest point, and the cached contexts of all points, without cutting a chunk."""
         longest = max(*self.contexts, *self.prefixes)
-        seats = max(*self.batches, *(batch + prompts for batch, _, (prompts, _, _) in self.mixed))
+        max_num_seqs = max(*self.batches, *(batch + prompts for batch, _, (prompts, _, _) in self.mixed))
         budget = max(
             *self.chunks,
             *(prompts * new for prompts, new, _ in self.several),
@@ -74,10 +74,10 @@ class Grid:
         length = (longest + budget + _TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS
         return EngineConfig(
             max_model_len=length,
-            kv_blocks=3 * seats * longest // BLOCK_TOKENS + 4 * length // BLOCK_TOKENS,
+            kv_blocks=3 * max_num_seqs * longest // BLOCK_TOKENS + 4 * length // BLOCK_TOKENS,
             block_size=BLOCK_TOKENS,
-            max_num_seqs=seats,
-            max_num_batched_tokens=max(budget, seats),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(budget, max_num_seqs),
         )
 
 

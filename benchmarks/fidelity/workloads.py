@@ -162,17 +162,17 @@ def random_time_workload(seed: int) -> Workload:
         priorities=(0, 1, 2) if priority else (0,),
     )
     blocks = -(-group.longest // BLOCK_TOKENS)
-    seats = random.choice((4, 8, 16, 24, 48))
+    max_num_seqs = random.choice((4, 8, 16, 24, 48))
     return Workload(
         name=f"random-{seed}",
         why="drawn from its seed",
         seed=seed,
         engines=random.choice((1, 1, 1, 2)),
         engine=Engine(
-            max_num_seqs=seats,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=random.choice((128, 256, 512, 768)),
             max_model_len=blocks * BLOCK_TOKENS,
-            kv_blocks=blocks + random.randint(0, 3 * blocks) if tight else blocks * seats,
+            kv_blocks=blocks + random.randint(0, 3 * blocks) if tight else blocks * max_num_seqs,
             policy="priority" if priority else "fcfs",
             enable_prefix_caching=random.random() < 0.8,
         ),

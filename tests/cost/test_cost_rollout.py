@@ -65,14 +65,16 @@ WORK = [
 ]
 
 
-@pytest.mark.parametrize(("timing", "seats", "kv_tokens", "wanted"), [w[1:] for w in WORK], ids=[w[0] for w in WORK])
-def test_work(timing: EngineTiming, seats: int, kv_tokens: int, wanted: tuple[float, ...]) -> None:
-    assert work(timing, CLASS, seats, kv_tokens) == pytest.approx(wanted)
+@pytest.mark.parametrize(
+    ("timing", "max_num_seqs", "kv_tokens", "wanted"), [w[1:] for w in WORK], ids=[w[0] for w in WORK]
+)
+def test_work(timing: EngineTiming, max_num_seqs: int, kv_tokens: int, wanted: tuple[float, ...]) -> None:
+    assert work(timing, CLASS, max_num_seqs, kv_tokens) == pytest.approx(wanted)
 
 
-def test_seats_and_memory_ask_for_the_same_when_context_fills_the_seats_exactly() -> None:
-    by_seats, by_memory = work(TIMING, CLASS, 10, 10 * 500)  # 500 tokens of context each
-    assert by_seats == pytest.approx(by_memory)
+def test_max_num_seqs_and_memory_ask_for_the_same_when_context_fills_the_max_num_seqs_exactly() -> None:
+    by_max_num_seqs, by_memory = work(TIMING, CLASS, 10, 10 * 500)  # 500 tokens of context each
+    assert by_max_num_seqs == pytest.approx(by_memory)
 
 
 @given(
@@ -82,14 +84,14 @@ def test_seats_and_memory_ask_for_the_same_when_context_fills_the_seats_exactly(
     st.sampled_from([TIMING, TWO_LINES]),
 )
 def test_an_engine_never_takes_less_time_than_its_work(
-    trajectories: list[tuple[int, int]], seats: int, kv_tokens: int, timing: EngineTiming
+    trajectories: list[tuple[int, int]], max_num_seqs: int, kv_tokens: int, timing: EngineTiming
 ) -> None:
     """Run each iteration of one engine that takes trajectories in order: as many as have a seat and memory to end."""
     waiting = [(prompt, prompt + generated) for prompt, generated in trajectories]
     running: list[list[int]] = []
     seconds = 0.0
     while waiting or running:
-        while waiting and len(running) < seats and sum(end for _, end in running) + waiting[0][1] <= kv_tokens:
+        while waiting and len(running) < max_num_seqs and sum(end for _, end in running) + waiting[0][1] <= kv_tokens:
             running.append(list(waiting.pop(0)))
         context = sum(length for length, _ in running)
         seconds += timing.iteration_seconds(len(running), context)
@@ -105,7 +107,7 @@ def test_an_engine_never_takes_less_time_than_its_work(
         prefill=0.0,
         turns=0.0,
     )
-    assert max(work(timing, together, seats, kv_tokens)) <= seconds * (1 + 1e-9)
+    assert max(work(timing, together, max_num_seqs, kv_tokens)) <= seconds * (1 + 1e-9)
 
 
 def test_prefilled_tokens_have_half_the_final_context_before_them() -> None:
@@ -119,10 +121,10 @@ def test_a_refill_prefills_the_context_of_a_random_generated_token() -> None:
     assert refill_seconds(TIMING, SILENT) == 0.0
 
 
-@pytest.mark.parametrize("seats", [1, 10, 64])
-def test_residence_of_one_is_iterations_at_the_mean_context(seats: int) -> None:
-    iteration = COST.iteration_seconds(seats, seats * 500)
-    assert residence(TIMING, CLASS, seats, 10**9, 1.0) == pytest.approx(100 * iteration + 0.1 + 0.2 + 3.0)
+@pytest.mark.parametrize("max_num_seqs", [1, 10, 64])
+def test_residence_of_one_is_iterations_at_the_mean_context(max_num_seqs: int) -> None:
+    iteration = COST.iteration_seconds(max_num_seqs, max_num_seqs * 500)
+    assert residence(TIMING, CLASS, max_num_seqs, 10**9, 1.0) == pytest.approx(100 * iteration + 0.1 + 0.2 + 3.0)
 
 
 def test_no_more_sequences_decode_together_than_memory_holds() -> None:

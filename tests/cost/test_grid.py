@@ -117,8 +117,8 @@ def test_the_digest_is_of_every_value() -> None:
     assert len({PROFILE.digest, *(other.digest for other in others)}) == 4
 
 
-def bound(grid: EngineGrid, seats: int, batch: float, context: float, **limits: object) -> float:
-    lines = iteration_lines(grid, seats, **limits)  # type: ignore[arg-type]
+def bound(grid: EngineGrid, max_num_seqs: int, batch: float, context: float, **limits: object) -> float:
+    lines = iteration_lines(grid, max_num_seqs, **limits)  # type: ignore[arg-type]
     return max(line.step + line.per_sequence * batch + line.per_context_token * batch * context for line in lines)
 
 
@@ -127,14 +127,14 @@ def affine_grid(step: float, per_sequence: float, per_token: float) -> EngineGri
     return replace(GRID, decode=decode)
 
 
-@pytest.mark.parametrize("seats", [1, 2, 3, 4, 16])
-def test_an_affine_iteration_is_its_own_bound(seats: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4, 16])
+def test_an_affine_iteration_is_its_own_bound(max_num_seqs: int) -> None:
     grid = affine_grid(0.02, 0.001, 1e-5)
-    lines = iteration_lines(grid, seats)
+    lines = iteration_lines(grid, max_num_seqs)
     assert len(lines) == 1
     assert lines[0].per_context_token == pytest.approx(1e-5)
-    for batch in {1, seats}:
-        assert bound(grid, seats, batch, 250.0) == pytest.approx(0.02 + 0.001 * batch + 1e-5 * 250 * batch)
+    for batch in {1, max_num_seqs}:
+        assert bound(grid, max_num_seqs, batch, 250.0) == pytest.approx(0.02 + 0.001 * batch + 1e-5 * 250 * batch)
 
 
 def test_a_full_batch_decides_the_last_line() -> None:
@@ -168,11 +168,11 @@ def test_limits_make_the_bound_tighter() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"seats": 0}, "seats is 0"),
-        ({"seats": 1, "pieces": 0}, "pieces is 0"),
-        ({"seats": 1, "contexts": (200, 100)}, r"contexts is \(200, 100\)"),
-        ({"seats": 1, "contexts": (0, 100)}, "contexts"),
-        ({"seats": 1, "kv_tokens": 99}, "kv_tokens is 99"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 1, "pieces": 0}, "pieces is 0"),
+        ({"max_num_seqs": 1, "contexts": (200, 100)}, r"contexts is \(200, 100\)"),
+        ({"max_num_seqs": 1, "contexts": (0, 100)}, "contexts"),
+        ({"max_num_seqs": 1, "kv_tokens": 99}, "kv_tokens is 99"),
     ],
 )
 def test_bounds_of_nothing_are_refused(limits: dict[str, object], message: str) -> None:
@@ -196,27 +196,27 @@ def grids(draw: st.DrawFn) -> EngineGrid:
 @settings(max_examples=150, deadline=None)
 @given(
     grid=grids(),
-    seats=st.integers(1, 30),
+    max_num_seqs=st.integers(1, 30),
     ends=st.tuples(st.floats(32, 2000), st.floats(32, 2000)),
     memory=st.none() | st.floats(1, 20),
     where=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=8, max_size=8),
 )
 def test_lines_are_never_above_the_iteration(
     grid: EngineGrid,
-    seats: int,
+    max_num_seqs: int,
     ends: tuple[float, float],
     memory: float | None,
     where: list[tuple[float, float]],
 ) -> None:
     low, high = min(ends), max(ends)
     kv_tokens = None if memory is None else memory * low
-    lines = iteration_lines(grid, seats, contexts=(low, high), kv_tokens=kv_tokens)
+    lines = iteration_lines(grid, max_num_seqs, contexts=(low, high), kv_tokens=kv_tokens)
     assert 1 <= len(lines) <= 3
     assert all(min(line.step, line.per_sequence, line.per_context_token) >= 0 for line in lines)
     assert len({line.per_context_token for line in lines}) == 1
     for u, v in [*where, (0, 0), (0, 1), (1, 0), (1, 1)]:
         context = low + v * (high - low)
-        most = seats if kv_tokens is None else min(seats, kv_tokens / context)
+        most = max_num_seqs if kv_tokens is None else min(max_num_seqs, kv_tokens / context)
         if most < 1:  # memory does not hold one such sequence
             continue
         batch = 1 + u * (most - 1)
@@ -230,9 +230,9 @@ def test_lines_are_never_above_the_iteration(
 @given(
     steps=st.lists(st.floats(1e-3, 1e-1), min_size=5, max_size=5),
     slope=st.floats(0, 1e-6),
-    seats=st.integers(2, 64),
+    max_num_seqs=st.integers(2, 64),
 )
-def test_a_convex_grid_is_met_at_a_full_batch(steps: list[float], slope: float, seats: int) -> None:
+def test_a_convex_grid_is_met_at_a_full_batch(steps: list[float], slope: float, max_num_seqs: int) -> None:
     """Convex in b from a positive start, with the tangent at a full batch above 0: nothing is lost there."""
     batches = (1, 2, 8, 32, 64)
     rates = np.maximum.accumulate(np.array(sorted(steps)) / 64)
@@ -243,8 +243,10 @@ def test_a_convex_grid_is_met_at_a_full_batch(steps: list[float], slope: float, 
         tuple(seconds + slope * b * c for c in GRID.contexts) for b, seconds in zip(batches, base, strict=True)
     )
     grid = replace(GRID, batches=batches, decode=decode)
-    assert bound(grid, seats, seats, 300.0, pieces=1) == pytest.approx(grid.decode_seconds(seats, 300.0), rel=1e-6)
-    assert bound(grid, seats, 1, 300.0, pieces=4) == pytest.approx(grid.decode_seconds(1, 300.0), rel=1e-6)
+    assert bound(grid, max_num_seqs, max_num_seqs, 300.0, pieces=1) == pytest.approx(
+        grid.decode_seconds(max_num_seqs, 300.0), rel=1e-6
+    )
+    assert bound(grid, max_num_seqs, 1, 300.0, pieces=4) == pytest.approx(grid.decode_seconds(1, 300.0), rel=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [10, 15, 40])

@@ -286,13 +286,13 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
         rows = draw(st.integers(1, 2))
         caches = st.tuples(*[st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.5])] * classes)
         lines = draw(st.integers(0, 2))
-        for seats in range(1, draw(st.integers(1, 3)) + 1):
+        for max_num_seqs in range(1, draw(st.integers(1, 3)) + 1):
             engines.append(
                 EngineOption(
                     shape=f"shape-{shape}",
                     pool=pool.name,
                     devices=devices,
-                    seats=seats,
+                    max_num_seqs=max_num_seqs,
                     holds=holds,
                     stall=draw(st.sampled_from([0.0, 0.0, 0.25, 2.0])),
                     work=tuple(draw(per_class) for _ in range(rows)),

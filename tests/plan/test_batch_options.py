@@ -50,9 +50,9 @@ def problem_of(model: ModelSpec = QWEN_14B, recipe: Recipe = SYNC) -> Problem:
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
-def test_nothing_is_gained_by_fewer_seats(mode: str) -> None:
+def test_nothing_is_gained_by_fewer_max_num_seqs(mode: str) -> None:
     options = options_of(recipe=SYNC.model_copy(update={"mode": mode, "staleness": int(mode == "async")}))
-    assert {option.seats for option in options} == {512}
+    assert {option.max_num_seqs for option in options} == {512}
     assert {option.devices for option in options} == {1, 2, 4, 8}
 
 
@@ -66,7 +66,9 @@ def test_lines_are_the_seconds_of_the_longest_that_is_slowed(staleness: int, slo
     option = next(option for option in options_of(recipe=recipe) if option.devices == 4)
     draws = [(1 + staleness) ** (1 / 3) * recipe.batch * cls.share for cls in THREE]
     prefill = prefill_line(grid, recipe.max_batched_tokens)
-    lines = iteration_lines(grid, option.seats, contexts=(1.0, 8192.0), kv_tokens=float(kv_of(recipe, QWEN_14B, 4)))
+    lines = iteration_lines(
+        grid, option.max_num_seqs, contexts=(1.0, 8192.0), kv_tokens=float(kv_of(recipe, QWEN_14B, 4))
+    )
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     longest = [
         longest_of(timing, cls, count, UNCORRECTED).seconds(slowed) for cls, count in zip(THREE, draws, strict=True)

@@ -75,7 +75,7 @@ def menus(draw: st.DrawFn) -> Problem:
     engines = []
     for shape in range(draw(st.integers(1, 2))):
         pool, devices, holds = draw(names), draw(st.integers(1, 2)), draw(st.integers(3, 8))
-        for seats in range(1, draw(st.integers(1, 2)) + 1):
+        for max_num_seqs in range(1, draw(st.integers(1, 2)) + 1):
             rows = tuple(draw(st.lists(vectors, min_size=1, max_size=2)))
             refresh = draw(st.sampled_from([(0.0,) * classes, (3.0,) * classes]))
             stall = draw(st.sampled_from([0.0, 1.0]))
@@ -83,7 +83,7 @@ def menus(draw: st.DrawFn) -> Problem:
                 f"s{shape}",
                 pool,
                 devices,
-                seats,
+                max_num_seqs,
                 holds,
                 stall,
                 rows,

@@ -63,7 +63,7 @@ def test_a_plan_is_proven_priced_and_placed(planner: Planner) -> None:
     assert plan.proof.bound <= plan.predicted.step * (1 + 1e-9)
     assert infeasibility(problem, plan.allocation) is None
     assert plan.predicted == price(problem, plan.allocation)
-    assert len(plan.seats) == len(plan.allocation.buckets)
+    assert len(plan.max_num_seqs) == len(plan.allocation.buckets)
     # The layout is that of the option, and its groups are as large as its replicas.
     assert plan.layout is not None
     training = [group for group in plan.placement if group.role == "train"]

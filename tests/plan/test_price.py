@@ -138,14 +138,14 @@ def test_price(problem: Problem, allocation: Allocation, wanted: Prediction) -> 
     )
 
 
-def test_a_bucket_runs_with_the_seats_that_delay_the_step_least() -> None:
+def test_a_bucket_runs_with_the_max_num_seqs_that_delay_the_step_least() -> None:
     """Many seats for the work; few where the longest trajectory alone counts."""
     busy = bucket_prices(PROBLEM, two_buckets(1, 2, 1))[0]
     assert (busy.option, busy.load, busy.residence) == (SHORT_MANY, 9.5, 6.0)
     late = replace(
         PROBLEM, engines=(*(replace(o, residence=(o.residence[0] * 9, 0.0)) for o in PROBLEM.engines[:2]), LONG)
     )
-    assert bucket_prices(late, two_buckets(1, 2, 1))[0].option.seats == SHORT_FEW.seats
+    assert bucket_prices(late, two_buckets(1, 2, 1))[0].option.max_num_seqs == SHORT_FEW.max_num_seqs
 
 
 @settings(max_examples=100, deadline=None)

@@ -14,7 +14,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("nodes", lambda: Pool("a", -1, 8), "nodes is -1; set it to 0 or more"),
     ("devices of a node", lambda: Pool("a", 1, 0), "devices_per_node is 0; set it to 1 or more"),
     ("devices", lambda: replace(LONG, devices=0), "devices is 0; set it to 1 or more"),
-    ("seats", lambda: replace(LONG, seats=0), "seats is 0; set it to 1 or more"),
+    ("max_num_seqs", lambda: replace(LONG, max_num_seqs=0), "max_num_seqs is 0; set it to 1 or more"),
     ("holds", lambda: replace(LONG, holds=0), "holds is 0; set it to 1 or more"),
     (
         "stall",

@@ -114,10 +114,10 @@ def test_price(request_: SlotRequest, allocation: Allocation, wanted: Prediction
     )
 
 
-def test_seats_are_those_with_which_some_number_of_engines_share_what_is_in_flight() -> None:
+def test_max_num_seqs_are_those_with_which_some_number_of_engines_share_what_is_in_flight() -> None:
     # 16 in flight over 1, 2 or 3 engines: 16, 8 or 5 each, of which short seats 4.
     options = REQUEST.problem().engines
-    assert [(option.shape, option.seats) for option in options] == [
+    assert [(option.shape, option.max_num_seqs) for option in options] == [
         ("short", 4),
         ("long", 5),
         ("long", 8),
@@ -161,7 +161,7 @@ def test_work_of_a_step_is_that_of_all_its_trajectories(request: SlotRequest) ->
     memory = {shape.name: shape.kv_tokens for shape in request.shapes}
     for option in request.problem().engines:
         for index, cls in enumerate(workload.classes):
-            iterations = (cls.generated / option.seats, cls.context_sum / memory[option.shape])
+            iterations = (cls.generated / option.max_num_seqs, cls.context_sum / memory[option.shape])
             busy = (
                 cost.per_sequence * cls.generated
                 + cost.per_context_token * cls.context_sum

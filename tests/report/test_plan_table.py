@@ -30,7 +30,7 @@ PLAN = Plan(
     allocation=two_buckets(1, 1, 2),
     predicted=Prediction(step=12.0, rollout=9.0, training=3.0, latency=12.0, bottleneck="latency"),
     proof=Proof("optimal", 11.994, 0.0005),
-    seats=(4, 5),
+    max_num_seqs=(4, 5),
     layout=None,
     placement=(),
     request=REQUEST,
@@ -50,7 +50,7 @@ def engine(bucket: int, pool: str, node: int, *gpus: int) -> DeviceGroup:
 CLUSTER_PLAN = replace(
     PLAN,
     allocation=Allocation(2, (Bucket("a/tp1", 4, 0, 1000), Bucket("b/tp4", 1, 1000, 8192)), LAYOUT.family),
-    seats=(64, 512),
+    max_num_seqs=(64, 512),
     layout=LAYOUT,
     placement=(
         DeviceGroup("train", LAYOUT.family, None, "b", (1,), (0, 1)),

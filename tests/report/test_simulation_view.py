@@ -92,12 +92,12 @@ def test_phases_add_up_to_the_mean_latency() -> None:
         assert sum(phase.share for phase in view.phases) == pytest.approx(1.0)
 
 
-def test_a_full_engine_lets_requests_wait_for_its_seats_or_blocks() -> None:
+def test_a_full_engine_lets_requests_wait_for_its_max_num_seqs_or_blocks() -> None:
     flood = open_loop(80, 10_000.0)
-    for_seats = simulation_view(run(flood, blocks=60_000)).waiting
-    assert for_seats is not None and for_seats.seats > 0.9 and for_seats.blocks == 0.0
+    for_max_num_seqs = simulation_view(run(flood, blocks=60_000)).waiting
+    assert for_max_num_seqs is not None and for_max_num_seqs.max_num_seqs > 0.9 and for_max_num_seqs.blocks == 0.0
     for_blocks = simulation_view(run(flood, blocks=256)).waiting
-    assert for_blocks is not None and for_blocks.blocks > 0.3 > for_blocks.seats
+    assert for_blocks is not None and for_blocks.blocks > 0.3 > for_blocks.max_num_seqs
     assert simulation_view(run(flood, watched=False)).waiting is None
 
 

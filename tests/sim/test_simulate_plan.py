@@ -62,7 +62,7 @@ def test_the_engines_are_those_of_the_plan() -> None:
         kv = kv_of(RECIPE, QWEN_06B, tp)
         for engine in its:
             config = engine.config
-            assert config.max_num_seqs == plan.seats[index]
+            assert config.max_num_seqs == plan.max_num_seqs[index]
             assert config.kv_blocks == kv // 16
             assert config.max_model_len == min(kv, RECIPE.max_length) >= bucket.up_to
             assert config.max_num_batched_tokens == RECIPE.max_batched_tokens
@@ -245,6 +245,6 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate_plan(plan, [Trajectory("t", "p", "x", 9000, (Turn(10, None, None, 0),), None, 0, True)])
     with pytest.raises(ValueError, match="policy is 'best'; choose one of"):
         simulate_plan(plan, agents(2), "best")
-    narrow = replace(plan, seats=tuple(10_000 for _ in plan.seats))
+    narrow = replace(plan, max_num_seqs=tuple(10_000 for _ in plan.max_num_seqs))
     with pytest.raises(ValueError, match="max_num_batched_tokens is 8192, less than max_num_seqs 10000"):
         simulate_plan(narrow, agents(2))

@@ -117,23 +117,24 @@ class IterationLine:
 
 def iteration_lines(
     grid: EngineGrid,
-    seats: int,
+    max_num_seqs: int,
     *,
     contexts: tuple[float, float] | None = None,
     kv_tokens: float | None = None,
     pieces: int = 3,
 ) -> tuple[IterationLine, ...]:
-    """Affine lower bounds of a decode iteration with up to `seats` sequences, together as tight as a few can be.
+    """Affine lower bounds of a decode iteration with up to `max_num_seqs` sequences, together as tight as a few can be.
 
-    They hold, to rounding, for 1 <= b <= seats sequences whose mean context lies in `contexts` (the grid's range unless
-    told), as far as `kv_tokens` can hold the batch: a bilinear function less a multiple of b*context is least in a
-    corner of its cell, and all corners are looked at. One slope over tokens serves all b. It is the one, of those
+    They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (the grid's
+    range unless told), as far as `kv_tokens` can hold the batch: a bilinear function less a multiple of b*context is
+    least in a corner of its cell, and all corners are looked at. One slope over tokens serves all b. It is the one,
+    of those
     between two contexts of one batch, whose lines stay closest to the points; what is left at each b is the least over
     the contexts, and the lines are edges of the lower convex hull of that over b. What they miss is where times are
     not convex in b, or not linear in context: say which contexts and how much memory there are, for a tight answer.
     """
-    if seats < 1:
-        raise ValueError(f"seats is {seats}; set it to 1 or more")
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {max_num_seqs}; set it to 1 or more")
     if pieces < 1:
         raise ValueError(f"pieces is {pieces}; set it to 1 or more")
     shortest, longest = (grid.contexts[0], grid.contexts[-1]) if contexts is None else contexts
@@ -141,7 +142,7 @@ def iteration_lines(
         raise ValueError(f"contexts is {contexts}; give the shortest and the longest mean context, both above 0")
     if kv_tokens is not None and kv_tokens < shortest:
         raise ValueError(f"kv_tokens is {kv_tokens}; one sequence of {shortest} tokens must fit: give it more memory")
-    sizes = _axis(grid.batches, 1.0, float(seats))
+    sizes = _axis(grid.batches, 1.0, float(max_num_seqs))
     lengths = _axis(grid.contexts, float(shortest), float(longest))
     tokens = sizes[:, None] * lengths
     if kv_tokens is None:

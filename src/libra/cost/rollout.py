@@ -55,12 +55,12 @@ def concurrency(max_num_seqs: int, in_flight: int, engines: int) -> int:
     return max(1, min(max_num_seqs, in_flight // engines))
 
 
-def work(timing: EngineTiming, cls: TrajectoryClass, seats: int, kv_tokens: int) -> tuple[float, ...]:
+def work(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int) -> tuple[float, ...]:
     """Engine seconds per trajectory, from below: for each line, short of seats and short of memory.
 
     With I iterations, the sum of `step + per_sequence*b + per_context_token*S` over them is `step*I + per_sequence*G +
-    per_context_token*C`. G tokens at most `seats` at a time take I >= G / seats iterations; C at most K at a time take
-    I >= C / K.
+    per_context_token*C`. G tokens at most `max_num_seqs` at a time take I >= G / max_num_seqs iterations;
+    C at most K at a time take I >= C / K.
     """
     rows = []
     for line in timing.lines:
@@ -70,7 +70,7 @@ def work(timing: EngineTiming, cls: TrajectoryClass, seats: int, kv_tokens: int)
             + prefill_seconds(timing, cls)
             + timing.per_turn * cls.turns
         )
-        rows.append(busy + line.step * cls.generated / seats)
+        rows.append(busy + line.step * cls.generated / max_num_seqs)
         rows.append(busy + line.step * cls.context_sum / kv_tokens)
     return tuple(rows)
 
@@ -89,7 +89,7 @@ def refill_seconds(timing: EngineTiming, cls: TrajectoryClass) -> float:
     return context * (timing.per_prefill_token + timing.per_prefill_context * context / 2)
 
 
-def residence(timing: EngineTiming, cls: TrajectoryClass, seats: int, kv_tokens: int, draws: float) -> float:
+def residence(timing: EngineTiming, cls: TrajectoryClass, max_num_seqs: int, kv_tokens: int, draws: float) -> float:
     """Seconds from the first token to the last of the longest of `draws` trajectories of the class.
 
     The other seats are taken by trajectories of the same class, as many as memory holds. Generation and tools are as
@@ -98,7 +98,7 @@ def residence(timing: EngineTiming, cls: TrajectoryClass, seats: int, kv_tokens:
     beyond = expected_largest(draws)
     longer = 1 + beyond * cls.generated_std / cls.generated if cls.generated else 1.0
     context = cls.context_sum / cls.generated if cls.generated else 0.0
-    together = min(float(seats), max(1.0, kv_tokens / context)) if context else float(seats)
+    together = min(float(max_num_seqs), max(1.0, kv_tokens / context)) if context else float(max_num_seqs)
     decode = longer * cls.generated * timing.iteration_seconds(together, together * context)
     apart = prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return decode + apart + cls.tool_seconds + beyond * cls.tool_seconds_std

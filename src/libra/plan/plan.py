@@ -46,7 +46,7 @@ class Plan:
     allocation: Allocation
     predicted: Prediction
     proof: Proof
-    seats: tuple[int, ...]  # of each bucket's engines: sequences that decode together
+    max_num_seqs: tuple[int, ...]  # of each bucket's engines: sequences that decode together
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
     request: Annotated[SlotRequest | ClusterRequest, Field(discriminator="kind")]
@@ -161,8 +161,8 @@ def answer(
     placement: tuple[DeviceGroup, ...] = (),
 ) -> Plan:
     """The plan that a solution of the request's problem stands for."""
-    seats = tuple(bucket.option.seats for bucket in bucket_prices(problem, solution.allocation))
-    return Plan(solution.allocation, solution.predicted, solution.proof, seats, layout, placement, request)
+    max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, solution.allocation))
+    return Plan(solution.allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, request)
 
 
 def dump_plan(plan: Plan) -> str:

@@ -130,7 +130,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
-    """One way to generate, priced for every class. Options of one `shape` differ only in `seats` and prices.
+    """One way to generate, priced for every class. Options of one `shape` differ only in `max_num_seqs` and prices.
 
     All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
     """
@@ -138,7 +138,7 @@ class EngineOption:
     shape: str  # what is started
     pool: str
     devices: int  # of one engine, all on one node (or on whole nodes)
-    seats: int  # sequences that decode together, at most
+    max_num_seqs: int  # sequences that decode together, at most
     holds: int  # tokens: the longest context it can serve
     stall: float  # seconds of every step in which it takes new weights
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
@@ -153,7 +153,7 @@ class EngineOption:
     kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
 
     def __post_init__(self) -> None:
-        require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
+        require_at_least(1, devices=self.devices, max_num_seqs=self.max_num_seqs, holds=self.holds)
         owner = f"engine option {self.name}"
         _require_costs(owner, stall=(self.stall,), refresh=self.refresh, residence=self.residence)
         _require_costs(owner, refill=self.refill, kv_occupancy=self.kv_occupancy)
@@ -174,7 +174,7 @@ class EngineOption:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}/{self.seats}"
+        return f"{self.shape}/{self.max_num_seqs}"
 
     def alone(self, last: int) -> float:
         """Seconds of the longest trajectory of the classes up to `last` if it were the only one of its batch."""

@@ -123,6 +123,6 @@ def _span(bucket: BucketView, low: float) -> Bar:
     words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {share}"
     title = (
         f"{bucket.above + 1:,} to {bucket.up_to:,} tokens: each engine works {duration(bucket.load)}, "
-        f"the longest trajectory takes {duration(bucket.residence)}, max_num_seqs {plain(bucket.seats)}"
+        f"the longest trajectory takes {duration(bucket.residence)}, max_num_seqs {plain(bucket.max_num_seqs)}"
     )
     return Bar(max(low, float(bucket.above)), float(bucket.up_to), words, title, colour, ink(colour))

@@ -101,13 +101,13 @@ def _buckets(explanation: Explanation) -> Table:
     table = Table(title="Buckets: work, longest trajectory, share of the step")
     table.add_column("final context", justify="right")
     table.add_column("engines")
-    for column in ("seats", "work", "longest", "share"):
+    for column in ("max_num_seqs", "work", "longest", "share"):
         table.add_column(column, justify="right")
     for bucket in explanation.buckets:
         table.add_row(
             f"{bucket.above + 1:,} to {bucket.up_to:,}",
             f"{bucket.engines:,} {cell(bucket.shape)}",
-            f"{bucket.seats:,}",
+            f"{bucket.max_num_seqs:,}",
             duration(bucket.load),
             duration(bucket.residence),
             percent(bucket.share),

@@ -65,21 +65,23 @@ def _allocation(plan: Plan) -> Table:
     table.add_column("role")
     table.add_column("count", justify="right")
     table.add_column("each", overflow="fold")
-    table.add_column("seats", justify="right")
+    table.add_column("max_num_seqs", justify="right")
     table.add_column("final context, tokens", justify="right")
     if plan.placement:
         table.add_column("devices", justify="right")
         table.add_column("where")
     replica = "one device" if plan.layout is None else plan.layout.family
     _add(table, plan, None, "training replicas", plan.allocation.replicas, replica, "-", "-")
-    for index, (bucket, seats) in enumerate(zip(plan.allocation.buckets, plan.seats, strict=True)):
+    for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
-        _add(table, plan, index, "engines", bucket.engines, bucket.shape, str(seats), span)
+        _add(table, plan, index, "engines", bucket.engines, bucket.shape, str(max_num_seqs), span)
     return table
 
 
-def _add(table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, seats: str, span: str) -> None:
-    row = [role, f"{count:,}", cell(each), seats, span]
+def _add(
+    table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, max_num_seqs: str, span: str
+) -> None:
+    row = [role, f"{count:,}", cell(each), max_num_seqs, span]
     if plan.placement:
         groups = [group for group in plan.placement if group.bucket == bucket]
         row += [f"{sum(group.devices for group in groups):,}", cell(_where(groups))]

@@ -35,7 +35,7 @@ class LatencyPart:
 class Waiting:
     """While requests waited: shares of the waiting (requests times time) in which this was full on their engine."""
 
-    seats: float
+    max_num_seqs: float
     blocks: float
 
 
@@ -119,13 +119,13 @@ def _phases(metrics: Metrics) -> tuple[LatencyPart, ...]:
 
 
 def _waiting(result: SimulationResult) -> Waiting | None:
-    waited = seats = blocks = 0.0
+    waited = max_num_seqs = blocks = 0.0
     for engine, series in zip(result.engines, result.series, strict=bool(result.series)):
         requests = series.waiting * np.diff(series.edges)
         waited += float(requests.sum())
-        seats += float(requests[series.running >= FULL * engine.config.max_num_seqs].sum())
+        max_num_seqs += float(requests[series.running >= FULL * engine.config.max_num_seqs].sum())
         blocks += float(requests[series.held >= FULL * engine.config.kv_blocks].sum())
-    return Waiting(seats / waited, blocks / waited) if waited else None
+    return Waiting(max_num_seqs / waited, blocks / waited) if waited else None
 
 
 def _tail(result: SimulationResult) -> float | None:
@@ -161,7 +161,7 @@ def _of_time(phase: LatencyPart) -> str:
 def _full(waiting: Waiting | None) -> str:
     if waiting is None:
         return ""
-    share, what = max((waiting.blocks, "KV blocks"), (waiting.seats, "seats (max_num_seqs)"))
+    share, what = max((waiting.blocks, "KV blocks"), (waiting.max_num_seqs, "seats (max_num_seqs)"))
     return f", {percent(share, 0)} of it while {what} were taken" if share >= 0.5 else ""
 
 

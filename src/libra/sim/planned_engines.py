@@ -65,7 +65,7 @@ def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
         if group.bucket is None:
             continue
         if group.bucket not in made:
-            made[group.bucket] = _engine(request, group, plan.seats[group.bucket])
+            made[group.bucket] = _engine(request, group, plan.max_num_seqs[group.bucket])
         config, cost = made[group.bucket]
         engines.append(
             EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
@@ -73,14 +73,14 @@ def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
     return tuple(engines)
 
 
-def _engine(request: ClusterRequest, group: DeviceGroup, seats: int) -> tuple[EngineConfig, IterationCost]:
+def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> tuple[EngineConfig, IterationCost]:
     recipe, nodes = request.recipe, request.cluster.node_class(group.pool)
     kv = engine_kv_tokens(request.model, nodes, recipe, group.devices)
     config = EngineConfig(
         max_model_len=min(kv, recipe.max_length),
         kv_blocks=kv // BLOCK,
         block_size=BLOCK,
-        max_num_seqs=seats,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=recipe.max_batched_tokens,
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]

@@ -60,7 +60,7 @@ class BucketView:
     pool: str
     engines: int
     devices: int  # of all its engines
-    seats: int  # sequences that decode together in one engine, at most
+    max_num_seqs: int  # sequences that decode together in one engine, at most
     above: int
     up_to: int
     load: float  # seconds that each engine works for one step
@@ -285,7 +285,7 @@ def _bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView,
                 pool=priced.option.pool,
                 engines=bucket.engines,
                 devices=bucket.engines * priced.option.devices,
-                seats=priced.option.seats,
+                max_num_seqs=priced.option.max_num_seqs,
                 above=bucket.above,
                 up_to=bucket.up_to,
                 load=priced.load,

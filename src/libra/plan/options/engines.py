@@ -126,14 +126,14 @@ def _shape_options(
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
     weights = model.parameters * recipe.rollout_weight_bytes
     stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
-    seats = min(int(kv / shortest), grid.batches[-1])
-    lines = iteration_lines(grid, seats, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
+    max_num_seqs = min(int(kv / shortest), grid.batches[-1])
+    lines = iteration_lines(grid, max_num_seqs, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
-    together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
+    together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
     return [
-        _batch_option(near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, factors)
+        _batch_option(near, recipe, classes, shape, nodes.name, grid.tp, max_num_seqs, kv, holds, stall, factors)
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
     ]
 
@@ -145,7 +145,7 @@ def _batch_option(
     shape: str,
     pool: str,
     devices: int,
-    seats: int,
+    max_num_seqs: int,
     kv: int,
     holds: int,
     stall: float,
@@ -176,7 +176,7 @@ def _batch_option(
         shape=shape,
         pool=pool,
         devices=devices,
-        seats=seats,
+        max_num_seqs=max_num_seqs,
         holds=holds,
         stall=stall,
         work=tuple(zip(*work, strict=True)),

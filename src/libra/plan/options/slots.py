@@ -145,9 +145,9 @@ class SlotRequest:
         in_flight = (1 + workload.max_staleness) * workload.trajectories
         counts = range(1, fleet.hybrid + fleet.rollout + 1)
         options = []
-        for seats in sorted({concurrency(shape.max_num_seqs, in_flight, engines) for engines in counts}):
+        for max_num_seqs in sorted({concurrency(shape.max_num_seqs, in_flight, engines) for engines in counts}):
             rows = [
-                [workload.trajectories * cls.share * row for row in work(timing, cls, seats, shape.kv_tokens)]
+                [workload.trajectories * cls.share * row for row in work(timing, cls, max_num_seqs, shape.kv_tokens)]
                 for cls in workload.classes
             ]
             options.append(
@@ -155,13 +155,13 @@ class SlotRequest:
                     shape=shape.name,
                     pool=_POOL,
                     devices=1,
-                    seats=seats,
+                    max_num_seqs=max_num_seqs,
                     holds=min(shape.max_model_len, shape.kv_tokens),
                     stall=self.profile.switch.weight_load,
                     work=tuple(zip(*rows, strict=True)),
                     refresh=(0.0,) * len(rows),
                     residence=tuple(
-                        residence(timing, cls, seats, shape.kv_tokens, workload.trajectories * cls.share)
+                        residence(timing, cls, max_num_seqs, shape.kv_tokens, workload.trajectories * cls.share)
                         for cls in workload.classes
                     ),
                 )
