@@ -1,20 +1,31 @@
-"""Training replicas on a tiny model, side by side in this process."""
+"""Training replicas on a tiny model in this process: side by side, and on threads behind real handles."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from accelerate.state import AcceleratorState
+from fakes.samples import RATE, sample
 
 from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.grpo import Denominator
 from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.grpo.training_worker import TrainingWorker
+from libra.backends.launch.handles import Handle
+from libra.backends.launch.launcher import WorkerLink
 from libra.backends.launch.pace import Pacer
+from libra.backends.transport.channel import ControllerChannel, WorkerChannel
 from libra.backends.transport.messages import (
     Commit,
     HostRendezvous,
@@ -31,8 +42,6 @@ from libra.backends.transport.weights import create_buffer
 R = TypeVar("R")
 
 HOST = "127.0.0.1"
-TOKENS = 14  # ids that samples are made of, after the special ones
-RATE = 1e-3
 PATIENCE = 20.0  # seconds in the exchange
 
 
@@ -57,18 +66,6 @@ def make_trainer(
         return Trainer(start, descriptor, Pacer(1.0, cores))
     finally:
         os.close(descriptor)  # the map keeps the memory
-
-
-def sample(number: int, prompt: int, generated: int, advantage: float) -> Sample:
-    length = prompt + generated
-    return Sample(
-        id=str(number),
-        tokens=[4 + (7 * number + 3 * position + position // 5) % TOKENS for position in range(length)],
-        generated=[position >= prompt for position in range(length)],
-        logprobs=[0.0] * prompt + [-2.3 - 0.05 * (position % 7) for position in range(generated)],
-        versions=[-1] * prompt + [0] * generated,
-        advantage=advantage,
-    )
 
 
 BATCH = [
@@ -125,3 +122,63 @@ def step_together(replicas: Sequence[Trainer], shares: Sequence[Sequence[Sample]
     """One step of several replicas, each with its share, who all vote yes."""
     votes = at_once(*(lambda r=r, s=s: r.reduce(order(s, version)) for r, s in zip(replicas, shares, strict=True)))
     return [commit(replica, vote) for replica, vote in zip(replicas, votes, strict=True)]
+
+
+@dataclass
+class Worker:
+    handle: Handle
+    trainer: Trainer
+    thread: threading.Thread
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.trainer.part.parameters.items()}
+
+
+class Crew:
+    """Workers that train one model in one precision; `dress` may change a trainer before it serves."""
+
+    def __init__(self, model: Path, precision: Precision, micro_batch: int, dress: Callable[[Trainer], None]) -> None:
+        self._model, self._precision, self._micro_batch, self._dress = model, precision, micro_batch, dress
+        self.workers: dict[str, Worker] = {}
+
+    async def hire(self, name: str) -> Worker:
+        ours, theirs = socket.socketpair()
+        seed = 0 if not self.workers else 7  # others than the first start from something else
+        trainer = make_trainer(self._model, "tokens", seed, self._micro_batch, self._precision)
+        self._dress(trainer)
+        thread = threading.Thread(target=_serve, args=(WorkerChannel(theirs), trainer), daemon=True)
+        thread.start()
+        handle = Handle(
+            WorkerLink(name, os.getpid(), await ControllerChannel.open(ours), (0,), 0), lambda name, why: None
+        )
+        worker = self.workers[name] = Worker(handle, trainer, thread)
+        return worker
+
+    async def assemble(self, *others: str) -> Trainers:
+        """`core-0` and those others, joined."""
+        trainers = Trainers((await self.hire("core-0")).handle, _never)
+        for name in others:
+            await trainers.join((await self.hire(name)).handle, core=name.startswith("core"))
+        return trainers
+
+
+@asynccontextmanager
+async def crew(
+    model: Path, precision: Precision, micro_batch: int = 1, dress: Callable[[Trainer], None] = lambda trainer: None
+) -> AsyncIterator[Crew]:
+    made = Crew(model, precision, micro_batch, dress)
+    try:
+        yield made
+    finally:
+        await asyncio.gather(*(worker.handle.stop() for worker in made.workers.values()))
+        for worker in made.workers.values():
+            worker.thread.join(timeout=10)
+
+
+def _serve(channel: WorkerChannel, trainer: Trainer) -> None:
+    with suppress(ConnectionError):  # its handle was closed
+        TrainingWorker(channel, trainer).run()
+
+
+def _never(handle: Handle) -> None:
+    raise AssertionError(f"{handle.name} is to be killed, and lives in this process")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
-import msgspec
+from fakes.engines import ScriptedEngine
 
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.loop.fleet import EngineFleet, ServingEngine
 from libra.loop.rollout import TurnReport
@@ -29,11 +28,6 @@ class MergingCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join("ab" if token == MERGED else chr(token) for token in tokens)
-
-
-def letters(text: str) -> list[int]:
-    """One token per character, as an engine may sample them."""
-    return [ord(character) for character in text]
 
 
 class AskTool:
@@ -74,53 +68,6 @@ class Unwatched:
     def turn(self, report: TurnReport) -> None: ...
     def turns(self, worker: str, change: int) -> None: ...
     def tools(self, worker: str, change: int) -> None: ...
-
-
-Part = list[Piece]
-Take = Callable[[Piece], None]
-
-
-def turn(tokens: Sequence[int], spans: Sequence[tuple[int, int]] = ((0, 0),)) -> Part:
-    """What an engine makes of a turn: a piece for each (version, its first token). The log-prob of a token tells its
-    place."""
-    ends = [start for _, start in spans[1:]] + [len(tokens)]
-    return [
-        Piece("", version, list(tokens[start:end]), [-(1.0 + i) for i in range(start, end)])
-        for (version, start), end in zip(spans, ends, strict=True)
-    ]
-
-
-class Script:
-    """What the engines answer, in the order in which they are asked; what is called may also raise."""
-
-    def __init__(self, *answers: Part | Callable[[Take], None]) -> None:
-        self._answers = list(answers)
-        self.requests: list[tuple[str, Generate]] = []  # engine and a copy of what it was sent
-
-    def next(self, engine: str, request: Generate, take: Take) -> None:
-        copy = msgspec.structs.replace(request, tokens=list(request.tokens))
-        self.requests.append((engine, copy))
-        answer = self._answers.pop(0)
-        if callable(answer):
-            answer(take)
-            return
-        for piece in answer:
-            take(piece)
-
-
-class ScriptedEngine:
-    """As much of an `EngineHandle` as the agent loop uses."""
-
-    def __init__(self, name: str, script: Script) -> None:
-        self.name, self.load_tokens = name, 0
-        self.interrupted: list[str] = []
-        self._script = script
-
-    async def generate(self, request: Generate, take: Take) -> None:
-        self._script.next(self.name, request, take)
-
-    def interrupt(self, turn: str) -> None:
-        self.interrupted.append(turn)
 
 
 def instance(engine: ScriptedEngine, shape: str = "short", capacity: int = 1000) -> ServingEngine:

@@ -6,17 +6,18 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from fakes.scripted import AskTool, MergingCodec, echo, letters
+from fakes.engines import QuickEngine
+from fakes.scripted import AskTool, MergingCodec, echo
 
 from libra.backends.grpo.joint_step import StepResult
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Acknowledged, Generate, Message, Piece, Sample, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, Message, Sample, SaveCheckpoint
 from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
@@ -55,23 +56,6 @@ CONFIG = RunConfig.model_validate(
 )
 PROMPTS = [Prompt(f"p{number}", "Q;", answer=f"A{number};") for number in range(5)]
 ALLOCATION = Allocation(2, (Bucket("long", 2, 0, 100),))
-
-
-class QuickEngine:
-    """Answers after some turns of the event loop: sometimes right, sometimes wrong, so that groups give signal."""
-
-    def __init__(self, chance: random.Random) -> None:
-        self.name, self.link, self.version, self.load_tokens = "rollout-0", 1, 0, 0
-        self.busy_seconds, self.iterations, self.generated_tokens = 0.0, 0, 0
-        self.prefilled_tokens, self.finished_turns, self.running = 0, 0, 0
-        self._chance = chance
-
-    async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        for _ in range(self._chance.randrange(12)):
-            await asyncio.sleep(0)
-        called = ord("=") in request.tokens
-        tokens = letters(f"A{self._chance.randrange(2)};" if called else ">e:1;")
-        take(Piece(request.id, self.version, tokens, [-1.0] * len(tokens)))
 
 
 @dataclass

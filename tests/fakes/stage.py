@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
-from fakes.equivalence import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, write_model
 from fakes.fork_servers import TRAINING, fork_server
+from fakes.samples import LIMITS, RATE, STEPS, Tensors, batch, counts, distance, write_model
 from safetensors.torch import load_file
 
 from libra.backends.grpo.membership import STANDARD, Patience

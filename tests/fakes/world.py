@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from fakes.scripted import AskTool, MergingCodec, Unwatched, echo, letters
+from fakes.engines import HeldEngine
+from fakes.scripted import AskTool, MergingCodec, Unwatched, echo
 
 from libra.backends.grpo.joining import JoinError
 from libra.backends.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import Generate, Piece
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
@@ -39,37 +39,6 @@ CORE, HYBRID, ROLLOUT = 1, 2, 2
 FIRST = Allocation(2, (Bucket("short", 2, 0, 40), Bucket("long", 1, 40, LONGEST)))
 
 
-class MadeEngine:
-    """As much of an `EngineHandle` as the agent loop uses; a turn waits until it is told to end."""
-
-    def __init__(self, name: str, version: int) -> None:
-        self.name, self.version, self.load_tokens = name, version, 0
-        self.turns: dict[str, tuple[asyncio.Future[None], Generate, Callable[[Piece], None]]] = {}
-
-    async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        size = len(request.tokens)
-        self.turns[request.id] = (future, request, take)
-        self.load_tokens += size
-        try:
-            await future
-        finally:
-            del self.turns[request.id]
-            self.load_tokens -= size
-
-    def end_turn(self, id: str) -> None:
-        """A tool call first, then the answer."""
-        future, request, take = self.turns[id]
-        tokens = letters("A1;" if ord("=") in request.tokens else ">e:1;")
-        take(Piece(id, self.version, tokens, [-1.0] * len(tokens)))
-        future.set_result(None)
-
-    def stop(self) -> None:
-        for future, *_ in self.turns.values():
-            if not future.done():
-                future.set_exception(WorkerLostError(f"engine {self.name} went away"))
-
-
 @dataclass(slots=True)
 class Point:
     """Where something waits that takes time."""
@@ -87,7 +56,7 @@ class Slots:
         self.fleet, self._version = fleet, version
         self.processes: dict[str, Duty] = {}
         self.in_service: dict[str, Duty] = {}
-        self.engines: dict[str, MadeEngine] = {}
+        self.engines: dict[str, HeldEngine] = {}
         self.points: dict[str, Point] = {}
         self.immediate = False  # nothing waits: a run starts
 
@@ -117,7 +86,7 @@ class Slots:
         await self._point(worker, "import")
         await self._point(worker, "boundary")
         if duty.shape is not None:
-            engine = self.engines[worker] = MadeEngine(worker, self._version())
+            engine = self.engines[worker] = HeldEngine(worker, self._version())
             self.fleet.add(ServingEngine(cast(EngineHandle, engine), duty.shape, HOLDS[duty.shape]))
         self.in_service[worker] = duty
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from fakes.made_up_engine import STOP, MadeUpEngine, connect_made_up, logprob, next_token
+from fakes.engines import STOP, MadeUpEngine, connect_made_up, logprob, next_token
 from fakes.scripted import AskTool, Unwatched
 from hypothesis import event, given, settings
 from hypothesis import strategies as st

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from fakes.scripted import FirstInstance, Script, ScriptedEngine, instance
+from fakes.engines import Script, ScriptedEngine
+from fakes.scripted import FirstInstance, instance
 
 from libra.loop.fleet import EngineFleet
 from libra.plan.problem import Allocation, Bucket

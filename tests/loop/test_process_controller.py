@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.made_workers import MadeLauncher
 from fakes.scripted import FirstInstance
 from fakes.small_run import CONFIG, FIRST
+from fakes.workers import MadeLauncher
 
 from libra.backends.grpo.membership import STANDARD
 from libra.backends.launch.handles import WorkerLostError

@@ -104,6 +104,19 @@ class Made:
         self.directory, self.step = directory, 0
         self.controller.begin(0)
 
+    def lose(self, *workers: str) -> None:
+        for worker in workers:
+            self.executor.lose(worker)
+        self.controller.worker_lost()
+
+    async def begin_move(self) -> None:
+        """A loss is planned around, by a move that goes on until `executor.open` is set."""
+        self.executor.open.clear()
+        self.lose("rollout-1")
+        await self.boundary()
+        while not self.executor.wanted:
+            await asyncio.sleep(0.001)
+
     def rows(self, name: str) -> int:
         return len((self.directory / f"{name}.jsonl").read_text().splitlines())
 
@@ -161,8 +174,7 @@ async def test_a_static_allocation_is_not_decided_about(made: Made) -> None:
 
 @pytest.mark.parametrize("mode", ["adaptive", "static"])
 async def test_a_slot_that_came_back_is_used_at_the_next_boundary(made: Made, mode: str) -> None:
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     await made.boundary()
     [wanted] = made.executor.wanted
     assert devices(wanted) == 4
@@ -184,23 +196,15 @@ async def test_a_loss_before_the_first_step_is_planned_around_too(made: Made) ->
 
 @pytest.mark.parametrize("mode", ["static"])
 async def test_a_static_allocation_without_its_slots_is_planned_anew(made: Made) -> None:
-    for _ in range(3):
-        made.executor.lose("rollout-1")  # retired
-    made.controller.worker_lost()
+    made.lose(*["rollout-1"] * 3)  # retired
     await made.boundary()
     assert [devices(wanted) for wanted in made.executor.wanted] in ([3], [])
     assert made.executor.allocation() is not None
 
 
 async def test_a_loss_during_a_move_is_planned_around_after_it(made: Made) -> None:
-    made.executor.open.clear()
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
-    await made.boundary()
-    while not made.executor.wanted:
-        await asyncio.sleep(0.001)
-    made.executor.lose("hybrid-0")
-    made.controller.worker_lost()
+    await made.begin_move()
+    made.lose("hybrid-0")
     await made.boundary(2)
     assert len(made.executor.wanted) == 1 and not made.controller.urgent
     made.executor.outcomes = ["undone"]
@@ -223,8 +227,7 @@ async def test_a_plan_for_other_workers_is_dropped(made: Made, monkeypatch: pyte
         return proposal
 
     monkeypatch.setattr(Outlook, "propose", slow)
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     await made.boundary()
     assert (made.executor.wanted, made.rows("decisions")) == ([], 0)
     assert made.controller.urgent
@@ -233,8 +236,7 @@ async def test_a_plan_for_other_workers_is_dropped(made: Made, monkeypatch: pyte
 
 
 async def test_a_move_that_was_not_made_is_planned_around_at_once_where_a_slot_is_idle(made: Made) -> None:
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     made.executor.outcomes = ["failed"]
     await made.boundary()
     assert made.controller.urgent and len(made.executor.wanted) == 1
@@ -250,17 +252,15 @@ async def test_a_move_that_was_not_made_is_planned_around_at_once_where_a_slot_i
 
 @pytest.mark.parametrize("mode", ["adaptive", "static"])
 async def test_an_idle_slot_is_not_forgotten(made: Made) -> None:
-    made.executor.lose("rollout-1")
     made.executor.outcomes = ["undone"]
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     await made.boundary(PERIOD + 2)
     assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
 
 
 async def test_a_dropped_plan_has_no_outcome(made: Made) -> None:
-    made.executor.lose("rollout-1")
     made.executor.outcomes = ["failed"]
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     await made.boundary()
     [row] = (made.directory / "decisions.jsonl").read_text().splitlines()
     assert json.loads(row)["taken"] and json.loads(row)["measured_cost"] is None
@@ -269,8 +269,7 @@ async def test_a_dropped_plan_has_no_outcome(made: Made) -> None:
 
 @pytest.mark.parametrize("mode", ["static"])
 async def test_measured_seconds_of_done_moves_are_the_cost_of_the_next(made: Made) -> None:
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     made.executor.outcomes = ["failed"]
     await made.boundary()
     assert made.observations.profile.switch == PROFILE.switch
@@ -279,12 +278,7 @@ async def test_measured_seconds_of_done_moves_are_the_cost_of_the_next(made: Mad
 
 
 async def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(made: Made) -> None:
-    made.executor.open.clear()
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
-    await made.boundary()
-    while not made.executor.wanted:
-        await asyncio.sleep(0.001)
+    await made.begin_move()
     ending = asyncio.create_task(made.controller.finish())
     await asyncio.sleep(0)
     assert made.executor.dropped == ["the run has made all its steps"] and not ending.done()
@@ -294,8 +288,7 @@ async def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(made: Made) 
 
 
 async def test_the_end_of_a_run_does_not_wait_for_a_plan(made: Made) -> None:
-    made.executor.lose("rollout-1")
-    made.controller.worker_lost()
+    made.lose("rollout-1")
     made.step += 1
     made.controller.stepped(made.step, 1.0)
     made.controller.at_boundary()
@@ -306,10 +299,7 @@ async def test_the_end_of_a_run_does_not_wait_for_a_plan(made: Made) -> None:
 async def test_a_run_that_cannot_go_on_is_told_so(made: Made) -> None:
     told = asyncio.Event()
     made.controller.changed = told.set
-    for name in ("hybrid-0", "rollout-0", "rollout-1"):
-        for _ in range(3):
-            made.executor.lose(name)
-    made.controller.worker_lost()
+    made.lose(*("hybrid-0", "rollout-0", "rollout-1") * 3)
     told.clear()
     await made.boundary()
     assert told.is_set()  # or who waits for a batch would wait for ever

@@ -7,22 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
+from fakes.engines import Script, ScriptedEngine, Take, letters, turn
 from fakes.far_end import PATIENCE, connect, generated, piece
-from fakes.scripted import (
-    MERGED,
-    AskTool,
-    FirstInstance,
-    MergingCodec,
-    Script,
-    ScriptedEngine,
-    Take,
-    Unwatched,
-    echo,
-    instance,
-    letters,
-    make_fleet,
-    turn,
-)
+from fakes.scripted import MERGED, AskTool, FirstInstance, MergingCodec, Unwatched, echo, instance, make_fleet
 
 from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.transport.messages import Acknowledged, Generate

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from fakes.made_workers import MadeLauncher, MadeWorker
 from fakes.scripted import AskTool, echo
 from fakes.small_run import PROFILE
+from fakes.workers import MadeLauncher, MadeWorker
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes.made_up_engine import STOP, MadeUpEngine, connect_made_up, next_token
+from fakes.engines import STOP, MadeUpEngine, connect_made_up, next_token
 from fakes.scripted import FirstInstance
 
 from libra.backends.launch.handles import EngineHandle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from fakes.equivalence import batch
+from fakes.samples import batch
 from msgspec.structs import replace
 
 from libra.backends.grpo.divided_orders import divide, join

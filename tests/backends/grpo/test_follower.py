@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fakes.states import gradient, make_state, step, vectors
-from fakes.ways import WAYS, Way, around_copies, before_copies, reading
+from fakes.states import WAYS, Way, around_copies, before_copies, gradient, make_state, reading, step, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

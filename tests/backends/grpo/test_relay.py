@@ -18,8 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from fakes.states import RATE, gradient, make_state, parameters, step
-from fakes.ways import HOST, PATIENCE, TOKEN
+from fakes.states import HOST, PATIENCE, RATE, TOKEN, gradient, make_state, parameters, step
 
 import libra.backends.grpo.relay
 import libra.backends.grpo.state_stream

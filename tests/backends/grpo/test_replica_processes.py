@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from fakes.equivalence import STEPS
+from fakes.samples import STEPS
 from fakes.stage import Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 
 from libra.backends.grpo.membership import Patience

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from fakes.equivalence import LIMITS, STEPS, batch, counts, distance
+from fakes.samples import LIMITS, STEPS, batch, counts, distance
 from fakes.stage import ONE_PROCESS, Division, Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 from msgspec.structs import replace
 

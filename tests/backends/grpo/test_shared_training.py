@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.crew import Crew, Worker, crew
-from fakes.equivalence import LIMITS, STEPS, batch, counts, distance, write_model
+from fakes.replicas import Crew, Worker, crew
+from fakes.samples import LIMITS, STEPS, batch, counts, distance, write_model
 from msgspec.structs import replace
 
 import libra.backends.grpo.publication

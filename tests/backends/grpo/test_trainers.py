@@ -75,8 +75,8 @@ class Scene:
         assert result.version == version
         return result.replicas
 
-    async def join(self, name: str) -> Voter:
-        voter = await self.floor.hire(name)
+    async def join(self, name: str, node: str = "local", host: str = HOST) -> Voter:
+        voter = await self.floor.hire(name, node, host)
         await self.trainers.join(voter.handle, core=name.startswith("core"))
         return voter
 
@@ -205,8 +205,7 @@ async def test_a_joiner_of_another_node_reads_the_core_through_a_relay(scene: Sc
     await scene.step(1)
     neighbour = await scene.join("hybrid-0")
     assert core.told(Serve) == [] and isinstance(neighbour.told(Follow)[0].places[0], StatePlace)
-    far = await scene.floor.hire("hybrid-1", "elsewhere", "10.0.0.2")
-    await scene.trainers.join(far.handle)
+    far = await scene.join("hybrid-1", "elsewhere", "10.0.0.2")
     [serve], [follow] = core.told(Serve), far.told(Follow)
     assert serve.host == "10.0.0.1" and len(serve.token) == TOKEN_BYTES
     assert follow.places == [RelayPlace("10.0.0.1", RELAYS, serve.token)]
@@ -221,8 +220,7 @@ async def test_the_relay_keeps_off_the_core_that_the_core_replica_computes_on(sc
     core = scene.floor.replicas["core-0"]
     for number, (cores, wanted) in enumerate({(0, 1, 2): (0, 2), (1,): (1,)}.items()):
         core.handle.link = replace(core.handle.link, cores=cores, core=1)
-        far = await scene.floor.hire(f"hybrid-{number}", "elsewhere")
-        await scene.trainers.join(far.handle)
+        await scene.join(f"hybrid-{number}", "elsewhere")
         assert core.told(Serve)[-1].cores == wanted
 
 
@@ -589,10 +587,10 @@ async def test_when_the_publisher_dies_another_core_publishes(scene: Scene) -> N
     assert await scene.step(4) == 2
 
 
-@pytest.mark.parametrize("order", [Train, Commit])
+@pytest.mark.parametrize(("order", "fate"), [(Train, "die"), (Commit, "die"), (Train, "break")])
 @joined("hybrid-0")
-async def test_without_a_core_there_is_no_step(scene: Scene, order: type) -> None:
-    scene.floor.replicas["core-0"].will(order, ["die"])
+async def test_without_a_core_there_is_no_step(scene: Scene, order: type, fate: Fate) -> None:
+    scene.floor.replicas["core-0"].will(order, [fate])
     with pytest.raises(CoreLostError, match="core trainer core-0 is gone, and no other is left"):
         await scene.step(2)
 
@@ -644,13 +642,6 @@ async def test_a_worker_that_breaks_while_another_one_joins_does_not_end_the_joi
     await scene.join("hybrid-1")
     assert scene.trainers.names() == ("core-0", "hybrid-1")
     assert await scene.step(1) == 2
-
-
-@joined("hybrid-0")
-async def test_the_only_core_that_breaks_is_an_end(scene: Scene) -> None:
-    scene.floor.replicas["core-0"].will(Train, ["break"])
-    with pytest.raises(CoreLostError, match="core trainer core-0 is gone"):
-        await scene.step(1)
 
 
 async def test_what_only_a_core_is_asked_may_fail_without_its_loss(scene: Scene) -> None:

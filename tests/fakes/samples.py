@@ -17,7 +17,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 STEPS = 20
 LIMITS: Mapping[Precision, float] = {"fp64": 1e-9, "fp32": 1e-4}
-TOKENS = 14  # ids that samples are made of
+TOKENS = 14  # ids that samples are made of, after the special ones
 RATE = 1e-3
 
 
@@ -43,10 +43,25 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
+def sample(number: int, prompt: int, generated: int, advantage: float) -> Sample:
+    length = prompt + generated
+    return Sample(
+        id=str(number),
+        tokens=[4 + (7 * number + 3 * place + place // 5) % TOKENS for place in range(length)],
+        generated=[place >= prompt for place in range(length)],
+        logprobs=[0.0] * prompt + [-2.3 - 0.05 * ((number + place) % 7) for place in range(generated)],
+        versions=[-1] * prompt + [0] * generated,
+        advantage=advantage,
+    )
+
+
 def batch(step: int) -> list[Sample]:
     """Seven samples of step `step`; one writes almost all of its many tokens, the others few."""
     sizes = [(2, 40 + step % 5), (25, 3), (20, 1 + step % 3), (18, 4), (6, 5), (5, 2), (9, 1)]
-    return [_sample(10 * step + index, prompt, own) for index, (prompt, own) in enumerate(sizes)]
+    return [
+        sample(10 * step + index, prompt, own, (1.0, -0.5, 0.75, -1.25)[(10 * step + index) % 4])
+        for index, (prompt, own) in enumerate(sizes)
+    ]
 
 
 def counts(samples: list[Sample]) -> tuple[int, int]:
@@ -62,15 +77,3 @@ def distance(found: Tensors, wanted: Tensors, start: Tensors) -> float:
         for tensors in (found, wanted, start)
     )
     return float((theta - reference).norm() / (reference - first).norm())
-
-
-def _sample(number: int, prompt: int, own: int) -> Sample:
-    length = prompt + own
-    return Sample(
-        id=str(number),
-        tokens=[4 + (7 * number + 3 * place + place // 5) % TOKENS for place in range(length)],
-        generated=[place >= prompt for place in range(length)],
-        logprobs=[0.0] * prompt + [-2.3 - 0.05 * ((number + place) % 7) for place in range(own)],
-        versions=[-1] * prompt + [0] * own,
-        advantage=(1.0, -0.5, 0.75, -1.25)[number % 4],
-    )
