@@ -35,10 +35,10 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import write_tiny_model
-from libra.backends.transport.messages import Sample, StartTrainer
+from libra.backends.transport.trainer_messages import Sample, StartTrainer
 from libra.config.run import ModelConfig
 
 WORST, MEDIAN = 0.05, 0.01  # relative; a step during a join may be this much slower

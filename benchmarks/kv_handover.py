@@ -30,21 +30,13 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.backends.launch.handles import EngineHandle, Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Acknowledged,
-    Generate,
-    KVBufferPlace,
-    KVTransfer,
-    Piece,
-    Ready,
-    Save,
-    SaveCheckpoint,
-    StartEngine,
-    StartTrainer,
-)
+from libra.backends.transport.engine_messages import Generate, KVBufferPlace, KVTransfer, Piece, Save, StartEngine
+from libra.backends.transport.messages import Acknowledged, Ready
+from libra.backends.transport.trainer_messages import SaveCheckpoint, StartTrainer
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost

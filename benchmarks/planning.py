@@ -29,12 +29,11 @@ from typing import Any, TypeVar
 
 from benchmarks.rows import Row, report
 from libra.config.recipe import Recipe
-from libra.cost.sources.roofline import roofline
+from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
-from libra.plan.options.engines import tensor_degrees
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner
 from libra.plan.problem import Prediction

@@ -29,16 +29,17 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.backends.arithmetic import choose, served_dtype
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token
-from libra.backends.transport.messages import Generate, Sample
+from libra.backends.transport.engine_messages import Generate
+from libra.backends.transport.trainer_messages import Sample
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import RunConfig, load_config
 from libra.environments.registry import load_environment
 from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
-from libra.exec.protocols import MoveOutcome
-from libra.loop.fleet import EngineFleet
+from libra.exec.protocols import MoveOutcome, WorkerLostError
+from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import Origin, RunExecutor, begin_session
 from libra.loop.warmup import WarmUpProgress, warm_model
 from libra.plan.problem import Allocation, Bucket
@@ -128,7 +129,7 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[R
         executor = begin_session(
             launcher,
             make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
-            EngineFleet(policy_named("least-loaded", seed=0), training),
+            ServingFleet(policy_named("least-loaded", seed=0), training),
             config,
             Origin(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
             Journal(directory / "journal.jsonl"),

@@ -1,16 +1,15 @@
-"""How near the planner's price of a synchronous rollout is to the simulated one; and the tables that correct prices.
+"""How near the planner's price of a synchronous rollout is to the simulated one; and the table that corrects prices.
 
-Invariant: families of trajectories and seeds that a table of corrections was fitted to are not those of any verdict.
+Invariant: families of trajectories and seeds that the table of corrections was fitted to are not those of any verdict.
 
-    python -m benchmarks.rollout_price [--quick] [--json FILE] [--fit [{batch,overlap}]]
+    python -m benchmarks.rollout_price [--quick] [--json FILE] [--fit]
 
 A case is a random cluster (GPUs, nodes, tensor-parallel degrees), model, recipe and distribution of trajectories. The
 planner is told of 4,096 trajectories and plans synchronous training; then batches drawn anew are rolled out by the
 simulator on the plan's engines, all at once, with every trajectory sent to its bucket. Predicted seconds are an
-expectation, so they are compared with the mean of as many batches as it takes to know that. `--fit` makes the tables
-anew, or one of them, from other families, and writes them to `src/libra/cost/corrections.py`: `batch` from such
-rollouts, `overlap` from the steps of whole runs with staleness. The verdict on steps is the experiment `step-price` of
-`benchmarks.evaluation`.
+expectation, so they are compared with the mean of as many batches as it takes to know that. `--fit` makes the table
+anew from other families, and writes it to `src/libra/cost/corrections.py`: from such rollouts, and from the steps of
+whole runs with staleness. The verdict on steps is the experiment `step-price` of `benchmarks.evaluation`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, logged_cases, make_case
-from benchmarks.rollout_price_fit import Sample, fit, fit_overlap, priced_seconds
+from benchmarks.rollout_price_fit import Sample, fit, priced_seconds
 from benchmarks.rollout_price_plan import plan_case
 from benchmarks.rollout_price_simulation import Rollout, roll_out
 from benchmarks.rollout_price_steps import simulate_steps
@@ -39,7 +38,7 @@ MEAN_GOAL, LARGEST_GOAL = 6.0, 15.0  # percent
 
 _CASES = 100
 _FIT_SEEDS = 20  # of each family
-_OVERLAP_SEEDS = 8  # likewise, where each sample is a run of many steps
+_OVERLAP_PART = 3  # of as many seeds one, where each sample is a run of many steps
 _STALENESS = (1, 2, 4)  # in turn
 # Batches of a case are simulated until the standard error of their mean is known to be small, or there are many.
 _BATCHES = (4, 32)
@@ -81,17 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="few cases: a first look, not a verdict")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
-    tables = ("batch", "overlap")
-    parser.add_argument(
-        "--fit", nargs="?", choices=tables, const="both", help="make the tables of corrections anew, or one, and write"
-    )
+    parser.add_argument("--fit", action="store_true", help="make the table of corrections anew, and write it")
     options = parser.parse_args(arguments)
-    if options.fit is not None:
-        for name in tables if options.fit == "both" else (options.fit,):
-            make, seeds = (fit_table, _FIT_SEEDS) if name == "batch" else (fit_overlap_table, _OVERLAP_SEEDS)
-            factors = make(2 if options.quick else seeds)
-            write_table(factors, TABLE, name.upper())
-            print(f"{TABLE}: {factors}")
+    if options.fit:
+        factors = fit_factors(2 if options.quick else _FIT_SEEDS)
+        write_table(factors, TABLE)
+        print(f"{TABLE}: {factors}")
         return 0
     count, batches = (9, _FEW_BATCHES) if options.quick else (_CASES, _BATCHES)
     found = list(price_all(test_cases(count), batches))
@@ -105,48 +99,42 @@ def test_cases(count: int) -> list[Case]:
     return [make_case(TESTED[k % len(TESTED)], _FIRST_TEST_SEED + k // len(TESTED)) for k in range(count)]
 
 
-def fit_table(seeds: int) -> BatchFactors:
-    """Twice: what is mispriced shows in plans that were made by the price."""
+def fit_factors(seeds: int) -> BatchFactors:
+    """To rollouts of single batches and to steps of whole runs. Twice: what is mispriced shows in plans that were made
+    by the price."""
     samples: list[Sample] = []
     factors = UNCORRECTED
     for first in (0, seeds):
         for family in FITTED:
             cases = (make_case(family, seed) for seed in range(first, first + seeds))
             samples += [priced.sample for priced in price_all(cases, _FEW_BATCHES, factors)]
+        samples += overlapping_samples(range(_FIRST_OVERLAP_SEED + first, _FIRST_OVERLAP_SEED + first + seeds), factors)
         factors = fit(samples)
     return factors
 
 
-def fit_overlap_table(seeds: int) -> BatchFactors:
-    """Likewise, from seeds of their own."""
-    samples: list[Sample] = []
-    factors = UNCORRECTED
-    for first in (_FIRST_OVERLAP_SEED, _FIRST_OVERLAP_SEED + seeds):
-        for turn, (family, seed) in enumerate((f, s) for s in range(first, first + seeds) for f in FITTED):
-            case = make_case(family, seed, _STALENESS[(turn + turn // len(FITTED)) % len(_STALENESS)])
-            try:
-                plan, menu = plan_case(case, replace(BATCH, overlapping=factors))
-            except InfeasiblePlanError:
-                continue
-            samples.append(_sample(plan, menu.problem, simulate_steps(case, plan).seconds))
-        factors = fit_overlap(samples)
-    return factors
+def overlapping_samples(seeds: range, factors: BatchFactors) -> Iterable[Sample]:
+    """One in `_OVERLAP_PART` of the cases that the seeds give, as each is a run of many steps."""
+    for turn, (family, seed) in enumerate((f, s) for s in seeds[::_OVERLAP_PART] for f in FITTED):
+        case = make_case(family, seed, _STALENESS[(turn + turn // len(FITTED)) % len(_STALENESS)])
+        try:
+            plan, menu = plan_case(case, factors)
+        except InfeasiblePlanError:
+            continue
+        yield _sample(plan, menu.problem, simulate_steps(case, plan).seconds)
 
 
-def write_table(factors: BatchFactors, path: Path, name: str = "BATCH") -> None:
-    """Put the factors where that table has them in the file. What overlaps is a table of its own."""
-    values = {field: repr(value) for field, value in asdict(factors).items() if field != "overlapping"}
-    if name == "BATCH":
-        values["overlapping"] = "OVERLAP"
-    lines = "".join(f"    {field}={value},\n" for field, value in values.items())
+def write_table(factors: BatchFactors, path: Path) -> None:
+    """Put the factors where the file has them."""
+    lines = "".join(f"    {field}={value!r},\n" for field, value in asdict(factors).items())
     text, found = re.subn(
-        rf"^{name} = BatchFactors\(\n.*?^\)$",
-        f"{name} = BatchFactors(\n{lines})",
+        r"^BATCH = BatchFactors\(\n.*?^\)$",
+        f"BATCH = BatchFactors(\n{lines})",
         path.read_text(encoding="utf-8"),
         flags=re.MULTILINE | re.DOTALL,
     )
     if found != 1:
-        raise ValueError(f"{path} defines {name} {found} times; it must be once, from `{name} = BatchFactors(` to `)`")
+        raise ValueError(f"{path} defines BATCH {found} times; it must be once, from `BATCH = BatchFactors(` to `)`")
     path.write_text(text, encoding="utf-8")
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from libra.config.recipe import Recipe
 from libra.cost.grid import EngineProfile
+from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.plan.options.engines import node_roofline
 from libra.sim.workload.agent import Agent, Tool, agent_trajectories
 from libra.sim.workload.distribution import Constant, LogNormal, LongTail, Uniform
 from libra.trajectory import Trajectory, read_trajectories, truncate

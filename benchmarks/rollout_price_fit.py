@@ -26,7 +26,7 @@ _ROUNDS = 6
 _STEP = 0.02  # of a factor, to see how the price follows
 _TRUST = 0.3  # a factor changes by no more in a round
 _RANGE = (0.05, 2.0)
-_PARTS = ("decode", "decode_beside_tools", "prefill", "eviction", "memory", "generation", "tools")
+_PARTS = ("decode", "prefill", "eviction", "memory", "generation", "tools")
 _PRIOR = 0.05  # weight of 1 for each factor, in mean squared logarithms: what the samples say little of stays there
 
 
@@ -73,36 +73,23 @@ def priced_seconds(problem: Problem, allocation: Allocation) -> float:
 
 
 def fit(samples: Sequence[Sample]) -> BatchFactors:
-    """Of batches that do not overlap: see `_fit`."""
-    return _fit(samples, tuple((name,) for name in _PARTS))
-
-
-def fit_overlap(samples: Sequence[Sample]) -> BatchFactors:
-    """Of batches that do, where there is always another trajectory that generates while one waits for tools: what
-    others generate counts the same with tools and without."""
-    return _fit(samples, (("decode", "decode_beside_tools"), *((name,) for name in _PARTS[2:])))
-
-
-def _fit(samples: Sequence[Sample], groups: Sequence[tuple[str, ...]]) -> BatchFactors:
-    """Least squares of the logarithms of predicted by simulated seconds, by Gauss and Newton's method, with one value
-    for each group of factors."""
+    """Least squares of the logarithms of predicted by simulated seconds, by Gauss and Newton's method."""
 
     def factors_of(values: Floats) -> BatchFactors:
-        named = {name: value for group, value in zip(groups, values.tolist(), strict=True) for name in group}
-        return replace(UNCORRECTED, **named)
+        return replace(UNCORRECTED, **dict(zip(_PARTS, values.tolist(), strict=True)))
 
     def errors(values: Floats) -> Floats:
         factors = factors_of(values)
         return np.array([np.log(sample.price(factors) / sample.seconds) for sample in samples])
 
-    before = np.ones(len(groups))
+    before = np.ones(len(_PARTS))
     factors = before
     for _ in range(_ROUNDS):
         now = errors(factors)
-        slopes = np.array([(errors(factors + _STEP * unit) - now) / _STEP for unit in np.eye(len(groups))]).T
+        slopes = np.array([(errors(factors + _STEP * unit) - now) / _STEP for unit in np.eye(len(_PARTS))]).T
         # A heavy-tailed batch is no reason to misprice all others.
         weights = 1 / np.sqrt(np.maximum(np.abs(now), 0.05))
-        rows = np.vstack([slopes * weights[:, None], _PRIOR * np.sqrt(len(samples)) * np.eye(len(groups))])
+        rows = np.vstack([slopes * weights[:, None], _PRIOR * np.sqrt(len(samples)) * np.eye(len(_PARTS))])
         wanted = np.concatenate([-now * weights, _PRIOR * np.sqrt(len(samples)) * (before - factors)])
         change = np.linalg.lstsq(rows, wanted, rcond=None)[0]
         factors = np.clip(factors + np.clip(change, -_TRUST, _TRUST), *_RANGE)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from libra.plan.plan import Plan
-from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 from libra.sim.clock import seconds
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.planned_engines import planned_engines
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory
@@ -32,7 +32,7 @@ def roll_out(plan: Plan, batch: tuple[Trajectory, ...], *, unknown_at_first: boo
     """All of the batch at once, on empty engines that have their weights. `unknown_at_first`: see `Oracle`."""
     limits = tuple(bucket.up_to for bucket in plan.allocation.buckets)
     workload = Replay(batch)
-    cluster = Cluster(planned_engines(plan), workload, Oracle(batch, limits, unknown_at_first), limits=limits)
+    cluster = SimCluster(planned_engines(plan), workload, Oracle(batch, limits, unknown_at_first), limits=limits)
     cluster.run()
     if workload.completed != len(batch):
         raise RuntimeError(f"{len(batch) - workload.completed} trajectories did not finish: {workload.unfinished}")
@@ -60,7 +60,7 @@ class Oracle:
         self._load: dict[str, int] = {}  # of an engine: tokens that its trajectories generate in all
         self._homes: dict[str, Placement] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement:
         trajectory = self._trajectories[request.trajectory_id]
         if not self._unknown_at_first:
             return self._put(trajectory, self._own(trajectory), fleet)
@@ -68,11 +68,11 @@ class Oracle:
         held = max(instance.capacity_tokens for instance in fleet.instances if instance.bucket == 0)
         return self._put(trajectory, 0 if first <= held else self._own(trajectory), fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement:
         trajectory = self._trajectories[request.trajectory_id]
         return self._put(trajectory, self._own(trajectory), fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:

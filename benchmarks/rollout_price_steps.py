@@ -14,7 +14,7 @@ from benchmarks.rollout_price_cases import Case
 from libra.plan.plan import Plan
 from libra.route.oracle import Oracle
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.outcome import StepRecord
+from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
 
@@ -83,6 +83,6 @@ def simulate_steps(case: Case, plan: Plan, measured: int | None = None, first: i
     return Steps(sum(each) / count, each, sum(step.training for step in steps[ahead:]) / count)
 
 
-def _seconds(steps: tuple[StepRecord, ...], ahead: int) -> Iterator[float]:
+def _seconds(steps: tuple[SimulatedStep, ...], ahead: int) -> Iterator[float]:
     for before, step in zip(steps[ahead - 1 :], steps[ahead:], strict=False):
         yield step.ended - before.ended

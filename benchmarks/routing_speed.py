@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.rows import Row, report
 from libra.route.catalogue import policy_named
-from libra.route.policy import InstanceView, Policy, Request, ToolReturn, View
+from libra.route.policy import InstanceView, Policy, ToolReturn, TurnRequest, View
 from libra.trajectory import Trajectory, Turn
 
 GOAL_MICROSECONDS = 20.0  # of a decision with 10 instances
@@ -84,12 +84,12 @@ def decisions(policy: Policy, fleet: View, trajectories: Iterator[Trajectory]) -
     clock: Callable[[], int] = time.process_time_ns
     for trajectory in trajectories:
         id, contexts = f"asked {trajectory.id}", trajectory.contexts()
-        request = Request(id, trajectory.prompt_id, trajectory.prompt_tokens, contexts[0], trajectory.task)
+        request = TurnRequest(id, trajectory.prompt_id, trajectory.prompt_tokens, contexts[0], trajectory.task)
         policy.place(request, fleet)
         for turn, context in zip(trajectory.turns[:-1], contexts[1:], strict=True):
             assert turn.tool is not None and turn.status is not None
             returned = ToolReturn(turn.tool, turn.status, turn.returned_tokens)
-            request = Request(id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
+            request = TurnRequest(id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
             began = clock()
             policy.tool_returned(request, returned, fleet)
             yield (clock() - began) / 1e3

@@ -33,7 +33,7 @@ from libra.hardware.cluster import GPUS
 from libra.hardware.model_file import load_model
 from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
 from libra.route.policy import Policy
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
 from libra.sim.workload.agent import Agent, Tool, agent_trajectories
@@ -72,7 +72,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    run: Callable[[], Cluster]
+    run: Callable[[], SimCluster]
     seconds: float | None = None  # goals
     mib: float | None = None
     events_per_engine: float | None = None
@@ -90,12 +90,12 @@ def engine(model: str, gpu: str, tp: int, max_model_len: int, seats: int = 256) 
     return EngineSpec("0", config, GridCost(roofline(device, spec, [tp]).grid(tp), config))
 
 
-def cluster(spec: EngineSpec, count: int, workload: Workload, route: Policy | None, turn_tokens: int = 1) -> Cluster:
+def cluster(spec: EngineSpec, count: int, workload: Workload, route: Policy | None, turn_tokens: int = 1) -> SimCluster:
     specs = [replace(spec, name=str(number)) for number in range(count)]
-    return Cluster(specs, workload, route, turn_tokens=turn_tokens)
+    return SimCluster(specs, workload, route, turn_tokens=turn_tokens)
 
 
-def static(engines: int, requests: int, output: int = OUTPUT) -> Cluster:
+def static(engines: int, requests: int, output: int = OUTPUT) -> SimCluster:
     """All requests at once, dealt out in turn."""
     workload = generated_requests(requests, AtOnce(), Constant(PROMPT), Constant(output), seed=0)
     return cluster(engine("meta-llama/Llama-2-7b-hf", "A100", 1, 4096), engines, workload, RoundRobin())
@@ -114,7 +114,7 @@ def capacity(output: int = OUTPUT) -> float:
     return 3000 / (full.now / 1e12)
 
 
-def poisson(requests: int, output: int = OUTPUT, load: float = 0.8) -> Cluster:
+def poisson(requests: int, output: int = OUTPUT, load: float = 0.8) -> SimCluster:
     """One engine at a share of what it can do."""
     workload = generated_requests(
         requests, Poisson(load * capacity(output)), Constant(PROMPT), Constant(output), seed=0
@@ -122,13 +122,13 @@ def poisson(requests: int, output: int = OUTPUT, load: float = 0.8) -> Cluster:
     return cluster(engine("meta-llama/Llama-3.1-8B", "A100", 1, 4096), 1, workload, None)
 
 
-def azure() -> Cluster:
+def azure() -> SimCluster:
     workload = recorded_requests(read_azure_requests(AZURE), source={"file": AZURE.name})
     spec = engine("meta-llama/Llama-2-7b-hf", "A100", 1, 16384)
     return cluster(spec, 8, workload, LeastLoaded())
 
 
-def mixed(engines: int, requests: int) -> Cluster:
+def mixed(engines: int, requests: int) -> SimCluster:
     """Groups of four samples of a prompt, mixed lengths with a long tail, at 80 % of what the engines can do."""
     workload = generated_requests(
         requests // 4,
@@ -142,7 +142,7 @@ def mixed(engines: int, requests: int) -> Cluster:
     return cluster(spec, engines, workload, TwoChoices(seed=0))
 
 
-def sessions() -> Cluster:
+def sessions() -> SimCluster:
     """Each session's pauses are cut at a minute: the log has people in it who go for lunch."""
     limit = 131072
     logged = (truncate(trajectory, limit - 1) for trajectory in read_trajectories(SESSIONS))
@@ -160,7 +160,7 @@ def sessions() -> Cluster:
     return cluster(spec, 16, Replay(hurried, rewrite_keeps="last prompt"), LeastLoaded())
 
 
-def step() -> Cluster:
+def step() -> SimCluster:
     """512 agent trajectories of 5K tokens on average and 40K at most, on 48 GPUs: one step of RL."""
     agent = Agent(
         LogNormal(600, 0.5, 4000),

@@ -23,7 +23,7 @@ from libra.cli.app import app
 from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig, load_config
 from libra.loop.checkpoint import FORMAT
-from libra.loop.run_lock import locked
+from libra.loop.run_directory import locked
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import dump_plan, parse_plan

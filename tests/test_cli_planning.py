@@ -19,7 +19,7 @@ from libra.cli.app import app
 from libra.cli.output import check_writable, reading
 from libra.plan import plan as plans
 from libra.plan.plan import Confirmation, DisagreementError, Plan, parse_plan
-from libra.report.trace_table import trace_tables
+from libra.report.tables import trace_tables
 from libra.trajectory import Trajectory, Turn
 from libra.trajectory.statistics import trace_stats
 

@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from libra.cli.app import app
+from libra.route.catalogue import POLICIES
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ENGINES, REQUESTS, AZURE, LOG = (
@@ -158,16 +159,17 @@ def test_requests_of_azure_come_faster_and_later_when_asked() -> None:
     assert fast["queueing"]["mean"] > whole["queueing"]["mean"]
 
 
-def test_engines_of_a_file_run_trajectories(tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", POLICIES)
+def test_engines_of_a_file_run_trajectories(route: str, tmp_path: Path) -> None:
     records = [json.loads(line) for line in LOG.read_text().splitlines()]
     records[0]["finished"] = False
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    result = libra("simulate", ENGINES, "-t", log, "--concurrency", 4, "--json")
+    result = libra("simulate", ENGINES, "-t", log, "--concurrency", 4, "--route", route, "--json")
     found = document(result)
     assert found["metrics"]["trajectories"] == 60
     assert found["workload"]["concurrency"] == 4
-    assert result.stderr == "note: 1 of 60 trajectories in the log unfinished: run as far as the log goes\n"
+    assert "note: 1 of 60 trajectories in the log unfinished: run as far as the log goes\n" in result.stderr
 
 
 def test_a_time_limit_stops_it_there_and_says_so() -> None:

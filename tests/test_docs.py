@@ -30,7 +30,7 @@ from libra.records.schema import DecisionRecord, Evaluation, EventRecord, Period
 from libra.route.catalogue import POLICIES
 from libra.sim.engines_file import EnginesFile
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
-from libra.sim.outcome.outcome_file import FIELDS
+from libra.sim.outcome.result_file import FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNING = ROOT / "docs" / "running.md"

@@ -168,7 +168,6 @@ SMALL = Problem(
     recall_known=((1.0,) * 3,),
     recall_possible=((1.0,) * 3,),
     staleness=1,
-    batched=True,
 )
 
 

@@ -202,6 +202,29 @@ def test_a_calibration_file_takes_the_place_of_constants(tmp_path: Path) -> None
     assert found.grid(1).decode_seconds(8, 4096) > constants.grid(1).decode_seconds(8, 4096)
 
 
+OWN = replace(A800.gpu, name="mine")
+DEVICES = [
+    ("another GPU", "NVIDIA H100 80GB HBM3", A800.gpu, False),
+    ("a processor", "x86_64", A800.gpu, False),
+    ("the GPU", "NVIDIA A800-SXM4-80GB", A800.gpu, True),
+    ("a known GPU for one's own", "NVIDIA H100 80GB HBM3", OWN, False),
+    ("one's own", "Mine 3000", OWN, True),
+    ("one's own by its maker's name", "MI300X", OWN, True),
+]
+
+
+@pytest.mark.parametrize(("device", "gpu", "known"), [row[1:] for row in DEVICES], ids=[row[0] for row in DEVICES])
+def test_a_calibration_prices_the_device_that_it_measured(tmp_path: Path, device: str, gpu: GPU, known: bool) -> None:
+    file = tmp_path / "calibration.json"
+    save_calibration(file, replace(CALIBRATION, device=device))
+    cluster = Cluster((replace(A800, gpu=gpu),))
+    if known:
+        assert device in engine_profiles(cluster, QWEN_06B, RECIPE, str(file))[0].source
+    else:
+        with pytest.raises(ConfigError, match=f"measured on {device}, and nodes a800 have {gpu.name}"):
+            engine_profiles(cluster, QWEN_06B, RECIPE, str(file))
+
+
 REFUSED = [
     ("none", None, "No such file or directory; calibrate again, or give another file"),
     ("no JSON", "{", "not JSON"),

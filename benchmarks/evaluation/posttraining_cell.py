@@ -10,7 +10,7 @@ from benchmarks.evaluation.searches import chosen
 from benchmarks.evaluation.setting import Setting
 from benchmarks.evaluation.systems import ORACLE_BUCKETS, Parts, made, oracle, ours
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
 
 
@@ -42,7 +42,7 @@ def _oracle(setting: Setting) -> dict[str, Any]:
     return max(found, key=lambda values: float(values["throughput"]))
 
 
-def told(system: System, outcome: PostTraining) -> dict[str, Any]:
+def told(system: System, outcome: SimulatedRun) -> dict[str, Any]:
     """As JSON values: the sums, the plan it began with, and columns of the steps."""
     steps = outcome.steps
     return {

@@ -22,7 +22,7 @@ from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.causal_tree import CausalTree, ToolState, payload_class
 from libra.route.hierarchy import Hierarchy, state_of
-from libra.route.policy import Request
+from libra.route.policy import TurnRequest
 from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.training_run.resampled import Resampled
@@ -134,7 +134,9 @@ def _ours(known: Sequence[Trajectory]) -> Predict:
     def predict(trajectory: Trajectory) -> list[float]:
         means = []
         for _, _, context, states in returns(trajectory):
-            request = Request(trajectory.id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
+            request = TurnRequest(
+                trajectory.id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task
+            )
             remaining = hierarchy.predict(request, states)
             assert remaining is not None  # something was learned
             means.append(remaining.mean)

@@ -20,7 +20,7 @@ from libra.route.causal_tree import payload_class
 from libra.route.cmlfq import CMLFQ, NAME
 from libra.route.hierarchy import state_of
 from libra.route.oracle import Oracle
-from libra.route.policy import Fleet, Placement, Policy, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest
 from libra.route.quality import Quality, evaluate, static_fleet
 from libra.route.remaining import Remaining
 from libra.trajectory import Trajectory
@@ -37,18 +37,18 @@ class Foretelling(CMLFQ):
         super().__init__()
         self.foretold: dict[str, tuple[int, int]] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         if request.trajectory_id not in self._live:
             self._foretell(request, self._hierarchy.predict(request, ()), fleet)
         return super().place(request, fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         if self._live[request.trajectory_id].returns == 0:
             state = state_of(returned.tool, payload_class(returned.returned_tokens), returned.status)
             self._foretell(request, self._hierarchy.predict(request, (state,)), fleet)
         return super().tool_returned(request, returned, fleet)
 
-    def _foretell(self, request: Request, remaining: Remaining | None, fleet: Fleet) -> None:
+    def _foretell(self, request: TurnRequest, remaining: Remaining | None, fleet: Fleet) -> None:
         if remaining is not None:
             self.foretold[request.trajectory_id] = buckets_of(remaining, request.context_tokens, fleet.limits)
 

@@ -16,9 +16,9 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import Outcome, outcomes
 from benchmarks.fidelity.workloads import Workload
 from libra.route.baselines import RoundRobin
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, Batch, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch, IterationCost
 
 _Composition = tuple[int, int, tuple[Chunk, ...]]  # sequences that decode, what they attend to, prefill chunks
 
@@ -54,10 +54,10 @@ class _Taken:
         self._asked = 0
         self._difference: str | None = None
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         return self._take((batch.requests, context, ())), 0, UNLIMITED
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         return self._take((batch.requests, context, tuple(chunks)))
 
     def difference(self) -> str | None:
@@ -95,6 +95,6 @@ def _with_work(steps: Sequence[Step], engine: int) -> list[Step]:
 def _simulate(workload: Workload, costs: Sequence[IterationCost], *, exact: bool) -> tuple[Outcome, ...]:
     config = workload.engine.config()
     engines = [EngineSpec(f"engine-{number}", config, cost) for number, cost in enumerate(costs)]
-    cluster = Cluster(engines, Sessions(workload), RoundRobin(sticky=False), exact=exact)
+    cluster = SimCluster(engines, Sessions(workload), RoundRobin(sticky=False), exact=exact)
     cluster.run()
     return outcomes(cluster.requests)

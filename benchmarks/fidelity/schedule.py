@@ -14,7 +14,7 @@ from itertools import zip_longest
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
 from benchmarks.rows import Row
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
@@ -105,7 +105,7 @@ def simulated_schedule(config: EngineConfig, requests: Sequence[Request]) -> tup
     """What the simulated engine decides, a tick a step, jumping where it can. Writes the requests."""
     iterations: list[Iteration] = []
     workload = _Ended(requests)
-    Cluster([EngineSpec("engine", config, AffineCost(1))], workload, trace=iterations.append).run()
+    SimCluster([EngineSpec("engine", config, AffineCost(1))], workload, trace=iterations.append).run()
     return tuple(
         Step(
             time=iteration.start,

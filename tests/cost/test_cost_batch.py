@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.cost.corrections import UNCORRECTED
+from libra.cost.corrections import UNCORRECTED, BatchFactors
 from libra.cost.device import EngineCost
 from libra.cost.grid import EngineGrid, IterationLine
 from libra.cost.rollout import (
     EngineTiming,
-    Longest,
-    batch_alone,
     batch_work,
-    longest_alone,
+    longest_of,
+    longest_upto,
     measured_timing,
     refill_seconds,
+    refills,
     secant_timings,
 )
 from libra.lengths import TrajectoryClass
@@ -47,58 +47,33 @@ KV = 10_000
 PARTS = [
     # Decoding 0.001 * 100 + 1e-6 * 50000; what reads weights for want of memory 0.01 * 50000 / 10000; prefill 1e-4 *
     # 1000 and two turns 0.1 * 2
-    ("all of it", NO_TOOLS, 0.0, UNCORRECTED, 0.15 + 0.05 + 0.3),
-    ("decoding", NO_TOOLS, 0.0, replace(UNCORRECTED, decode=2.0), 0.3 + 0.05 + 0.3),
-    ("memory", NO_TOOLS, 0.0, replace(UNCORRECTED, memory=0.0), 0.15 + 0.3),
-    ("prefill", NO_TOOLS, 0.0, replace(UNCORRECTED, prefill=0.5), 0.15 + 0.05 + 0.25),
-    # One turn after the first, of which half finds 500 tokens gone
-    ("eviction", NO_TOOLS, 0.5, replace(UNCORRECTED, eviction=3.0), 0.5 + 3 * 0.5 * 0.05),
+    ("all of it", NO_TOOLS, UNCORRECTED, 0.15 + 0.05 + 0.3),
+    ("decoding", NO_TOOLS, replace(UNCORRECTED, decode=2.0), 0.3 + 0.05 + 0.3),
+    ("memory", NO_TOOLS, replace(UNCORRECTED, memory=0.0), 0.15 + 0.3),
+    ("prefill", NO_TOOLS, replace(UNCORRECTED, prefill=0.5), 0.15 + 0.05 + 0.25),
 ]
 
 
-@pytest.mark.parametrize(("cls", "evicted", "factors", "wanted"), [row[1:] for row in PARTS], ids=[r[0] for r in PARTS])
-def test_work_of_a_batch(cls, evicted, factors, wanted) -> None:  # type: ignore[no-untyped-def]
-    assert batch_work(TIMING, cls, KV, 0.0, evicted, factors) == pytest.approx((wanted,))
+@pytest.mark.parametrize(("cls", "factors", "wanted"), [row[1:] for row in PARTS], ids=[r[0] for r in PARTS])
+def test_work_of_a_batch(cls: TrajectoryClass, factors: BatchFactors, wanted: float) -> None:
+    assert batch_work(TIMING, cls, KV, factors) == pytest.approx((wanted,))
 
 
-def test_what_is_evicted_is_a_refill() -> None:
+def test_a_context_that_is_gone_is_prefilled_again_by_each_turn_after_the_first() -> None:
     assert refill_seconds(TIMING, CLASS) == pytest.approx(0.05)
-
-
-def test_decoding_counts_less_by_the_share_of_time_that_the_longest_waits() -> None:
-    (corrected,) = batch_work(TIMING, CLASS, KV, 0.75, 0.0, replace(UNCORRECTED, decode_beside_tools=0.2))
-    assert corrected == pytest.approx(0.15 * (0.25 + 0.75 * 0.2) + 0.05 + 0.3)
+    assert refills(TIMING, CLASS, replace(UNCORRECTED, eviction=3.0)) == pytest.approx(3 * 0.05)
+    assert refills(TIMING, replace(CLASS, turns=1.0), UNCORRECTED) == 0.0
 
 
 def test_the_longest_alone_generates_more_or_waits_longer_than_the_mean() -> None:
     # Alone, 100 iterations of 0.01 + 0.001 + 1e-6 * 500, 0.1 of prefill and 0.2 of turns: 1.45 s, and 3 s of tools.
-    assert parts(batch_alone(TIMING, CLASS, 1.0, UNCORRECTED)) == pytest.approx((1.45, 3.0))
+    assert longest_of(TIMING, CLASS, 1.0, UNCORRECTED).seconds() == pytest.approx(4.45)
     beyond = 1.2815516  # of six draws, as in the tests of residence
     more, longer = 0.0115 * beyond * 20, _log_normal(3.0, 0.5, beyond) - 3.0
-    both = math.hypot(more, longer)
-    found = batch_alone(TIMING, CLASS, 6.0, UNCORRECTED)
-    assert parts(found) == pytest.approx((1.45 + more**2 / both, 3.0 + longer**2 / both))
-    assert found.seconds == pytest.approx(4.45 + both)
-    only_waits = batch_alone(TIMING, CLASS, 6.0, replace(UNCORRECTED, generation=0.0))
-    assert parts(only_waits) == pytest.approx((0.0, 3.0 + longer))
-    only_generates = batch_alone(TIMING, NO_TOOLS, 6.0, replace(UNCORRECTED, tools=5.0))
-    assert parts(only_generates) == pytest.approx((1.45 + more, 0.0))
-
-
-def test_the_longest_that_others_slow_is_longest_by_the_seconds_it_takes_then() -> None:
-    beyond = 1.2815516
-    more, longer = 0.0115 * beyond * 20, _log_normal(3.0, 0.5, beyond) - 3.0
-    found = batch_alone(TIMING, CLASS, 6.0, UNCORRECTED, slowed=3.0)
-    assert 3 * found.generates + found.waits == pytest.approx(3 * 1.45 + 3.0 + math.hypot(3 * more, longer))
-    assert found.generates > batch_alone(TIMING, CLASS, 6.0, UNCORRECTED).generates
-    generates, waits = Longest(2.0, 1.0), Longest(0.5, 3.0)
-    always = [100.0, 100.0]
-    assert parts(longest_alone([generates, waits], always)) == pytest.approx((0.5, 3.0))
-    assert parts(longest_alone([generates, waits], always, slowed=2.0)) == pytest.approx((2.0, 1.0))
-
-
-def parts(longest: Longest) -> tuple[float, float]:
-    return longest.generates, longest.waits
+    found = longest_of(TIMING, CLASS, 6.0, UNCORRECTED)
+    for slowed in (1.0, 3.0):
+        assert found.seconds(slowed) == pytest.approx(slowed * 1.45 + 3.0 + math.hypot(slowed * more, longer))
+    assert longest_of(TIMING, NO_TOOLS, 6.0, replace(UNCORRECTED, tools=5.0)).seconds() == pytest.approx(1.45 + more)
 
 
 def _log_normal(mean: float, deviation: float, beyond: float) -> float:
@@ -108,7 +83,7 @@ def _log_normal(mean: float, deviation: float, beyond: float) -> float:
 
 def test_no_trajectory_generates_more_than_its_class_has_room_for() -> None:
     crowded = replace(NO_TOOLS, peak_context=110)
-    assert batch_alone(TIMING, crowded, 1000.0, UNCORRECTED).generates == pytest.approx(110 * 0.0115 + 0.3)
+    assert longest_of(TIMING, crowded, 1000.0, UNCORRECTED).seconds() == pytest.approx(110 * 0.0115 + 0.3)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 5)), min_size=1, max_size=5))
@@ -122,17 +97,17 @@ def test_the_longest_of_several_classes_against_every_way_to_meet_them(classes: 
         longest = max((seconds for is_met, (seconds, _) in zip(met, classes, strict=True) if is_met), default=0.0)
         expected += math.prod(chances) * longest
     alone, draws = zip(*classes, strict=True)
-    found = longest_alone([Longest(seconds / 4, 3 * seconds / 4) for seconds in alone], draws)
-    assert parts(found) == pytest.approx((expected / 4, 3 * expected / 4))
+    assert longest_upto(alone, draws)[-1] == pytest.approx(expected)
 
 
 def test_a_further_class_never_makes_the_longest_shorter() -> None:
     generator = random.Random(3)
     for _ in range(200):
-        alone = [Longest(generator.uniform(0, 10), generator.uniform(0, 10)) for _ in range(6)]
+        alone = [generator.uniform(0, 10) for _ in range(6)]
         draws = [generator.expovariate(1) for _ in range(6)]
-        found = [longest_alone(alone[:k], draws[:k]).seconds for k in range(7)]
-        assert found == sorted(found)
+        found = longest_upto(alone, draws)
+        assert list(found) == sorted(found)
+        assert found[2] == pytest.approx(longest_upto(alone[:3], draws[:3])[-1])
 
 
 @given(
@@ -164,10 +139,10 @@ def test_one_engine_takes_its_batch_exactly_as_long_as_work_and_the_longest(
         for prompt, generated in trajectories
     ]
     factors = replace(UNCORRECTED, memory=0.0)
-    work = sum(batch_work(timing, cls, KV, 0.0, 0.0, factors)[0] for cls in classes)
+    work = sum(batch_work(timing, cls, KV, factors)[0] for cls in classes)
     own = max(classes, key=lambda cls: cls.generated)
     # The longest's own share of the work is in both.
-    alone = batch_alone(timing, own, 1.0, factors).seconds - batch_work(timing, own, KV, 0.0, 0.0, factors)[0]
+    alone = longest_of(timing, own, 1.0, factors).seconds() - batch_work(timing, own, KV, factors)[0]
     assert work + alone == pytest.approx(seconds)
 
 

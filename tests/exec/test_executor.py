@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from fakes.world import FIRST, LONGEST, World
 
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.exec.journal import (
     MoveBegun,
     MoveDone,
@@ -23,6 +22,7 @@ from libra.exec.journal import (
     read_journal,
 )
 from libra.exec.pool import LOSS_WINDOW, MOST_LOSSES
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 

@@ -16,7 +16,7 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, UnsupportedTransitionError
-from libra.lengths import TrajectoryClass
+from libra.lengths.classes import TrajectoryClass
 from libra.plan.options.price import price
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.replanner import Outlook

@@ -17,22 +17,13 @@ from typing import cast
 
 import msgspec
 
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.messages import (
-    Acknowledged,
-    FromWorker,
-    Generate,
-    Generated,
-    Interrupt,
-    Loaded,
-    LoadWeights,
-    Message,
-    Piece,
-    Stop,
-)
+from libra.backends.transport.channel import ControllerChannel, FromWorker
+from libra.backends.transport.engine_messages import Generate, Generated, Interrupt, Loaded, LoadWeights, Piece
+from libra.backends.transport.messages import Acknowledged, Message, Stop
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.report import Report, Sampled
+from libra.exec.protocols import WorkerLostError
 
 STOP = ord(";")
 ALPHABET = [*map(ord, "abcdefg"), STOP]

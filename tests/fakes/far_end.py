@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.channel import ControllerChannel, WorkerChannel
-from libra.backends.transport.messages import Generated, Message, Piece, ToWorker
+from libra.backends.transport.channel import ControllerChannel, ToWorker, WorkerChannel
+from libra.backends.transport.engine_messages import Generated, Piece
+from libra.backends.transport.messages import Message
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 

@@ -19,17 +19,17 @@ from fakes.samples import RATE, sample
 
 from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.grpo import Denominator
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import TrainingWorker
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Precision
+from libra.backends.transport.trainer_messages import (
     Commit,
     HostRendezvous,
-    Precision,
     Prepare,
     Reduced,
     Sample,
@@ -52,7 +52,7 @@ def make_trainer(
     micro_batch: int = 1,
     precision: Precision = "bf16",
     temperature: float = 1.0,
-) -> Trainer:
+) -> TrainerProcess:
     """A replica. `micro_batch` 1 gives every sample its own, so that a batch may be split anywhere without changing the
     rounding of bfloat16. All replicas of one test have one precision: accelerate keeps it for the whole process."""
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != {"bf16": "bf16"}.get(precision, "no"):
@@ -63,7 +63,7 @@ def make_trainer(
     )
     descriptor = create_buffer()
     try:
-        return Trainer(start, descriptor, Pacer(1.0, cores))
+        return TrainerProcess(start, descriptor, Pacer(1.0, cores))
     finally:
         os.close(descriptor)  # the map keeps the memory
 
@@ -82,18 +82,18 @@ def order(samples: Sequence[Sample], version: int = 1) -> Train:
     return Train(version, list(samples), len(samples), sum(sum(s.generated) for s in samples), PATIENCE)
 
 
-def commit(trainer: Trainer, vote: Reduced, publish_to: int = -1) -> Trained:
+def commit(trainer: TrainerProcess, vote: Reduced, publish_to: int = -1) -> Trained:
     """The verdict is yes."""
     assert not vote.failure
     return trainer.commit(Commit(vote.version, publish_to))
 
 
-def train(trainer: Trainer, order: Train, publish_to: int = -1) -> Trained:
+def train(trainer: TrainerProcess, order: Train, publish_to: int = -1) -> Trained:
     """A whole step of one replica that votes for itself."""
     return commit(trainer, trainer.reduce(order), publish_to)
 
 
-def parameters(trainer: Trainer) -> torch.Tensor:
+def parameters(trainer: TrainerProcess) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in trainer.part.parameters.values()])
 
 
@@ -112,13 +112,15 @@ def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Seque
     return port
 
 
-def regroup(replicas: Sequence[Trainer], generation: int) -> None:
+def regroup(replicas: Sequence[TrainerProcess], generation: int) -> None:
     """All of them into a new membership, ranks in this order."""
     prepare([replica.exchange for replica in replicas], generation)
     at_once(*(lambda replica=replica: replica.exchange.enter(generation) for replica in replicas))
 
 
-def step_together(replicas: Sequence[Trainer], shares: Sequence[Sequence[Sample]], version: int = 1) -> list[Trained]:
+def step_together(
+    replicas: Sequence[TrainerProcess], shares: Sequence[Sequence[Sample]], version: int = 1
+) -> list[Trained]:
     """One step of several replicas, each with its share, who all vote yes."""
     votes = at_once(*(lambda r=r, s=s: r.reduce(order(s, version)) for r, s in zip(replicas, shares, strict=True)))
     return [commit(replica, vote) for replica, vote in zip(replicas, votes, strict=True)]
@@ -127,7 +129,7 @@ def step_together(replicas: Sequence[Trainer], shares: Sequence[Sequence[Sample]
 @dataclass
 class Worker:
     handle: Handle
-    trainer: Trainer
+    trainer: TrainerProcess
     thread: threading.Thread
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -137,7 +139,9 @@ class Worker:
 class Crew:
     """Workers that train one model in one precision; `dress` may change a trainer before it serves."""
 
-    def __init__(self, model: Path, precision: Precision, micro_batch: int, dress: Callable[[Trainer], None]) -> None:
+    def __init__(
+        self, model: Path, precision: Precision, micro_batch: int, dress: Callable[[TrainerProcess], None]
+    ) -> None:
         self._model, self._precision, self._micro_batch, self._dress = model, precision, micro_batch, dress
         self.workers: dict[str, Worker] = {}
 
@@ -164,7 +168,10 @@ class Crew:
 
 @asynccontextmanager
 async def crew(
-    model: Path, precision: Precision, micro_batch: int = 1, dress: Callable[[Trainer], None] = lambda trainer: None
+    model: Path,
+    precision: Precision,
+    micro_batch: int = 1,
+    dress: Callable[[TrainerProcess], None] = lambda trainer: None,
 ) -> AsyncIterator[Crew]:
     made = Crew(model, precision, micro_batch, dress)
     try:
@@ -175,7 +182,7 @@ async def crew(
             worker.thread.join(timeout=10)
 
 
-def _serve(channel: WorkerChannel, trainer: Trainer) -> None:
+def _serve(channel: WorkerChannel, trainer: TrainerProcess) -> None:
     with suppress(ConnectionError):  # its handle was closed
         TrainingWorker(channel, trainer).run()
 

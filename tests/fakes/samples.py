@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from libra.backends.transport.messages import Precision, Sample
+from libra.backends.transport.messages import Precision
+from libra.backends.transport.trainer_messages import Sample
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -8,13 +8,13 @@ from typing import Any, Self, cast
 
 from fakes.engines import ScriptedEngine
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import TurnReport
 from libra.plan.problem import Allocation, Bucket
-from libra.route.policy import Placement, Request, ToolReturn, View
-from libra.trajectory import Trajectory
+from libra.route.policy import Placement, ToolReturn, TurnRequest, View
+from libra.trajectory.record import Trajectory
 
 MERGED = 1000  # the one token that is two characters
 
@@ -79,24 +79,24 @@ class FirstInstance:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ToolReturn | None]] = []
-        self.requests: list[Request] = []
+        self.requests: list[TurnRequest] = []
         self.views: list[View] = []
         self.done: list[Trajectory] = []
         self.gone: list[str] = []
 
-    def place(self, request: Request, view: View) -> Placement | None:
+    def place(self, request: TurnRequest, view: View) -> Placement | None:
         self.asked.append(("place", None))
         self.requests.append(request)
         self.views.append(view)
         return self._first(view)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, view: View) -> Placement | None:
         self.asked.append(("tool_returned", returned))
         self.requests.append(request)
         self.views.append(view)
         return self._first(view)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, view: View) -> Placement | None:
         raise NotImplementedError
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -123,9 +123,9 @@ class FirstInstance:
         return None
 
 
-def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> EngineFleet:
+def make_fleet(policy: FirstInstance, *engines: ScriptedEngine) -> ServingFleet:
     """A fleet of one bucket with these engines."""
-    fleet = EngineFleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
+    fleet = ServingFleet(policy, Allocation(1, (Bucket("short", 1, 0, 100),)))
     for engine in engines:
         fleet.add(instance(engine))
     return fleet

@@ -16,22 +16,23 @@ from fakes.scripted import AskTool, MergingCodec, echo
 
 from libra.backends.grpo.joint_step import StepResult
 from libra.backends.grpo.membership import CoreLostError
-from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Acknowledged, Message, Sample, SaveCheckpoint
+from libra.backends.transport.messages import Acknowledged, Message
+from libra.backends.transport.trainer_messages import Sample, SaveCheckpoint
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
-from libra.loop.checkpoint import read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
+from libra.loop.interrupted import Recorded, missing_trajectories, read_interrupted
 from libra.loop.observations import Observations
-from libra.loop.posttrain import PostTraining
 from libra.loop.process_controller import RunExecutor
-from libra.loop.recorder import Recorded, Recorder, missing_trajectories
+from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.tally import EngineCounters
+from libra.loop.training_loop import TrainingLoop
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import Role
 from libra.records.schema import Evaluation
@@ -95,7 +96,7 @@ class MadeTrainers:
 
 
 class MadeExecutor:
-    def __init__(self, core: Core, fleet: EngineFleet, engine: QuickEngine) -> None:
+    def __init__(self, core: Core, fleet: ServingFleet, engine: QuickEngine) -> None:
         self.trainers, self.fleet, self._engine = MadeTrainers(core), fleet, engine
         self.processes = self
 
@@ -169,7 +170,7 @@ class Session:
             self.recorder.episode(episode)
         engine = QuickEngine(random.Random(seed))
         engine.version = history.step
-        fleet = EngineFleet(policy, ALLOCATION)
+        fleet = ServingFleet(policy, ALLOCATION)
         fleet.add(ServingEngine(cast(EngineHandle, engine), "long", 100))
         self.recorder.meet(
             (
@@ -178,9 +179,8 @@ class Session:
             )
         )
         self.observations = MadeObservations(seen)
-        self.training = PostTraining(
+        self.training = TrainingLoop(
             CONFIG,
-            AskTool({"e": echo}),
             PROMPTS,
             cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
             Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now),

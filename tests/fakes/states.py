@@ -20,8 +20,8 @@ import libra.backends.grpo.state_stream
 from libra.backends.grpo.publication import Publication, SharedPublication
 from libra.backends.grpo.relay import await_reader, serve
 from libra.backends.grpo.train_state import TrainState
-from libra.backends.transport.messages import RelayPlace
 from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.trainer_messages import RelayPlace
 
 RATE = 0.01
 SHAPES = ((3, 5), (5,), (2, 2))

@@ -15,20 +15,18 @@ from typing import Literal
 
 from fakes.far_end import FarEnd, connect
 
-from libra.backends.launch.handles import Handle
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.launch.handle import Handle
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
+from libra.backends.transport.trainer_messages import (
     CatchUp,
     Commit,
     Discard,
     Enter,
     Entered,
-    Failure,
     Follow,
     HostRendezvous,
     Identify,
     MeasureTraining,
-    Message,
     Prepare,
     Publish,
     Published,
@@ -39,7 +37,6 @@ from libra.backends.transport.messages import (
     Serving,
     StateDigest,
     StatePlace,
-    Stop,
     Train,
     Trained,
     TrainingMeasured,

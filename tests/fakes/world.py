@@ -16,15 +16,15 @@ from fakes.engines import HeldEngine
 from fakes.scripted import AskTool, MergingCodec, Unwatched, echo
 
 from libra.backends.grpo.joining import JoinError
-from libra.backends.launch.handles import EngineHandle, WorkerFailedError, WorkerLostError
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
 from libra.exec.pool import DEADLINES, Worker, make_pool
-from libra.exec.protocols import Applied, MoveOutcome
-from libra.loop.checkpoint import allocation_in_force
+from libra.exec.protocols import Applied, MoveOutcome, WorkerFailedError, WorkerLostError
 from libra.loop.episode_file import EpisodeFile, History, read_history
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
+from libra.loop.interrupted import allocation_in_force
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import IDLE, Duty, Role, Transition
@@ -52,7 +52,7 @@ class Slots:
 
     trainer = None
 
-    def __init__(self, fleet: EngineFleet, version: Callable[[], int]) -> None:
+    def __init__(self, fleet: ServingFleet, version: Callable[[], int]) -> None:
         self.fleet, self._version = fleet, version
         self.processes: dict[str, Duty] = {}
         self.in_service: dict[str, Duty] = {}
@@ -179,7 +179,7 @@ class World:
         self.admission: Admission[Episode] = Admission(self.per_step, self.size, self.staleness, history.version)
         self.taken: list[Episode] = []  # in training
         self.policy = PublishedCMLFQ()
-        self.fleet = EngineFleet(self.policy, allocation)
+        self.fleet = ServingFleet(self.policy, allocation)
         self.slots = Slots(self.fleet, lambda: self.version)
         self.pool = make_pool(CORE, HYBRID, ROLLOUT)
         self.executor = Executor(

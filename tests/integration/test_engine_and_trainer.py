@@ -15,34 +15,32 @@ import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
 from shared_fork_server import SharedForkServer
 
-import libra.backends.launch.handles
+import libra.backends.vllm.engine_handle
 from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.local import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece, StartEngine
+from libra.backends.transport.messages import Acknowledged, Ready
+from libra.backends.transport.trainer_messages import (
     Commit,
-    Generate,
-    LoadWeights,
-    Piece,
     Publish,
     Published,
-    Ready,
     Reduced,
     Sample,
     SaveCheckpoint,
     Score,
     Scored,
-    StartEngine,
     StartTrainer,
     Train,
     Trained,
 )
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import ModelConfig
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.exec.protocols import WorkerFailedError
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
@@ -306,7 +304,7 @@ class LongTurn:
     MOST = 240
 
     def __init__(self) -> None:
-        self.fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
+        self.fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, 256),)))
         self.draft = Draft("g0-0", Prompt("p", "", ""), 0.0, 1.0, fresh=False, started_at=0.0)
         self.draft.given(list(PROMPT))
         self.running = RunningTurn(self.draft, "test", self.fleet, self.MOST, -1)
@@ -354,7 +352,7 @@ async def another_engine(both: Pair) -> EngineHandle:
 def test_a_turn_goes_on_when_its_engine_is_lost(
     fork_server: SharedForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 5)
+    monkeypatch.setattr(libra.backends.vllm.engine_handle, "SILENT_LOOKS", 5)
 
     async def check() -> None:
         turn = LongTurn()

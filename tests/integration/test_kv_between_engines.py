@@ -17,25 +17,18 @@ from shared_fork_server import SharedForkServer
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.backends.arithmetic import served_dtype
-from libra.backends.launch.handles import EngineHandle, Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Acknowledged,
-    LoadWeights,
-    MeasureHandover,
-    Publish,
-    Published,
-    Ready,
-    SaveCheckpoint,
-    StartEngine,
-    StartTrainer,
-)
-from libra.backends.vllm.kv_handover import Handover, KVHandover
+from libra.backends.transport.engine_messages import LoadWeights, MeasureHandover, StartEngine
+from libra.backends.transport.messages import Acknowledged, Ready
+from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.backends.vllm.kv_handover import ContextMove, KVHandover
 from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
@@ -73,7 +66,7 @@ class Told:
     """One greedy turn, and how its context came to the engine that ended it."""
 
     draft: Draft
-    change: Handover | None
+    change: ContextMove | None
 
     @property
     def made(self) -> list[int]:
@@ -129,7 +122,7 @@ async def told(
 ) -> Told:
     """A greedy turn that starts at `a` and ends at `b`, which it `leave`s for with so many tokens; without `leave`, one
     that is never interrupted. `fresh` turns have no KV in common."""
-    fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), scene.handover)
+    fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), scene.handover)
     fleet.add(ServingEngine(scene.a, "any", LONGEST))
     draft = Draft(salt, Prompt("p", "", ""), 0.0, 0.0, fresh, started_at=0.0)
     draft.given(list(PROMPT))
@@ -153,7 +146,7 @@ async def told(
 
 async def next_turn(scene: Scene, told: Told) -> None:
     """A tool has returned, and the turn after it is made by `a`."""
-    fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, LONGEST),)), scene.handover)
+    fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, LONGEST),)), scene.handover)
     fleet.add(ServingEngine(scene.a, "any", LONGEST))
     told.draft.given([5, 6, 7])
     turn = RunningTurn(told.draft, "test", fleet, 20, -1)
@@ -260,11 +253,11 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: Shared
             same(old, whole)
             assert old.change is not None and old.change.why == "the engine had forgotten it"
 
-            fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
+            fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
             fleet.add(ServingEngine(two.a, "any", LONGEST))
             drafts = []
 
-            async def episode(name: str) -> Handover | None:
+            async def episode(name: str) -> ContextMove | None:
                 draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
                 draft.given(list(PROMPT))
                 drafts.append(draft)

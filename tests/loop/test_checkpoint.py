@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import Acknowledged, Message, SaveCheckpoint
-from libra.config.run import ConfigError
+from libra.backends.transport.messages import Acknowledged, Message
+from libra.backends.transport.trainer_messages import SaveCheckpoint
+from libra.config.yaml_file import ConfigError
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
 from libra.records.disk import DiskError
 from libra.records.schema import Evaluation

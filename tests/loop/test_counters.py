@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.loop.fleet import ServingEngine
 from libra.loop.observations import EngineWork
 from libra.loop.tally import EngineCounters

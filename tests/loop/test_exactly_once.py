@@ -14,16 +14,16 @@ from fakes.scripted import AskTool, Unwatched
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.problem import Allocation, Bucket
 from libra.route import policy
 from libra.route.catalogue import POLICIES, policy_named
-from libra.route.policy import Placement, Request, ToolReturn, View
-from libra.trajectory import Trajectory
+from libra.route.policy import Placement, ToolReturn, TurnRequest, View
+from libra.trajectory.record import Trajectory
 
 LONGEST = 30  # so that some episodes end as they find no room for another turn
 CAPACITY = {"short": 18, "long": LONGEST}
@@ -75,15 +75,15 @@ class Heard:
         self.finished_: Counter[str] = Counter()
         self.moves = 0
 
-    def place(self, request: Request, view: View) -> Placement | None:
+    def place(self, request: TurnRequest, view: View) -> Placement | None:
         self.first[request.trajectory_id] += 1
         return self.inner.place(request, view)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, view: View) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, view: View) -> Placement | None:
         self.returns[request.trajectory_id] += 1
         return self.inner.tool_returned(request, returned, view)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, view: View) -> Placement | None:
         placement = self.inner.bucket_overrun(request, generated_tokens, view)
         self.moves += placement is not None and placement.migrated
         return placement
@@ -107,7 +107,7 @@ class World:
 
     def __init__(self, name: str) -> None:
         self.policy = Heard(policy_named(name))
-        self.fleet = EngineFleet(self.policy, ALLOCATION)
+        self.fleet = ServingFleet(self.policy, ALLOCATION)
         self.agent = Agent()
         self.rollout = Rollout(self.agent, ["t"], Characters(), self.fleet, LONGEST, Unwatched(), now=lambda: 0.0)
         self.version = 0

@@ -9,7 +9,7 @@ import pytest
 from fakes.engines import Script, ScriptedEngine
 from fakes.scripted import FirstInstance, instance
 
-from libra.loop.fleet import EngineFleet
+from libra.loop.fleet import ServingFleet
 from libra.plan.problem import Allocation, Bucket
 from libra.route.policy import InstanceView, View
 
@@ -23,9 +23,9 @@ def engine(name: str, load: int = 0) -> ScriptedEngine:
     return made
 
 
-def make(allocation: Allocation = TWO) -> tuple[EngineFleet, FirstInstance]:
+def make(allocation: Allocation = TWO) -> tuple[ServingFleet, FirstInstance]:
     policy = FirstInstance()
-    return EngineFleet(policy, allocation), policy
+    return ServingFleet(policy, allocation), policy
 
 
 def test_the_view_is_of_now() -> None:
@@ -75,7 +75,7 @@ def test_another_engine_of_the_same_name_is_not_the_one_that_was_asked_for() -> 
     assert (fleet.serves(first.handle), fleet.serves(second.handle)) == (False, True)
 
 
-CHANGES: dict[str, Callable[[EngineFleet], object]] = {
+CHANGES: dict[str, Callable[[ServingFleet], object]] = {
     "an engine comes": lambda fleet: fleet.add(instance(engine("new"), "short")),
     "an engine goes": lambda fleet: fleet.remove("s"),
     "other buckets": lambda fleet: fleet.reallocate(ONE),
@@ -83,7 +83,7 @@ CHANGES: dict[str, Callable[[EngineFleet], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-async def test_every_change_wakes_all_who_wait(change: Callable[[EngineFleet], object]) -> None:
+async def test_every_change_wakes_all_who_wait(change: Callable[[ServingFleet], object]) -> None:
     fleet, _ = make()
     fleet.add(instance(engine("s"), "short"))
     waiting = [asyncio.create_task(fleet.changed()) for _ in range(2)]

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 from fakes.far_end import FarEnd, connect
 
-from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import HandoverMeasured, MeasureHandover
+from libra.backends.transport.engine_messages import HandoverMeasured, MeasureHandover
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.loop import measure

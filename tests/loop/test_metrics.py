@@ -15,8 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_run import PER_STEP, SIZE, Runs, rows, until
 
-from libra.config.run import ConfigError, MetricsConfig
-from libra.loop import run as run_module
+from libra.config.run import MetricsConfig
+from libra.config.yaml_file import ConfigError
+from libra.loop import session
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.tally import OUTCOMES
 from libra.records.causes import Cause
@@ -95,13 +96,13 @@ def require_equal_to_records(samples: Samples, directory: Path) -> None:
 
 async def test_a_run_that_is_asked_while_it_goes_on(runs: Runs, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     config = runs.config("asked", steps=STEPS).model_copy(update={"metrics": MetricsConfig(port=port)})
-    directory, last, real = config.run_directory, list[tuple[Samples, dict[str, str]]](), run_module.evaluate
+    directory, last, real = config.run_directory, list[tuple[Samples, dict[str, str]]](), session.evaluate
 
     async def asked_first(*arguments: Any) -> Any:
         last.append(await scrape(port))  # once as the run begins, and once when all its steps are made
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "evaluate", asked_first)
+    monkeypatch.setattr(session, "evaluate", asked_first)
     task = runs.start(config)
     await until(lambda: len(rows(directory, "metrics")) >= 2, task)
     during = [(await scrape(port))[0]]
@@ -154,7 +155,7 @@ async def test_a_run_outlives_visitors_that_it_cannot_let_in(
 ) -> None:
     """They hold all files that the process may open: nothing of the run has failed, and asyncio lets them in later."""
     config = runs.config("visited", steps=1).model_copy(update={"metrics": MetricsConfig(port=port)})
-    real, accept = run_module.evaluate, socket.socket.accept
+    real, accept = session.evaluate, socket.socket.accept
 
     def full(listening: socket.socket) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -166,7 +167,7 @@ async def test_a_run_outlives_visitors_that_it_cannot_let_in(
         monkeypatch.setattr(socket.socket, "accept", accept)
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "evaluate", visited_first)
+    monkeypatch.setattr(session, "evaluate", visited_first)
     summary = await runs.start(config)
     assert summary.steps == 1
 

@@ -26,7 +26,7 @@ from libra.plan.transition import Device, Transition
 from libra.report.live import PlainDisplay
 from libra.sim.training_run.replanning import Replanning
 from libra.sim.training_run.system import Moment
-from libra.trajectory import Trajectory
+from libra.trajectory.record import Trajectory
 
 PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"batch": 1024}))
 SWITCH = SwitchCost(engine_start=20.0, trainer_join=10.0, weight_load=0.0)

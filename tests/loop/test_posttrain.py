@@ -16,17 +16,18 @@ import pytest
 from fakes.sessions import CONFIG, PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Session, sit, sit_until_killed
 
 from libra.backends.grpo.membership import CoreLostError
-from libra.config.run import ConfigError
+from libra.config.yaml_file import ConfigError
 from libra.environments.protocol import Prompt
 from libra.exec.journal import read_journal
-from libra.loop.checkpoint import latest_checkpoint, read_interrupted
+from libra.loop.checkpoint import latest_checkpoint
 from libra.loop.episode_file import History
-from libra.loop.posttrain import PostTraining
+from libra.loop.interrupted import read_interrupted
 from libra.loop.rollout import Episode, Rollout
+from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import Cause
 from libra.records.disk import DiskError
 from libra.records.schema import StepRecord, read_records
-from libra.trajectory import read_trajectories
+from libra.trajectory.record import read_trajectories
 
 EVERYBODY = sorted(f"g{group}-{index}" for group in range(STEPS * PER_STEP) for index in range(SIZE))
 
@@ -118,9 +119,9 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
     async def hanging(rollout: Rollout, *_: Any) -> Episode:
         return await asyncio.get_running_loop().create_future()
 
-    async def next_step(training: PostTraining) -> None:
-        training._failure = RuntimeError("an episode broke")
-        training._progress.set()
+    async def next_step(training: TrainingLoop) -> None:
+        training._groups._failure = RuntimeError("an episode broke")
+        training._groups.progress.set()
         await asyncio.wait_for(training._one_step(0.0), 2.0)
 
     monkeypatch.setattr(Rollout, "episode", hanging)
@@ -219,12 +220,12 @@ def test_what_was_generated_before_is_not_of_a_step_that_is_replayed(
     session = Session(tmp_path, resume=False, seed=1)
     session.training._rollout.generated_tokens = 1000  # by the check before the first step
 
-    async def look(training: PostTraining) -> None:
+    async def look(training: TrainingLoop) -> None:
         assert training._generated == 1000
         assert list(training._engine_counters._seen) == [1]
         raise RuntimeError("looked")
 
-    monkeypatch.setattr(PostTraining, "_replay_steps", look)
+    monkeypatch.setattr(TrainingLoop, "_replay_steps", look)
     with pytest.raises(RuntimeError, match="looked"):
         asyncio.run(session.training.run())
     session.close()
@@ -247,7 +248,7 @@ def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Pat
     """As with a file that allows less staleness than the one that the run was started with."""
     left, _ = killed_with_an_older_group(tmp_path)
     session = Session(left, resume=True, seed=1)
-    session.training._admission.max_staleness = 0
+    session.training._groups._admission.max_staleness = 0
     with pytest.raises(ConfigError, match="resume with the file that the run was started with"):
         asyncio.run(session.training.run())
     session.close()

@@ -15,27 +15,22 @@ from fakes.small_run import CONFIG, FIRST
 from fakes.workers import MadeLauncher
 
 from libra.backends.grpo.membership import STANDARD
-from libra.backends.launch.handles import WorkerLostError
 from libra.backends.launch.launcher import ForkError, WorkerLink
-from libra.backends.transport.messages import (
-    Failure,
+from libra.backends.transport.engine_messages import Loaded, LoadWeights, StartEngine
+from libra.backends.transport.messages import Failure, Message, Stop
+from libra.backends.transport.trainer_messages import (
     Identify,
     LoadCheckpoint,
-    Loaded,
-    LoadWeights,
-    Message,
     Publish,
     Published,
     SaveCheckpoint,
-    StartEngine,
     StateDigest,
     StatePlace,
-    Stop,
 )
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
 from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
-from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError
-from libra.loop.fleet import EngineFleet
+from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
+from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import Origin, begin_session
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
@@ -82,7 +77,7 @@ class Made:
         self.directory = directory
         self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
         self.policy = FirstInstance()
-        self.fleet = EngineFleet(self.policy, FIRST)
+        self.fleet = ServingFleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = begin_session(
             self.launcher,

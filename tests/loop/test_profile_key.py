@@ -10,7 +10,7 @@ import pytest
 
 from libra.backends.transport.messages import Precision
 from libra.config.run import RunConfig
-from libra.loop.measure import profile_key
+from libra.loop.profile_cache import profile_key
 
 FILE: dict[str, Any] = {
     "name": "keyed",
@@ -99,13 +99,13 @@ def test_machine_arithmetic_model_and_libraries_count(monkeypatch: pytest.Monkey
 
 
 def test_the_code_that_is_timed_and_that_times_it_counts(tmp_path: Path) -> None:
-    for path in ("exec/measure.py", "exec/train/replica_processes.py", "cost/fit.py", "route/policy.py"):
+    for path in ("loop/measure.py", "backends/grpo/replica_processes.py", "cost/fit.py", "route/policy.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(path)
     known = key(code=tmp_path)
     (tmp_path / "route/policy.py").write_text("changed")
     assert key(code=tmp_path) == known
-    (tmp_path / "exec/train/replica_processes.py").write_text("changed")
+    (tmp_path / "backends/grpo/replica_processes.py").write_text("changed")
     changed_code = key(code=tmp_path)
     assert changed_code != known
     (tmp_path / "cost/fit.py").rename(tmp_path / "cost/fits.py")

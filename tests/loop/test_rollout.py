@@ -11,13 +11,15 @@ from fakes.engines import Script, ScriptedEngine, Take, letters, turn
 from fakes.far_end import PATIENCE, connect, generated, piece
 from fakes.scripted import MERGED, AskTool, FirstInstance, MergingCodec, Unwatched, echo, instance, make_fleet
 
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Acknowledged, Generate
+from libra.backends.transport.engine_messages import Generate
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Tool, ToolError
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.exec.protocols import WorkerLostError
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout, TurnReport
-from libra.route.policy import Request, ToolReturn
-from libra.trajectory import ToolStatus, Turn
+from libra.route.policy import ToolReturn, TurnRequest
+from libra.trajectory.record import ToolStatus, Turn
 
 PROMPT = Prompt("p", "Qab;", answer="A1;")
 CODEC = MergingCodec()
@@ -93,7 +95,7 @@ class Reports(list[TurnReport]):
         self.changes.append(("tools", worker, change))
 
 
-def make_rollout(fleet: EngineFleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
+def make_rollout(fleet: ServingFleet, longest: int = 1000, reports: Reports | None = None) -> Rollout:
     kept = reports if reports is not None else Reports()
     return Rollout(AskTool(TOOLS), ALLOWED, CODEC, fleet, longest, kept, now=lambda: 12.5)
 
@@ -166,7 +168,7 @@ def test_what_an_engine_is_asked(fresh: bool) -> None:
         request.id, CODEC.encode("Qab;"), 8, 0.7, ord(";"), priority=5, salt="g0-0" if fresh else None
     )
     [asked] = policy.requests
-    assert asked == Request("g0-0", "p", 3, 3, "ask", due=3)
+    assert asked == TurnRequest("g0-0", "p", 3, 3, "ask", due=3)
     assert rollout.generated_tokens == 3
     assert [(report.trajectory, report.worker, report.tokens) for report in reports] == [("g0-0", "e0", 3)]
 

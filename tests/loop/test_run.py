@@ -21,33 +21,30 @@ from fakes.workers import MadeLauncher, MadeWorker
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.messages import (
-    Dtype,
+from libra.backends.transport.engine_messages import (
     EngineMeasured,
-    Failure,
-    Follow,
     Generate,
     Generated,
     HandoverMeasured,
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    MeasureTraining,
-    Message,
-    Publish,
     StartEngine,
-    StartTrainer,
-    Train,
 )
-from libra.config.run import ConfigError, ModelConfig, RunConfig
+from libra.backends.transport.messages import Dtype, Failure, Message
+from libra.backends.transport.trainer_messages import Follow, MeasureTraining, Publish, StartTrainer, Train
+from libra.config.run import ModelConfig, RunConfig
+from libra.config.yaml_file import ConfigError
 from libra.cost.device import HandoverCost
 from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.environments.protocol import Prompt
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop import run as run_module
-from libra.loop.checkpoint import Interrupted, latest_checkpoint
+from libra.loop import session
+from libra.loop.checkpoint import latest_checkpoint
 from libra.loop.episode_file import read_history
+from libra.loop.interrupted import Interrupted
 from libra.loop.rollout import Rollout
 from libra.loop.run import run
 from libra.plan.problem import InfeasiblePlanError
@@ -55,7 +52,7 @@ from libra.records.run_log import prediction_error
 from libra.records.schema import PeriodRecord, RunSummary, read_records
 from libra.report.live import PlainDisplay
 from libra.report.run_page import render_report
-from libra.trajectory import read_trajectories
+from libra.trajectory.record import read_trajectories
 
 STEPS, PER_STEP, SIZE = 12, 2, 3
 PARTS = ("wait", "checkpoint", "held", "redone", "train", "exchange", "publish")  # of a step
@@ -324,7 +321,7 @@ async def test_engines_that_are_lost_in_an_evaluation_are_started_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, verb: str, which: int
 ) -> None:
     """All of them, with turns that they have begun: nobody else could go on with those."""
-    config, calls, real = runs.config("evaluated"), itertools.count(), getattr(run_module, verb)
+    config, calls, real = runs.config("evaluated"), itertools.count(), getattr(session, verb)
 
     async def bereft(*arguments: Any) -> Any:
         if next(calls) == which:
@@ -332,7 +329,7 @@ async def test_engines_that_are_lost_in_an_evaluation_are_started_again(
                 runs.launcher.workers[entry.handle.name].instead[Generate] = None
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, verb, bereft)
+    monkeypatch.setattr(session, verb, bereft)
     summary = await runs.start(config)
     require_whole(config.run_directory, summary)
     assert len(summary.lost_workers) >= 2
@@ -361,7 +358,7 @@ async def test_workers_that_are_lost_while_they_are_measured_are_started_again(
     lost: set[str],
 ) -> None:
     """Their processes, or those that replace them as restarts are measured, break at such an order."""
-    config, real, attempts = runs.config("measured", steps=3, measured=True), run_module.measure, itertools.count()
+    config, real, attempts = runs.config("measured", steps=3, measured=True), session.measure, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
@@ -370,7 +367,7 @@ async def test_workers_that_are_lost_while_they_are_measured_are_started_again(
                 runs.launcher.workers[name].instead |= orders
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "measure", measured)
+    monkeypatch.setattr(session, "measure", measured)
     summary = await runs.start(config)
     require_whole(config.run_directory, summary, steps=3)
     assert set(summary.lost_workers) == lost
@@ -433,14 +430,14 @@ async def test_costs_are_those_of_engines_as_they_will_run(
 async def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_started_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, order: type[Message]
 ) -> None:
-    config, real, attempts = runs.config("plain", steps=3, measured=True), run_module.measure_plain, itertools.count()
+    config, real, attempts = runs.config("plain", steps=3, measured=True), session.measure_plain, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
             runs.launcher.prepared["rollout-1"] = {order: None}
         return await real(*arguments)
 
-    monkeypatch.setattr(run_module, "measure_plain", measured)
+    monkeypatch.setattr(session, "measure_plain", measured)
     summary = await runs.start(config)
     require_whole(config.run_directory, summary, steps=3)
     assert next(attempts) == 2
@@ -467,7 +464,7 @@ async def test_a_run_ends_when_its_workers_cannot_be_measured(runs: Runs, monkey
         runs.launcher.workers["rollout-0"].die()
         raise WorkerLostError("engine rollout-0 is gone")
 
-    monkeypatch.setattr(run_module, "measure", lost)
+    monkeypatch.setattr(session, "measure", lost)
     with pytest.raises(WorkerLostError, match="engine rollout-0 is gone"):
         await runs.start(config)
     assert next(attempts) == 4

@@ -8,12 +8,12 @@ import pytest
 from fakes.engines import STOP, MadeUpEngine, connect_made_up, next_token
 from fakes.scripted import FirstInstance
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
-from libra.route.policy import Placement, Request, ToolReturn, View
+from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 
 PROMPT = [ord("a"), STOP]  # after which the model goes on for longer than a turn may
 MOST = 8
@@ -31,7 +31,7 @@ class Asking(FirstInstance):
     def __init__(self, ask_again: int, *answers: Outlived | None) -> None:
         super().__init__()
         self._ask_again, self._answers = ask_again, list(answers)
-        self.overrun_at: list[tuple[Request, int, int]] = []  # request, generated tokens, room of a turn
+        self.overrun_at: list[tuple[TurnRequest, int, int]] = []  # request, generated tokens, room of a turn
 
     def _first(self, view: View) -> Placement | None:
         if not view.instances:
@@ -39,7 +39,7 @@ class Asking(FirstInstance):
         found = view.instances[0]
         return Placement(found.id, found.bucket, False, "starts", ask_again=self._ask_again)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, view: View) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, view: View) -> Placement | None:
         self.overrun_at.append((request, generated_tokens, view.turn_tokens))
         answer = self._answers.pop(0)
         return None if answer is None else Placement(*answer[:2], True, "moves", 7, ask_again=answer[2])
@@ -52,7 +52,7 @@ class Scene:
         self, policy: FirstInstance, most: int = MOST, returned: ToolReturn | None = None, prompt: str = "a;"
     ) -> None:
         self.policy = policy
-        self.fleet = EngineFleet(policy, Allocation(1, (Bucket("short", 1, 0, 4), Bucket("long", 1, 4, 40))))
+        self.fleet = ServingFleet(policy, Allocation(1, (Bucket("short", 1, 0, 4), Bucket("long", 1, 4, 40))))
         self.handles: dict[str, EngineHandle] = {}
         self.workers: dict[str, MadeUpEngine] = {}
         for shape in ("short", "long"):
@@ -99,7 +99,7 @@ class Scene:
         return self.draft.tokens[self.draft.prompt_tokens :]
 
 
-FIRST = Request("g0-0", "p", 2, 2, "ask", 2.5)
+FIRST = TurnRequest("g0-0", "p", 2, 2, "ask", 2.5)
 
 
 async def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one() -> None:
@@ -161,7 +161,7 @@ async def test_a_destination_that_is_gone_is_chosen_anew(again: bool) -> None:
     assert (await part).instance == "short"
     assert scene.turn.over and scene.made == TURN
     # It was placed anew, so tokens count from there.
-    assert policy.overrun_at[1:] == [(Request("g0-0", "p", 2, 2 + kept, "ask", 2.5), 3, MOST - kept)]
+    assert policy.overrun_at[1:] == [(TurnRequest("g0-0", "p", 2, 2 + kept, "ask", 2.5), 3, MOST - kept)]
 
 
 async def test_a_turn_that_is_placed_again_starts_with_what_it_has() -> None:
@@ -179,7 +179,7 @@ async def test_a_turn_that_is_placed_again_starts_with_what_it_has() -> None:
     await scene.step("long", MOST - 3)
     await part
     assert scene.made == TURN
-    assert policy.requests == [FIRST, Request("g0-0", "p", 2, 5, "ask", 2.5)]
+    assert policy.requests == [FIRST, TurnRequest("g0-0", "p", 2, 5, "ask", 2.5)]
     assert [view.turn_tokens for view in policy.views] == [MOST, MOST - 3]
     # A tool return is told once.
     assert policy.asked == [("tool_returned", ToolReturn("e", "ok", 1)), ("place", None)]

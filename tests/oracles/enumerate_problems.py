@@ -139,35 +139,40 @@ def _bucket_steps(problem: Problem) -> Callable[[Bucket, TrainingOption, bool], 
 def _option_step(problem: Problem, option: EngineOption, bucket: Bucket, training: TrainingOption, runs: bool) -> float:
     """The smallest step in which the bucket's engines do their work and its longest trajectory is not too late."""
     own = members(problem, bucket)
-    routers = problem.recall_known if runs else problem.recall_possible
-    work = max(_asked(row, reach, own, bucket) for row in option.work for reach in routers)
-    squared = max(_asked(option.refresh, reach, own, bucket) for reach in routers)
-    if option.fills and sum(option.fills[j] for j in own) > bucket.engines:
-        return math.inf
     residence = max([option.residence[j] for j in own if problem.expected[j]], default=0.0)
     after = (
         (training.seconds if training.tail is None else training.tail)
         + training.publish
         + 2 * problem.switch * problem.colocated
     )
-    late = (residence + after) / (1 + problem.staleness)
 
-    def load(step: float) -> float:
-        return (work + squared / step) / bucket.engines + option.stall
+    def asked(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
+        return _asked(costs, reach, own, bucket) if costs else 0.0
 
-    if problem.staleness == 0:
-        follows = option.generates + option.waits + after
-        return max(late, _smallest(lambda step: load(step) + follows, squared > 0))
-    if not problem.batched:
-        return max(late, _smallest(load, squared > 0))
+    loads = []  # of each router: seconds of a step, and seconds squared to be divided by it
+    for reach in problem.recall_known if runs else problem.recall_possible:
+        gone = min(1.0, max(0.0, asked(option.kv_occupancy, reach) / bucket.engines - 1))
+        busy = max(asked(row, reach) for row in option.work) + gone * asked(option.refill, reach)
+        loads.append((busy / bucket.engines, asked(option.refresh, reach) / bucket.engines))
+    lines = [(row[own[-1]], waits[own[-1]]) for row, waits in zip(option.generates, option.waits, strict=True) if own]
+
+    def work(step: float) -> float:
+        """Seconds of a step, as long as the router that asks for most."""
+        return max([busy + squared / step for busy, squared in loads])
 
     def kept(step: float) -> bool:
         """Whether the longest trajectory, which has what the others leave of its engine, is in time."""
-        in_time = (1 + problem.staleness) * step - after - option.waits
-        left = step - load(step)
-        return in_time >= 0 and left >= 0 and in_time * left >= option.generates * step
+        allowed = (1 + problem.staleness) * step - after
+        left, spread, load = allowed, step, work(step) + option.stall
+        if problem.staleness == 0:  # the work is spread over the rollout
+            left, spread, load = allowed - option.stall, allowed - option.stall, work(step)
+        if residence > allowed or load > spread:
+            return False
+        return all(
+            [waits <= left and (left - waits) * (spread - load) >= generates * spread for generates, waits in lines]
+        )
 
-    return max(late, _first(kept))
+    return _first(kept)
 
 
 def _asked(costs: tuple[float, ...], reach: tuple[float, ...], own: list[int], bucket: Bucket) -> float:
@@ -178,19 +183,6 @@ def _asked(costs: tuple[float, ...], reach: tuple[float, ...], own: list[int], b
         if bucket.above == 0:
             asked += cost * (1 - reach[j])
     return asked
-
-
-def _smallest(need: Callable[[float], float], depends: bool) -> float:
-    """The smallest step that is no shorter than what it needs itself; `need` falls with it, if it `depends` on it."""
-    if not depends:
-        return need(1.0)
-    short, long = 0.0, 1e-9
-    while need(long) > long:
-        short, long = long, 2 * long
-    while long - short > 1e-13 * long:
-        middle = (short + long) / 2
-        short, long = (middle, long) if need(middle) > middle else (short, middle)
-    return long
 
 
 def _first(kept: Callable[[float], bool]) -> float:
@@ -268,6 +260,12 @@ _FRACTIONS = st.sampled_from([0.0, 0.25, 0.8, 1.0, 1.0])
 
 
 @st.composite
+def _rising(draw: st.DrawFn, classes: int) -> tuple[float, ...]:
+    """[class] seconds of the longest trajectory up to each class."""
+    return tuple(sorted(draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.5])) for _ in range(classes)))
+
+
+@st.composite
 def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
     """A problem with at most 6 classes, 4 shapes and 3 pools; with `feasible`, one that has a plan."""
     peaks = tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=draw(st.integers(1, 4)), max_size=6))))
@@ -286,7 +284,8 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
         # The first shape holds everything, lest most problems are infeasible.
         holds = longest if shape == 0 else draw(st.integers(1, longest + 1))
         rows = draw(st.integers(1, 2))
-        fills = draw(st.tuples(*[st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.5])] * classes))
+        caches = st.tuples(*[st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.5])] * classes)
+        lines = draw(st.integers(0, 2))
         for seats in range(1, draw(st.integers(1, 3)) + 1):
             engines.append(
                 EngineOption(
@@ -299,10 +298,9 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
                     work=tuple(draw(per_class) for _ in range(rows)),
                     refresh=draw(per_class) if refreshes else (0.0,) * classes,
                     residence=draw(per_class),
-                    generates=draw(st.sampled_from([0.0, 0.0, 0.5, 2.0, 7.5])),
-                    waits=draw(st.sampled_from([0.0, 0.0, 1.0, 10.0])),
-                    # Sums of these are exact, so that what just fits does so for everyone.
-                    fills=draw(st.sampled_from([(), fills])) if seats > 1 else (),
+                    generates=tuple(draw(_rising(classes)) for _ in range(lines)),
+                    waits=tuple(draw(_rising(classes)) for _ in range(lines)),
+                    **({"refill": draw(per_class), "kv_occupancy": draw(caches)} if draw(st.booleans()) else {}),
                 )
             )
     tried = tuple(draw(st.lists(reach, min_size=1, max_size=2)))
@@ -316,7 +314,6 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
         recall_known=tried,
         recall_possible=(*tried, *draw(st.lists(reach, max_size=1))),
         staleness=staleness,
-        batched=staleness > 0 and draw(st.booleans()),
         colocated=colocated,
         switch=draw(_SECONDS) if colocated else 0.0,
         use_all_devices=draw(st.integers(0, 3)) == 0,

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.lengths import TrajectoryClass
-from libra.plan.options.slots import EngineShape, Fleet, SlotRequest, Workload
+from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest, StepWorkload
 from libra.plan.problem import Allocation, Bucket
 
 SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
 LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)
 
-WORKLOAD = Workload(
+WORKLOAD = StepWorkload(
     trajectories=8,
     group_size=4,
     max_staleness=1,
@@ -33,7 +33,7 @@ PROFILE = DeviceProfile(
     heldout_error=0.05,
 )
 REQUEST = SlotRequest(
-    fleet=Fleet(core=1, hybrid=1, rollout=2),
+    fleet=SlotCounts(core=1, hybrid=1, rollout=2),
     shapes=(EngineShape("short", 2000, 4, 10_000), EngineShape("long", 6000, 16, 20_000)),
     profile=PROFILE,
     workload=WORKLOAD,
@@ -52,7 +52,7 @@ def one_bucket(replicas: int, long: int, end: int = 5000) -> Allocation:
 def slot_requests(draw: st.DrawFn) -> SlotRequest:
     """Requests of up to five devices, two shapes and three classes, some of them running already."""
     sizes = sorted(draw(st.lists(st.integers(100, 5000), min_size=1, max_size=2, unique=True)))
-    fleet = Fleet(core=draw(st.integers(1, 2)), hybrid=draw(st.integers(0, 2)), rollout=draw(st.integers(1, 2)))
+    fleet = SlotCounts(core=draw(st.integers(1, 2)), hybrid=draw(st.integers(0, 2)), rollout=draw(st.integers(1, 2)))
     peaks = sorted(draw(st.lists(st.integers(1, sizes[-1]), min_size=1, max_size=3)))
     weights = draw(st.lists(st.integers(1, 9), min_size=len(peaks), max_size=len(peaks)))
     classes = tuple(_class(draw, peak, weight / sum(weights)) for peak, weight in zip(peaks, weights, strict=True))

@@ -14,13 +14,14 @@ from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_1
 from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
-from libra.cost.grid import prefill_line
-from libra.cost.sources.roofline import roofline
+from libra.cost.grid import iteration_lines, prefill_line
+from libra.cost.rollout import EngineTiming, longest_of, longest_upto
+from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import weight_sync
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
-from libra.plan.options.engines import engine_options, most_buckets, tensor_degrees
-from libra.plan.options.price import bucket_prices, infeasibility, price
+from libra.plan.options.engines import engine_options, most_buckets
+from libra.plan.options.price import bucket_prices, price
 from libra.plan.planner import Planner
 from libra.plan.problem import Allocation, Bucket, EngineOption, Problem
 
@@ -56,18 +57,23 @@ def test_nothing_is_gained_by_fewer_seats(mode: str) -> None:
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
-def test_an_option_is_for_a_longest_class_and_waits_for_the_longest_of_it(staleness: int) -> None:
-    stall = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800)).stall
-    batches = 1 + staleness
-    for tp in (1, 2, 4, 8):
-        short, middle, long = (option for option in options_of(recipe=stale(staleness)) if option.devices == tp)
-        assert short.alone < middle.alone < long.alone
-        for option in (short, middle, long):
-            assert option.stall == pytest.approx(stall)
-        # Within its classes an option's longest trajectory takes what it takes by itself; beyond, as long as can be.
-        assert middle.residence[:2] == pytest.approx((short.alone, middle.alone))
-        by_one = max(sum(row) for option in (short, middle, long) for row in option.work) + stall
-        assert middle.residence[2] == pytest.approx(batches * by_one + long.alone)
+@pytest.mark.parametrize("slowed", [1.0, 2.0, 4.0, 8.0, 32.0, 3.0, 20.0])
+def test_lines_are_the_seconds_of_the_longest_that_is_slowed(staleness: int, slowed: float) -> None:
+    """Met where they join; between, no lower and hardly above."""
+    recipe = stale(staleness)
+    profile = roofline(A800.gpu, QWEN_14B, tensor_degrees(QWEN_14B, A800), intra_bandwidth=A800.intra_bandwidth)
+    grid = profile.grid(4)
+    option = next(option for option in options_of(recipe=recipe) if option.devices == 4)
+    draws = [(1 + staleness) ** (1 / 3) * recipe.batch * cls.share for cls in THREE]
+    prefill = prefill_line(grid, recipe.max_batched_tokens)
+    lines = iteration_lines(grid, option.seats, contexts=(1.0, 8192.0), kv_tokens=float(kv_of(recipe, QWEN_14B, 4)))
+    timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
+    longest = [
+        longest_of(timing, cls, count, UNCORRECTED).seconds(slowed) for cls, count in zip(THREE, draws, strict=True)
+    ]
+    for last, wanted in enumerate(longest_upto(longest, draws)):
+        found = max(waits + slowed * generates for generates, waits in option.lines(last))
+        assert wanted * (1 - 1e-3) <= found <= wanted * (1.001 if slowed in (1, 2, 4, 8, 32) else 1.03)
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
@@ -90,33 +96,17 @@ def test_a_bucket_takes_its_share_of_the_work_and_its_longest_trajectory(
     training = problem.training[0]
     found = bucket_prices(problem, Allocation(training.replicas, tuple(buckets), training.layout))[-1]
     fixed = training.after_rollout + training.publish
-    own = [option for option in problem.engines if option.shape == "a800/tp2"]
-    work = max(sum(row[first : last + 1]) for row in own[last].work) / engines
+    option = found.option
+    work = max(sum(row[first : last + 1]) for row in option.work) / engines
     if staleness == 0:
-        assert max(found.load, found.residence) == pytest.approx(work + own[last].stall + own[last].alone)
+        rollout = found.load - option.stall
+        slowed = [waits + generates / (1 - work / rollout) for generates, waits in option.lines(last)]
+        assert rollout == pytest.approx(max(slowed))
     else:
         step = (found.residence + fixed) / (1 + staleness)
-        slowed = own[last].generates / (1 - found.load / step)
-        assert found.load == pytest.approx(work + own[last].stall)
-        assert found.residence == pytest.approx(slowed + own[last].waits)
-
-
-def test_what_others_generate_while_tools_run_counts_where_batches_overlap() -> None:
-    """A bucket of the middle class alone: its longest generates for some of its seconds, and waits for the rest."""
-    synchronous, stale_ = (options_of((replace(MIDDLE, share=1.0),), recipe=stale(it))[0] for it in (0, 1))
-    # Others slow generation, so of what overlaps the longest is more often one that generates much.
-    assert 0 < stale_.waits / stale_.alone < synchronous.waits / synchronous.alone < 1
-    tools = replace(UNCORRECTED, decode_beside_tools=0.0)
-    profile = roofline(A800.gpu, QWEN_14B, tensor_degrees(QWEN_14B, A800), intra_bandwidth=A800.intra_bandwidth)
-    for plain, staleness in ((synchronous, 0), (stale_, 1)):
-        recipe = stale(staleness)
-        spared = engine_options(QWEN_14B, A800, recipe, (replace(MIDDLE, share=1.0),), profile, 8192, tools)[0][0]
-        assert (spared.work == plain.work) == (staleness > 0)
-
-
-def test_longest_trajectories_that_take_as_long_share_an_option() -> None:
-    alike = (replace(SHORT, share=0.5), replace(SHORT, share=0.25, peak_context=1001, generated=100.1), LONG)
-    assert len(options_of(alike)) == len(options_of(CLASSES)) == 8
+        slowed = [waits + generates / (1 - found.load / step) for generates, waits in option.lines(last)]
+        assert found.load == pytest.approx(work + option.stall)
+        assert found.residence == pytest.approx(max(slowed))
 
 
 def test_a_mixture_of_experts_is_priced_near_several_numbers_of_sequences() -> None:
@@ -132,30 +122,14 @@ def test_where_no_tool_returns_there_is_one_bucket() -> None:
     assert len(Planner(CLUSTER, QWEN_06B, SYNC).plan(silent).allocation.buckets) == 1
 
 
-def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_its_engines() -> None:
-    """Nothing is priced for a batch that one engine holds. For a larger one, options forget the less the more engines
-    they are for, and of (1 + x) times as much as fits a share x."""
-    some, crowd = (SYNC.model_copy(update={"batch": batch}) for batch in (128, 8192))
-    kv = kv_of(some, QWEN_14B, 1)
-
-    def of_one_device(recipe: Recipe) -> list[EngineOption]:
-        options = [option for option in options_of(recipe=recipe) if option.devices == 1]
-        return [option for option in options if option.generates == options[0].generates]
-
-    def tokens(recipe: Recipe) -> float:
-        return recipe.batch * sum(cls.share * cls.context_sum / cls.generated for cls in THREE)
-
-    (held,) = of_one_device(some)
-    assert tokens(some) < kv and held.fills == ()
-    few, *many = of_one_device(crowd)
-    assert len(many) > 1 and few.fills == () and all(option.fills for option in many)
-    works = [max(map(sum, option.work)) / crowd.batch for option in (few, *many)]
-    assert works == sorted(works, reverse=True)
-    assert works[-1] == pytest.approx(max(map(sum, held.work)) / some.batch)
-    assert sum(many[-1].fills) == pytest.approx(tokens(crowd) / kv)
-    assert [sum(many[-1].fills) / sum(option.fills) - 1 for option in many] == pytest.approx(
-        [0.5, 0.25, 0.125, 0.0][-len(many) :]
-    )
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_its_engines(staleness: int) -> None:
+    recipe = stale(staleness, SYNC.model_copy(update={"batch": 8192}))
+    kv = kv_of(recipe, QWEN_14B, 1)
+    option = next(option for option in options_of(recipe=recipe) if option.devices == 1)
+    filled = [recipe.batch * cls.share * cls.context_sum / cls.generated / kv for cls in THREE]
+    assert option.kv_occupancy == pytest.approx(filled)
+    assert all(again > 0 for again in option.refill)
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
@@ -167,11 +141,11 @@ def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
     def waits(rare: float) -> list[float]:
         classes = (replace(short, share=1 - rare), replace(long, share=rare))
         assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).expected == (True, True)
-        return [option.alone for option in options_of(classes, recipe=recipe) if not option.fills][:2]
+        return list(options_of(classes, recipe=recipe)[0].residence)
 
     each_short, each_long = waits(0.5)
-    # There are one or two buckets, and the batches under way wait for the same trajectory, or each for its own.
-    met = math.sqrt(2) * (1 + staleness) ** (1 / 3) * 64 * 0.001
+    # The batches under way wait for the same trajectory, or each for its own.
+    met = (1 + staleness) ** (1 / 3) * 64 * 0.001
     none = math.exp(-met)
     assert waits(0.001) == pytest.approx([each_short, (1 - none) * each_long + none * each_short])
 
@@ -205,23 +179,6 @@ def test_a_step_by_hand(staleness: int) -> None:
         step = (middle + math.sqrt(middle**2 - (1 + staleness) * load * follows)) / (1 + staleness)
         assert found.latency == pytest.approx(step, rel=1e-6)
         assert found.step == pytest.approx(max(training.seconds, step), rel=1e-6)
-
-
-def test_a_longer_lag_never_makes_a_step_longer_where_nobody_waits_for_tools() -> None:
-    generating = tuple(replace(cls, tool_seconds=0.0, tool_seconds_std=0.0) for cls in THREE)
-    steps: dict[Allocation, list[float]] = {}
-    for staleness in range(6):
-        problem = Planner(CLUSTER, QWEN_14B, stale(staleness)).request(generating).menu(UNCORRECTED).problem
-        for training in problem.training:
-            buckets = (Bucket("a800/tp1", 1, 0, 1000), Bucket("a800/tp4", 1, 1000, 8192))
-            allocation = Allocation(training.replicas, buckets, training.layout)
-            if infeasibility(problem, allocation) is None:
-                steps.setdefault(allocation, []).append(price(problem, allocation).step)
-    assert steps
-    for found in steps.values():
-        assert len(found) == 6
-        assert found == sorted(found, reverse=True)
-        assert found[-1] < found[0]
 
 
 def test_factors_reach_the_price() -> None:

@@ -81,7 +81,7 @@ def test_the_problem_is_that_of_the_recipe() -> None:
     problem = replace(request(recipe=recipe), current=current).menu().problem
     assert (problem.peaks, problem.longest_context) == ((1000, 4000), 8192)
     assert problem.expected == (True, True)  # the expected longest trajectory has three quarters of a LONG a step in it
-    assert (problem.staleness, problem.batched, problem.most_buckets, problem.current) == (2, True, 3, current)
+    assert (problem.staleness, problem.shared, problem.most_buckets, problem.current) == (2, True, 3, current)
     assert problem.recall_known == (pytest.approx((0.2, 0.25)), (1.0, 1.0))
     assert problem.recall_possible == (pytest.approx((0.2, 0.25)), pytest.approx((0.4, 0.5)), (1.0, 1.0))
     assert (problem.colocated, problem.switch) == (False, 0.0)

@@ -131,8 +131,6 @@ def test_the_answer_does_not_depend_on_the_unit_of_time(factor: float) -> None:
                 stall=option.stall * factor,
                 work=tuple(tuple(x * factor for x in row) for row in option.work),
                 residence=tuple(x * factor for x in option.residence),
-                generates=option.generates * factor,
-                waits=option.waits * factor,
             )
             for option in PROBLEM.engines
         ),

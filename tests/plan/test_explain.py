@@ -89,8 +89,8 @@ def menus(draw: st.DrawFn) -> Problem:
                 rows,
                 refresh,
                 draw(vectors),
-                generates=draw(st.sampled_from([0.0, 4.0])),
-                waits=draw(st.sampled_from([0.0, 6.0])),
+                generates=((draw(st.sampled_from([0.0, 4.0])),) * classes,),
+                waits=((draw(st.sampled_from([0.0, 6.0])),) * classes,),
             )
             engines.append(option)
     training = tuple(
@@ -111,7 +111,6 @@ def menus(draw: st.DrawFn) -> Problem:
         recall_known=(reach,),
         recall_possible=(reach,),
         staleness=staleness,
-        batched=draw(st.booleans()),
         colocated=staleness == 0 and draw(st.booleans()),
         switch=1.0,
         one_bucket_per_shape=draw(st.booleans()),
@@ -253,14 +252,15 @@ def one_shape(
     **fields: object,
 ) -> Problem:
     """Two classes on four single devices that each train in 8 s and less where more of them do."""
-    engine = EngineOption("e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, generates, waits)
+    lines = (((generates,) * 2,), ((waits,) * 2,)) if generates or waits else ((), ())
+    engine = EngineOption("e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, *lines)
     training = tuple(TrainingOption("t", "p", n, n, 8.0 / n, 0.5) for n in (1, 2, 3))
     problem = Problem((Pool("p", 2, 2),), (engine,), training, (10, 100), (True, True), 100, ((1, 1),), ((1, 1),), 1)
     return replace(problem, **fields)  # type: ignore[arg-type]
 
 
 def shared(generates: float, waits: float) -> dict[str, object]:
-    return {"batched": True, "generates": generates, "waits": waits}
+    return {"generates": generates, "waits": waits}
 
 
 BOUNDS = [
@@ -272,6 +272,9 @@ BOUNDS = [
      {"rollout": 5.0, "training": 4.0, "publication": 0.5}, None),
     ("sync, latency", (4.0, 3.0), (1.0, 6.0), {"staleness": 0},
      {"latency": 6.0, "training": 4.0, "publication": 0.5}, None),
+    # (9.911 - 3.5) (9.911 - 4.5) = 3.5 * 9.911
+    ("sync, batches", (6.0, 3.0), (1.0, 1.0), {"staleness": 0, **shared(3.5, 3.5)},
+     {"rollout": 9.911, "training": 4.0, "publication": 0.5}, None),
     # Of batches that overlap, half of each part: (16 - 4.5 - 1.9) (8 - 7.5) = 0.6 * 8, and 2.5 of 16 are the longest's,
     ("batches, rollout", (9.0, 6.0), (1.0, 1.0), shared(0.6, 1.9),
      {"rollout": 4.5, "training": 2.0, "latency": 1.25, "publication": 0.25}, None),
@@ -325,7 +328,7 @@ def test_a_node_is_priced_anew_where_the_problem_with_it_is_given() -> None:
 
 def test_buckets_of_batches_show_what_their_engines_take_and_what_follows() -> None:
     """Two engines of 9 s of work and 1 s for weights; the longest trajectory generates for 4 s and waits for 2 s."""
-    problem = one_shape((6.0, 3.0), (1.0, 6.0), stall=1.0, generates=4.0, waits=2.0, batched=True)
+    problem = one_shape((6.0, 3.0), (1.0, 6.0), stall=1.0, generates=4.0, waits=2.0)
     # (2 T - 4.5 - 2) (T - 5.5) = 4 T, and (2 T - 8.5 - 2) (T - 5.5) = 4 T
     for replicas, follows, end in ((2, 4.5, (21.5 + 176.25**0.5) / 4), (1, 8.5, (25.5 + 188.25**0.5) / 4)):
         allocation = Allocation(replicas, (Bucket("e", 2, 0, 100),), "t")
@@ -340,7 +343,7 @@ def test_buckets_of_batches_show_what_their_engines_take_and_what_follows() -> N
 
 
 def test_without_the_longest_trajectories_nothing_waits_for_them() -> None:
-    problem = one_shape((6.0, 3.0), (1.0, 6.0), stall=1.0, generates=4.0, waits=2.0, batched=True)
+    problem = one_shape((6.0, 3.0), (1.0, 6.0), stall=1.0, generates=4.0, waits=2.0)
     change = next(c for c in relaxations(problem, {}) if c.what == "no waiting for a step's longest trajectories")
     allocation = Allocation(2, (Bucket("e", 2, 0, 100),), "t")
     assert price(problem, allocation).step > 8.0
@@ -348,7 +351,7 @@ def test_without_the_longest_trajectories_nothing_waits_for_them() -> None:
 
 
 def test_another_version_of_staleness_is_priced_anew_where_that_problem_is_given() -> None:
-    problem = one_shape((6.0, 3.0), (1.0, 6.0), batched=True)
+    problem = one_shape((6.0, 3.0), (1.0, 6.0))
     anew = replace(problem, staleness=2, engines=(replace(problem.engines[0], work=((2.0, 1.0),)),))
     found = {
         given: next(r for r in explain(problem, solve(problem), staler=given).reliefs if "staleness" in r.change)

@@ -17,7 +17,7 @@ from libra.exec.pool import make_pool
 from libra.lengths import LengthTracker
 from libra.loop.observations import Observations
 from libra.plan.offline import gather, gather_workload, request_from
-from libra.plan.options.slots import EngineShape, Fleet, SlotRequest
+from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest
 from libra.trajectory import Trajectory, Turn, read_trajectories, read_workload, write_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,7 +43,7 @@ def offline_request(config: RunConfig, log: Iterable[Trajectory], profile: Devic
 def test_the_request_is_made_of_the_configuration_and_the_log(config: RunConfig) -> None:
     request = offline_request(config, [trajectory(20), trajectory(40), trajectory(40, generated=11)], PROFILE)
     workload = request.workload
-    assert request.fleet == Fleet(core=1, hybrid=1, rollout=2)
+    assert request.fleet == SlotCounts(core=1, hybrid=1, rollout=2)
     assert request.shapes == (EngineShape("short", 64, 16, 1024), EngineShape("long", 192, 5, 1024))
     assert request.profile == PROFILE
     assert request.current is None

@@ -130,12 +130,12 @@ def test_a_run_goes_on_from_its_plan_and_tracker() -> None:
 
 
 def test_other_ranges_of_the_same_engines_cost_nothing_where_no_start_is_ever_worth_it() -> None:
-    replanner, best = started(NEVER_WORTH_IT, calls=8)
+    replanner, best = started(NEVER_WORTH_IT, calls=10)
     assert replanner.plan is not None
     first, last = best.buckets
     uneven = replace(best, buckets=(replace(first, up_to=4000), replace(last, above=4000)))
     resumed = Replanner(PLANNER, replace(replanner.plan, allocation=uneven), switch=NEVER_WORTH_IT)
-    decision = resumed.step(trajectories(0, 8), [])
+    decision = resumed.step(trajectories(0, 10), [])
     assert (decision.taken, decision.cost) == (True, 0.0)
     assert (decision.transition.moves, decision.transition.rebuckets) == ((), True)
     assert resumed.plan is not None

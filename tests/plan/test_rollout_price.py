@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.rollout_price import TABLE, price_case, write_table
 from benchmarks.rollout_price_cases import FITTED, TESTED, Case, make_case
-from benchmarks.rollout_price_fit import Sample, fit, fit_overlap
+from benchmarks.rollout_price_fit import Sample, fit
 from benchmarks.rollout_price_plan import plan_case, plan_of, request_of
 from benchmarks.rollout_price_simulation import roll_out
 from benchmarks.rollout_price_steps import CaseEpisodes, measured_steps, simulate_steps
-from libra.cost.corrections import BATCH, OVERLAP, UNCORRECTED, BatchFactors
+from libra.cost.corrections import BATCH, UNCORRECTED, BatchFactors
 
 SEEDS = [("proof", 1000), ("terminal", 1000), ("blend", 1000)]
 
@@ -63,30 +63,20 @@ def test_the_table_is_written_where_it_is_read(tmp_path: Path) -> None:
     copy = tmp_path / "corrections.py"
     copy.write_text(TABLE.read_text(encoding="utf-8"), encoding="utf-8")
     write_table(BATCH, copy)
-    write_table(OVERLAP, copy, "OVERLAP")
     assert copy.read_text(encoding="utf-8") == TABLE.read_text(encoding="utf-8")
     others = changed(BATCH)
     write_table(others, copy)
     text = copy.read_text(encoding="utf-8")
     table = text[text.index("\nBATCH = ") :]
-    assert all(f"    {name}={factor!r},\n" in table for name, factor in asdict(others).items() if name != "overlapping")
-    assert "    overlapping=OVERLAP,\n)" in table
+    assert all(f"    {name}={factor!r},\n" in table for name, factor in asdict(others).items())
     assert text.startswith(TABLE.read_text(encoding="utf-8").partition("\nBATCH = ")[0])
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
-    for name in ("BATCH", "OVERLAP"):
-        with pytest.raises(ValueError, match=f"defines {name} 0 times"):
-            write_table(BATCH, tmp_path / "empty.py", name)
+    with pytest.raises(ValueError, match="defines BATCH 0 times"):
+        write_table(BATCH, tmp_path / "empty.py")
 
 
 def changed(factors: BatchFactors) -> BatchFactors:
-    names = [field.name for field in fields(factors) if field.name != "overlapping"]
-    return replace(factors, **{name: round(getattr(factors, name) + 0.5, 2) for name in names})
-
-
-@pytest.mark.parametrize(("staleness", "wanted"), [(0, BATCH), (1, OVERLAP), (4, OVERLAP)])
-def test_batches_that_overlap_have_factors_of_their_own(staleness: int, wanted: BatchFactors) -> None:
-    assert BATCH.at(staleness) is wanted
-    assert UNCORRECTED.at(staleness) is UNCORRECTED
+    return replace(factors, **{name: round(value + 0.5, 2) for name, value in asdict(factors).items()})
 
 
 def overlapping() -> Case:
@@ -147,13 +137,12 @@ def test_synchronous_steps_are_a_rollout_and_training_one_after_the_other() -> N
 
 def test_overlap_is_fitted_to_steps() -> None:
     case = overlapping()
-    plan, menu = plan_case(case, replace(BATCH, overlapping=UNCORRECTED))
+    plan, menu = plan_case(case, UNCORRECTED)
     seconds = simulate_steps(case, plan, measured=4).seconds
     sample = Sample(request_of(case), menu.problem, plan.allocation, seconds)
     assert sample.price(UNCORRECTED) == pytest.approx(plan.predicted.step)
-    found = fit_overlap([sample])
-    assert found == fit_overlap([sample])
-    assert (found.decode_beside_tools, found.overlapping) == (found.decode, None)
+    found = fit([sample])
+    assert found == fit([sample])
     before, after = (abs(sample.price(factors) / seconds - 1) for factors in (UNCORRECTED, found))
     assert after < before
 

@@ -12,7 +12,7 @@ from oracles.small_request import LONG, PROFILE, REQUEST, SHORT, WORKLOAD, one_b
 
 from libra.plan.model.solve import solve
 from libra.plan.options.price import bucket_prices, price
-from libra.plan.options.slots import EngineShape, Fleet, SlotRequest
+from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest
 from libra.plan.problem import ONE_DEVICE, Allocation, InfeasiblePlanError, Pool, Prediction, TrainingOption
 
 MORE_STALE = replace(REQUEST, workload=replace(WORKLOAD, max_staleness=3))
@@ -183,13 +183,16 @@ def test_every_device_has_a_role_that_it_may_have(request: SlotRequest) -> None:
 
 
 INFEASIBLE = [
-    (Fleet(0, 2, 2), "fleet.core is 0, and 2 hybrid and 2 rollout devices cannot replace it: .*make one of them core"),
-    (Fleet(4, 0, 0), "all 4 are core and always train; add a device to fleet.hybrid or fleet.rollout"),
+    (
+        SlotCounts(0, 2, 2),
+        "fleet.core is 0, and 2 hybrid and 2 rollout devices cannot replace it: .*one of them core",
+    ),
+    (SlotCounts(4, 0, 0), "all 4 are core and always train; add a device to fleet.hybrid or fleet.rollout"),
 ]
 
 
 @pytest.mark.parametrize(("fleet", "message"), INFEASIBLE, ids=["no core", "no engine"])
-def test_a_fleet_that_cannot_train_and_generate_has_no_problem(fleet: Fleet, message: str) -> None:
+def test_a_fleet_that_cannot_train_and_generate_has_no_problem(fleet: SlotCounts, message: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=message):
         replace(REQUEST, fleet=fleet).problem()
 
@@ -199,9 +202,9 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("no length", lambda: EngineShape("a", 0, 1, 1), "max_model_len is 0; set it to 1 or more"),
     ("no seats", lambda: EngineShape("a", 1, 0, 1), "max_num_seqs is 0; set it to 1 or more"),
     ("no memory", lambda: EngineShape("a", 1, 1, 0), "kv_tokens is 0; set it to 1 or more"),
-    ("negative core", lambda: Fleet(-1, 1, 1), "core is -1; set it to 0 or more"),
-    ("negative hybrid", lambda: Fleet(1, -1, 1), "hybrid is -1; set it to 0 or more"),
-    ("negative rollout", lambda: Fleet(1, 1, -1), "rollout is -1; set it to 0 or more"),
+    ("negative core", lambda: SlotCounts(-1, 1, 1), "core is -1; set it to 0 or more"),
+    ("negative hybrid", lambda: SlotCounts(1, -1, 1), "hybrid is -1; set it to 0 or more"),
+    ("negative rollout", lambda: SlotCounts(1, 1, -1), "rollout is -1; set it to 0 or more"),
     ("no batch", lambda: replace(WORKLOAD, trajectories=0), "trajectories is 0; set it to 1 or more"),
     ("no group", lambda: replace(WORKLOAD, group_size=0), "group_size is 0; set it to 1 or more"),
     ("no turn", lambda: replace(WORKLOAD, max_turn_tokens=0), "max_turn_tokens is 0; set it to 1 or more"),

@@ -353,10 +353,10 @@ def test_a_group_that_is_displaced_starts_again() -> None:
         engines=(EngineOption("tp1", "p", 1, 4, 100, 0.0, ((1.0,),), (0.0,), (0.0,)),),
         training=(TrainingOption("a", "p", 2, 1, 1.0, 0.0), TrainingOption("b", "p", 4, 1, 1.0, 0.0)),
         peaks=(100,),
-        met=(True,),
+        expected=(True,),
         longest_context=100,
-        reach_tried=((1.0,),),
-        reach_untried=((1.0,),),
+        recall_known=((1.0,),),
+        recall_possible=((1.0,),),
     )
     before, wanted = (Allocation(1, (Bucket("tp1", 3, 0, 100),), layout) for layout in "ab")
     placed = place(problem, before)

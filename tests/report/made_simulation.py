@@ -7,12 +7,12 @@ from typing import Any
 
 from libra.route.baselines import LeastLoaded
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.arrivals import Poisson
 from libra.sim.workload.distribution import LogNormal
@@ -28,9 +28,9 @@ def run(
     workload: Workload, engines: int = 1, *, watched: bool = True, blocks: int = 600, **settings: Any
 ) -> SimulationResult:
     config = EngineConfig(max_model_len=4096, kv_blocks=blocks, max_num_seqs=16)
-    watcher = Watcher() if watched else None
+    watcher = OccupancyRecorder() if watched else None
     specs = [EngineSpec(f"engine <{index}>", config, COST, index % 2) for index in range(engines)]
-    cluster = Cluster(specs, workload, LeastLoaded(), limits=(2048, 4096), watch=watcher, **settings)
+    cluster = SimCluster(specs, workload, LeastLoaded(), limits=(2048, 4096), watch=watcher, **settings)
     cluster.run()
     return result_of(cluster, watcher)
 

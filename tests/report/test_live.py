@@ -15,7 +15,7 @@ from libra.report.live import (
     SimulationProgress,
     make_display,
 )
-from libra.sim.simulate import Moment
+from libra.sim.simulate import Elapsed
 
 VIEW = RunView(
     name="calculator",
@@ -177,7 +177,7 @@ def moments(stream: io.StringIO, clock: Clock, *after: float) -> str:
     with SimulationProgress(stream, clock) as progress:
         for number, seconds in enumerate(after):
             clock.now = begun + seconds
-            progress(Moment(float(number), 10 * number, 9 * number))
+            progress(Elapsed(float(number), 10 * number, 9 * number))
     return stream.getvalue()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from libra.route.policy import InstanceView, Placement, Policy, Request, ToolReturn, View
+from libra.route.policy import InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.trajectory import ToolStatus, Trajectory, Turn
 
 OK = ToolReturn("search", "ok", 5)
@@ -44,9 +44,9 @@ views = st.builds(
     st.integers(0, 60),
 )
 requests = st.builds(
-    Request, st.sampled_from("tuv"), st.sampled_from("pqr"), st.integers(0, 100), st.sampled_from([0, 40, 90, 950])
+    TurnRequest, st.sampled_from("tuv"), st.sampled_from("pqr"), st.integers(0, 100), st.sampled_from([0, 40, 90, 950])
 )
-Event = Trajectory | str | tuple[Request, ToolReturn | None, View]
+Event = Trajectory | str | tuple[TurnRequest, ToolReturn | None, View]
 events: st.SearchStrategy[Event] = st.one_of(
     finished, st.sampled_from("abcdefg"), st.tuples(requests, st.none() | tool_returns, views)
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sessions import OK
 
 from libra.route.bucket import AttainedService, bucket_of
-from libra.route.policy import Request
+from libra.route.policy import TurnRequest
 from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
 
@@ -20,7 +20,7 @@ def test_it_is_always_where_its_attained_context_belongs(prompt: int, turns: lis
     # Token by token, asking when the policy wants to be asked, and never else.
     policy, context = AttainedService(), prompt
     for number, (generated, returned) in enumerate(turns):
-        request = Request("t", "p", prompt, context)
+        request = TurnRequest("t", "p", prompt, context)
         if context >= LIMITS[-1]:
             return
         placement = policy.tool_returned(request, OK, FLEET) if number else policy.place(request, FLEET)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sessions import LIMITS, OK, Event, events, tell
 
 from libra.route.baselines import Baseline, LeastLoaded, RoundRobin, TwoChoices
-from libra.route.policy import Fleet, Instance, InstanceView, Placement, Request, View
+from libra.route.policy import Fleet, Instance, InstanceView, Placement, TurnRequest, View
 from libra.trajectory import Trajectory, Turn
 
 RULES: list[type[Baseline]] = [RoundRobin, LeastLoaded, TwoChoices]
@@ -30,8 +30,8 @@ def view(*instances: InstanceView) -> View:
     return View(instances, LIMITS, 10)
 
 
-def turn(trajectory: str = "t", context: int = 10) -> Request:
-    return Request(trajectory, "p", 10, context)
+def turn(trajectory: str = "t", context: int = 10) -> TurnRequest:
+    return TurnRequest(trajectory, "p", 10, context)
 
 
 def chosen(placement: Placement | None) -> str:

@@ -12,7 +12,7 @@ from sessions import LIMITS, OK, Event, events, instances, requests, tell, views
 
 from libra.route.bucket import AttainedService, Bucketed, bucket_of, server
 from libra.route.by_length import LengthByPrompt
-from libra.route.policy import InstanceView, Placement, Policy, Request, View
+from libra.route.policy import InstanceView, Placement, Policy, TurnRequest, View
 from libra.route.predictor import LengthPredictor
 from libra.trajectory import Trajectory, Turn
 
@@ -80,7 +80,7 @@ def test_the_server_may_be_chosen_by_another_load() -> None:
 @every_rule
 def test_before_any_trajectory_has_finished_the_prompt_is_all_that_is_expected(rule: type[Bucketed]) -> None:
     for context, wanted in [(10, "b0"), (101, "d1"), (1_001, "e2")]:
-        placement = rule().place(Request("t", "p", context, context), view(*EVERY))
+        placement = rule().place(TurnRequest("t", "p", context, context), view(*EVERY))
         assert placement is not None
         assert (placement.instance, placement.reason, placement.migrated) == (wanted, rule.REASON, False)
 
@@ -88,32 +88,32 @@ def test_before_any_trajectory_has_finished_the_prompt_is_all_that_is_expected(r
 @every_rule
 def test_a_bucket_is_kept_until_it_is_outgrown(rule: type[Bucketed]) -> None:
     policy, fleet = rule(), view(*EVERY)
-    policy.place(Request("t", "p", 10, 10), view(A0))
-    stays = policy.tool_returned(Request("t", "p", 10, 100), OK, fleet)
+    policy.place(TurnRequest("t", "p", 10, 10), view(A0))
+    stays = policy.tool_returned(TurnRequest("t", "p", 10, 100), OK, fleet)
     assert stays == Placement("a0", 0, False, "holds the prefix", ask_again=1)
-    moved = policy.tool_returned(Request("t", "p", 10, 101), OK, fleet)
+    moved = policy.tool_returned(TurnRequest("t", "p", 10, 101), OK, fleet)
     assert moved == Placement("d1", 1, True, rule.REASON, ask_again=900)
     # A context that was compacted had outgrown the shorter bucket, and may again.
-    assert policy.tool_returned(Request("t", "p", 10, 20), OK, fleet) == Placement(
+    assert policy.tool_returned(TurnRequest("t", "p", 10, 20), OK, fleet) == Placement(
         "d1", 1, False, "holds the prefix", ask_again=981
     )
 
 
 @every_rule
 def test_a_turn_that_outlives_its_bucket_goes_on_in_a_longer_one(rule: type[Bucketed]) -> None:
-    policy, fleet, request = rule(), view(*EVERY), Request("t", "p", 10, 10)
+    policy, fleet, request = rule(), view(*EVERY), TurnRequest("t", "p", 10, 10)
     assert policy.place(request, fleet) == Placement("b0", 0, False, rule.REASON, ask_again=91)
     early = policy.bucket_overrun(request, 90, fleet)
     assert early == Placement("b0", 0, False, "holds the prefix", ask_again=91)
     assert policy.bucket_overrun(request, 91, fleet) == Placement("d1", 1, True, rule.REASON, ask_again=991)
     assert policy.bucket_overrun(request, 991, fleet) == Placement("e2", 2, True, rule.REASON, ask_again=None)
-    back = policy.tool_returned(Request("t", "p", 10, 1_020), OK, fleet)
+    back = policy.tool_returned(TurnRequest("t", "p", 10, 1_020), OK, fleet)
     assert back == Placement("e2", 2, False, "holds the prefix")
 
 
 @every_rule
 def test_a_turn_that_nothing_longer_can_take_stays(rule: type[Bucketed]) -> None:
-    policy, request = rule(), Request("t", "p", 10, 10)
+    policy, request = rule(), TurnRequest("t", "p", 10, 10)
     policy.place(request, view(A0))
     there = policy.bucket_overrun(request, 91, view(A0, B0))
     assert there == Placement("a0", 0, False, "holds the prefix; bucket 1 has no instance that holds it", ask_again=991)
@@ -123,7 +123,7 @@ def test_a_turn_that_nothing_longer_can_take_stays(rule: type[Bucketed]) -> None
 @every_rule
 @pytest.mark.parametrize("sticky", [True, False])
 def test_a_turn_under_way_is_not_moved_for_load_alone(rule: type[Bucketed], sticky: bool) -> None:
-    policy, request = rule(sticky=sticky), Request("t", "p", 10, 10)
+    policy, request = rule(sticky=sticky), TurnRequest("t", "p", 10, 10)
     policy.place(request, view(A0))
     staying = policy.bucket_overrun(request, 50, view(A0, B0))
     assert staying is not None and staying.instance == "a0"
@@ -133,7 +133,7 @@ def test_a_turn_under_way_is_not_moved_for_load_alone(rule: type[Bucketed], stic
 
 @every_rule
 def test_a_prefix_that_is_gone_is_not_followed(rule: type[Bucketed]) -> None:
-    policy, request = rule(), Request("t", "p", 10, 10)
+    policy, request = rule(), TurnRequest("t", "p", 10, 10)
     policy.place(request, view(A0))
     policy.instance_gone("a0")
     assert policy.place(request, view(A0, B0)) == Placement("b0", 0, True, rule.REASON, ask_again=91)
@@ -141,7 +141,7 @@ def test_a_prefix_that_is_gone_is_not_followed(rule: type[Bucketed]) -> None:
 
 @every_rule
 def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type[Bucketed]) -> None:
-    policy, request = rule(), Request("t", "p", 10, 10)
+    policy, request = rule(), TurnRequest("t", "p", 10, 10)
     assert policy.place(request, view()) is None
     placement = policy.tool_returned(request, OK, view(C1))
     assert placement is not None
@@ -151,7 +151,7 @@ def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type
 
 @every_rule
 def test_what_was_never_placed_is_refused(rule: type[Bucketed]) -> None:
-    policy, request = rule(), Request("t", "p", 10, 10)
+    policy, request = rule(), TurnRequest("t", "p", 10, 10)
     for _ in range(2):
         with pytest.raises(ValueError, match="'t' was never placed: call place"):
             policy.tool_returned(request, OK, view(A0))
@@ -165,7 +165,7 @@ def test_what_was_never_placed_is_refused(rule: type[Bucketed]) -> None:
 @every_rule
 def test_finished_lets_go_of_the_routing_state(rule: type[Bucketed]) -> None:
     policy = rule()
-    policy.place(Request("done", "p", 10, 10), view(A0))
+    policy.place(TurnRequest("done", "p", 10, 10), view(A0))
     assert [entry[0] for entry in policy.snapshot()["live"]] == ["done"]
     policy.finished(done(10, 50))
     assert policy.snapshot()["live"] == []
@@ -183,7 +183,7 @@ def test_a_snapshot_of_another_policy_is_refused(rule: type[Bucketed], field: di
 outlives = st.tuples(requests, st.integers(1, 2_000), views)
 
 
-def follow(policy: Policy, event: Event | tuple[Request, int, View]) -> Placement | None:
+def follow(policy: Policy, event: Event | tuple[TurnRequest, int, View]) -> Placement | None:
     if isinstance(event, tuple) and isinstance(event[1], int):
         known = {entry[0] for entry in policy.snapshot()["live"]}
         return policy.bucket_overrun(event[0], event[1], event[2]) if event[0].trajectory_id in known else None
@@ -193,7 +193,7 @@ def follow(policy: Policy, event: Event | tuple[Request, int, View]) -> Placemen
 @every_rule
 @given(session=st.lists(st.one_of(events, outlives), max_size=25), sticky=st.booleans())
 def test_every_decision_is_eligible_told_truly_and_asks_again_in_time(
-    rule: type[Bucketed], session: list[Event | tuple[Request, int, View]], sticky: bool
+    rule: type[Bucketed], session: list[Event | tuple[TurnRequest, int, View]], sticky: bool
 ) -> None:
     policy = rule(sticky=sticky)
     served: dict[str, str] = {}
@@ -235,8 +235,8 @@ def test_every_decision_is_eligible_told_truly_and_asks_again_in_time(
 )
 def test_a_restored_policy_decides_as_the_original(
     rule: type[Bucketed],
-    before: list[Event | tuple[Request, int, View]],
-    after: list[Event | tuple[Request, int, View]],
+    before: list[Event | tuple[TurnRequest, int, View]],
+    after: list[Event | tuple[TurnRequest, int, View]],
     sticky: bool,
 ) -> None:
     policy = rule(sticky=sticky)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.route.by_length import KEPT, LengthByPrompt, QuantileMatch
-from libra.route.policy import Request
+from libra.route.policy import TurnRequest
 from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
 
@@ -96,12 +96,12 @@ def test_a_prompt_goes_to_the_bucket_of_its_rank_and_is_told_once() -> None:
     for number in range(10):
         policy.finished(done(number, 50 if number < 5 else 500, str(number)))
     for prompt, bucket in [(0, 0), (4, 0), (5, 1), (9, 1), (50, 1)]:
-        placement = policy.place(Request(f"t{prompt}", "p", prompt, prompt), fleet)
+        placement = policy.place(TurnRequest(f"t{prompt}", "p", prompt, prompt), fleet)
         assert placement is not None and placement.bucket == bucket
     # What is learned later does not move what runs.
     for number in range(KEPT):
         policy.finished(done(number, 5_000, str(number)))
-    again = policy.place(Request("t0", "p", 0, 20), fleet)
+    again = policy.place(TurnRequest("t0", "p", 0, 20), fleet)
     assert again is not None and again.bucket == 0
     assert len(policy.snapshot()["rule"]) == KEPT
 

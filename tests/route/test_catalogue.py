@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra.route.catalogue import POLICIES, policy_named, policy_restored
-from libra.route.policy import InstanceView, Request, ToolReturn, View
+from libra.route.policy import InstanceView, ToolReturn, TurnRequest, View
 
 FLEET = View(tuple(InstanceView(str(number), 0, 100, number) for number in range(9)), (100,), 10)
 
@@ -28,7 +28,7 @@ def test_the_names_are_these() -> None:
 def test_a_name_is_the_one_its_snapshots_tell_and_each_policy_its_own(name: str) -> None:
     policy, other = policy_named(name), policy_named(name)
     assert policy.snapshot()["policy"] == name
-    assert policy.place(Request("t", "p", 10, 10), FLEET) is not None
+    assert policy.place(TurnRequest("t", "p", 10, 10), FLEET) is not None
     assert [entry[0] for entry in policy.snapshot()["live"]] == ["t"]
     assert other.snapshot()["live"] == []
 
@@ -36,7 +36,7 @@ def test_a_name_is_the_one_its_snapshots_tell_and_each_policy_its_own(name: str)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_comes_back_as_it_was(name: str) -> None:
     policy = policy_named(name)
-    policy.place(Request("t", "p", 10, 10), FLEET)
+    policy.place(TurnRequest("t", "p", 10, 10), FLEET)
     assert policy_restored(name, policy.snapshot()).snapshot() == policy.snapshot()
 
 
@@ -60,9 +60,9 @@ def test_what_always_follows_prefixes_cannot_be_told_not_to(name: str) -> None:
 def test_the_options_arrive(name: str) -> None:
     for sticky in (True, False):
         policy = policy_named(name, sticky=sticky)
-        policy.place(Request("t", "p", 10, 10), View(FLEET.instances[8:], (100,), 10))
+        policy.place(TurnRequest("t", "p", 10, 10), View(FLEET.instances[8:], (100,), 10))
         again = policy.tool_returned(
-            Request("t", "p", 10, 10), ToolReturn("search", "ok", 0), View(FLEET.instances, (100,), 10)
+            TurnRequest("t", "p", 10, 10), ToolReturn("search", "ok", 0), View(FLEET.instances, (100,), 10)
         )
         assert again is not None
         assert (again.reason == "holds the prefix") == sticky
@@ -71,7 +71,7 @@ def test_the_options_arrive(name: str) -> None:
 def test_the_seed_arrives() -> None:
     def run(seed: int) -> list[str]:
         policy = policy_named("two-choices", seed=seed)
-        placements = [policy.place(Request(str(number), "p", 10, 10), FLEET) for number in range(30)]
+        placements = [policy.place(TurnRequest(str(number), "p", 10, 10), FLEET) for number in range(30)]
         return [placement.instance for placement in placements if placement is not None]
 
     assert run(1) == run(1)

@@ -14,7 +14,7 @@ from sessions import OK, Event, events, finished, requests, tell, tool_returns, 
 
 from libra.route.causal_tree import ToolState, payload_class
 from libra.route.cmlfq import BLIND, BLIND_STAYS, BUCKET_OVERRUN, CMLFQ, MOVES, PLACED, STAYS
-from libra.route.policy import InstanceView, Placement, Request, ToolReturn, View
+from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS, MigrationCost
 from libra.trajectory import Trajectory, Turn
 
@@ -60,13 +60,13 @@ def long(id: str, load: int = 10_000, seconds: float | None = 0.02) -> InstanceV
 
 
 def first(policy: CMLFQ, now: View, *, context: int = 1_000, prompt_id: str = "p") -> Placement:
-    placement = policy.place(Request("t", prompt_id, context, context), now)
+    placement = policy.place(TurnRequest("t", prompt_id, context, context), now)
     assert placement is not None
     return placement
 
 
 def then(policy: CMLFQ, now: View, returned: ToolReturn = OK, *, context: int = 1_105) -> Placement:
-    placement = policy.tool_returned(Request("t", "p", 1_000, context), returned, now)
+    placement = policy.tool_returned(TurnRequest("t", "p", 1_000, context), returned, now)
     assert placement is not None
     return placement
 
@@ -110,7 +110,7 @@ def test_the_first_turn_goes_by_the_prompts_own_samples() -> None:
 def test_a_return_that_announces_a_long_rest_moves_where_moving_later_costs_more() -> None:
     policy = taught(done(300, OK, times=40), done(20_000, FAIL, times=40), migration=MigrationCost(0.01, 1e-3))
     now = view(short("a", 0), long("c", 0, 0.021))
-    policy.place(Request("t", "p", 1_000, 1_000), view(short("a", 0)))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 0)))
     stays = then(policy, now, OK)
     assert (stays.instance, stays.reason) == ("a", STAYS)
     moves = then(policy, now, FAIL, context=1_210)
@@ -119,21 +119,21 @@ def test_a_return_that_announces_a_long_rest_moves_where_moving_later_costs_more
 
 def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
     policy = taught(done(300), migration=MigrationCost(1e6, 0))
-    policy.place(Request("t", "p", 1_000, 1_000), view(short("a", 100_000)))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 100_000)))
     placement = then(policy, view(short("a", 100_000), short("b", 0), long("c", 0)))
     assert (placement.instance, placement.reason) == ("a", STAYS)
 
 
 def test_an_idle_instance_is_worth_a_cheap_move() -> None:
     policy = taught(done(300), migration=MigrationCost(0, 1e-6))
-    policy.place(Request("t", "p", 1_000, 1_000), view(short("a", 100_000)))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 100_000)))
     placement = then(policy, view(short("a", 100_000), short("b", 0)))
     assert (placement.instance, placement.reason, placement.migrated) == ("b", MOVES, True)
 
 
 def test_without_evidence_a_turn_follows_its_prefix() -> None:
     policy = CMLFQ()
-    policy.place(Request("t", "p", 1_000, 1_000), view(short("a", 100)))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 100)))
     placement = then(policy, view(short("a", 100), short("b", 0)))
     assert (placement.instance, placement.reason) == ("a", BLIND_STAYS)
 
@@ -141,7 +141,7 @@ def test_without_evidence_a_turn_follows_its_prefix() -> None:
 def test_a_context_beyond_the_bucket_leaves_it_though_the_instance_could_hold_it() -> None:
     policy = taught(done(300))
     roomy = InstanceView("a", 0, LONG, 0, 0.02)
-    policy.place(Request("t", "p", 1_000, 1_000), view(roomy))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(roomy))
     placement = then(policy, view(roomy, long("c")), context=SHORT + 1)
     assert (placement.instance, placement.reason) == ("c", BUCKET_OVERRUN)
     assert then(policy, view(roomy), context=SHORT + 50).instance == "a"  # there is no longer bucket
@@ -149,7 +149,7 @@ def test_a_context_beyond_the_bucket_leaves_it_though_the_instance_could_hold_it
 
 def test_an_instance_that_is_gone_is_left_and_has_lost_the_prefix() -> None:
     policy = taught(done(300))
-    request = Request("t", "p", 1_000, 1_000)
+    request = TurnRequest("t", "p", 1_000, 1_000)
     policy.place(request, view(short("a", 0)))
     policy.instance_gone("a")
     elsewhere = policy.place(request, view(short("b", 50)))
@@ -161,15 +161,15 @@ def test_an_instance_that_is_gone_is_left_and_has_lost_the_prefix() -> None:
 
 def test_nothing_that_can_hold_it_is_no_placement_and_the_return_is_not_forgotten() -> None:
     policy = taught(done(300, OK), done(20_000, FAIL))
-    policy.place(Request("t", "p", 1_000, 1_000), view(short("a")))
-    request = Request("t", "p", 1_000, 1_105)
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a")))
+    request = TurnRequest("t", "p", 1_000, 1_105)
     assert policy.tool_returned(request, FAIL, view()) is None
     assert policy.snapshot()["live"][0][4] == 1
     assert policy.place(request, view(short("a"), long("c"))) is not None
 
 
 def test_a_return_for_an_unplaced_trajectory_is_refused() -> None:
-    policy, request, now = CMLFQ(), Request("t", "p", 10, 10), view(short("a"))
+    policy, request, now = CMLFQ(), TurnRequest("t", "p", 10, 10), view(short("a"))
     for ask in (lambda: policy.tool_returned(request, OK, now), lambda: policy.bucket_overrun(request, 5, now)):
         with pytest.raises(ValueError, match="'t' was never placed"):
             ask()
@@ -191,7 +191,7 @@ def test_a_turn_is_asked_again_when_it_leaves_its_bucket_and_then_moves() -> Non
     placement = first(policy, now)
     assert placement.instance == "a"
     assert placement.ask_again == SHORT - 1_000 + 1
-    request = Request("t", "p", 1_000, 1_000)
+    request = TurnRequest("t", "p", 1_000, 1_000)
     moved = policy.bucket_overrun(request, placement.ask_again, now)
     assert moved is not None and (moved.instance, moved.migrated, moved.ask_again) == ("c", True, None)
     assert policy.bucket_overrun(request, placement.ask_again + 1_000, now) is None
@@ -205,7 +205,7 @@ def test_a_turn_that_outlives_what_was_expected_is_asked_ever_more_rarely() -> N
     asked = []
     while placement is not None and placement.instance == "a" and placement.ask_again is not None:
         asked.append(placement.ask_again)
-        placement = policy.bucket_overrun(Request("t", "p", 1_000, 1_000), asked[-1], now)
+        placement = policy.bucket_overrun(TurnRequest("t", "p", 1_000, 1_000), asked[-1], now)
     assert asked[0] < 1_000 and asked[-1] == 1_000_000 - 1_000 + 1
     assert all(later >= 2 * sooner for sooner, later in pairwise(asked[:-1]))
     assert placement is not None and placement.instance == "b"
@@ -218,10 +218,10 @@ def test_priority_is_slack_in_milliseconds() -> None:
     now = view(short("a", 100, None), limits=(SHORT,))
     assert first(CMLFQ(), now).priority == 0
     policy = taught(done(300, times=200))
-    remaining = policy._hierarchy.predict(Request("t", "p", 1_000, 1_000), ())
+    remaining = policy._hierarchy.predict(TurnRequest("t", "p", 1_000, 1_000), ())
     assert remaining is not None
-    undue = policy.place(Request("t", "p", 1_000, 1_000), now)
-    due = policy.place(Request("u", "p", 1_000, 1_000, due=1_000.0), now)
+    undue = policy.place(TurnRequest("t", "p", 1_000, 1_000), now)
+    due = policy.place(TurnRequest("u", "p", 1_000, 1_000, due=1_000.0), now)
     assert undue is not None and due is not None
     assert undue.priority == round(-1_000 * remaining.mean * TOKEN_SECONDS)
     assert due.priority == undue.priority + 1_000_000
@@ -230,7 +230,7 @@ def test_priority_is_slack_in_milliseconds() -> None:
 def test_where_all_are_due_at_once_the_longest_remaining_is_first() -> None:
     policy = taught(done(300, prompt_id="easy", times=20), done(30_000, prompt_id="hard", times=20))
     now = view(long("a"), limits=(SHORT, LONG))
-    easy, hard = first(policy, now, prompt_id="easy"), policy.place(Request("u", "hard", 1_000, 1_000), now)
+    easy, hard = first(policy, now, prompt_id="easy"), policy.place(TurnRequest("u", "hard", 1_000, 1_000), now)
     assert hard is not None and hard.priority < easy.priority
 
 
@@ -277,7 +277,7 @@ def test_every_placement_is_eligible_and_told_truly(session: list[Event]) -> Non
 
 @given(st.lists(finished, max_size=6), st.lists(tool_returns, max_size=5), requests, views)
 def test_with_the_same_evidence_and_loads_a_move_is_never_undone(
-    history: list[Trajectory], returned: list[ToolReturn], request: Request, now: View
+    history: list[Trajectory], returned: list[ToolReturn], request: TurnRequest, now: View
 ) -> None:
     policy = CMLFQ(MigrationCost(0, 0))  # nothing but the costs themselves holds it back
     for number, trajectory in enumerate(history):
@@ -304,7 +304,7 @@ def test_with_the_same_evidence_and_loads_a_move_is_never_undone(
     st.sampled_from([0.0, 1e-5, 1e-2]),
 )
 def test_a_placement_is_the_cheapest_of_all_instances_of_its_reach(
-    history: list[Trajectory], returned: list[ToolReturn], request: Request, now: View, per_token: float
+    history: list[Trajectory], returned: list[ToolReturn], request: TurnRequest, now: View, per_token: float
 ) -> None:
     policy = CMLFQ(MigrationCost(0.1, per_token))
     for number, trajectory in enumerate(history):

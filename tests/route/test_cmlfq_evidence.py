@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from libra.route.evidence import Context, Evidence
+from libra.route.evidence import Context, ReturnEvidence
 from libra.route.remaining import BINS, EDGES, Remaining, bin_of
 from libra.route.running import Running, redistributed
 
@@ -29,7 +29,7 @@ counted = st.lists(
 )
 
 
-def histogram(evidence: Evidence, context: Context) -> list[float]:
+def histogram(evidence: ReturnEvidence, context: Context) -> list[float]:
     found: list[float] = (evidence.histograms([context])[0] * evidence.fading).tolist()
     assert found[BINS] == pytest.approx(sum(found[:BINS]), rel=1e-4, abs=1e-12)
     return found[:BINS]
@@ -39,7 +39,7 @@ def histogram(evidence: Evidence, context: Context) -> list[float]:
 def test_weights_are_those_of_the_definition(
     trajectories: list[tuple[int, dict[Context, dict[int, float]]]], half_life: float
 ) -> None:
-    evidence = Evidence(half_life)
+    evidence = ReturnEvidence(half_life)
     for version, histograms in trajectories:
         evidence.count(version, histograms)
     total = len(trajectories)
@@ -56,7 +56,7 @@ def test_weights_are_those_of_the_definition(
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=20), st.integers(1, 5))
 def test_the_least_lately_used_contexts_go_first(trajectories: list[list[int]], most: int) -> None:
-    evidence = Evidence(half_life=1e9, max_contexts=most)
+    evidence = ReturnEvidence(half_life=1e9, max_contexts=most)
     kept: dict[int, float] = {}
     for used in trajectories:
         evidence.count(0, {(name,): {0: 1.0} for name in used})
@@ -75,10 +75,10 @@ def test_restored_evidence_goes_on_as_the_original(
     after: list[tuple[int, dict[Context, dict[int, float]]]],
     most: int,
 ) -> None:
-    evidence = Evidence(0.3, most)
+    evidence = ReturnEvidence(0.3, most)
     for version, histograms in before:
         evidence.count(version, histograms)
-    twin = Evidence.restore(json.loads(json.dumps(evidence.snapshot())))
+    twin = ReturnEvidence.restore(json.loads(json.dumps(evidence.snapshot())))
     for version, histograms in after:
         evidence.count(version, histograms)
         twin.count(version, histograms)
@@ -91,7 +91,7 @@ def test_restored_evidence_goes_on_as_the_original(
 )
 def test_settings_that_make_no_sense_are_refused(half_life: float, most: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Evidence(half_life, most)
+        ReturnEvidence(half_life, most)
 
 
 # One distribution.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra.route.causal_tree import ToolState, payload_class
 from libra.route.hierarchy import RECENT, SHRINKAGE, Hierarchy, contexts_of
-from libra.route.policy import Request
+from libra.route.policy import TurnRequest
 from libra.route.remaining import EDGES, bin_of
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
@@ -28,8 +28,8 @@ def done(id: str, prompt_id: str, states: Sequence[ToolState], after: int, *, ta
     return Trajectory(id, prompt_id, task, 100, turns, None, 0, finished=True)
 
 
-def asked(prompt_id: str, returns: int, *, task: str = "task", id: str = "asked") -> Request:
-    return Request(id, prompt_id, 100, 100 + 15 * returns, task)
+def asked(prompt_id: str, returns: int, *, task: str = "task", id: str = "asked") -> TurnRequest:
+    return TurnRequest(id, prompt_id, 100, 100 + 15 * returns, task)
 
 
 def middle(tokens: int) -> float:
@@ -161,7 +161,7 @@ def test_samples_that_outlive_all_that_finished_raise_the_estimate(
     longest = max(15 * len(states) + after for _, states, after in log)
     for number, factor in enumerate(times):
         hierarchy.started(asked("p", 0, id=f"runs {number}"))
-        hierarchy.reached(Request(f"runs {number}", "p", 100, 100), max(200, factor * longest))
+        hierarchy.reached(TurnRequest(f"runs {number}", "p", 100, 100), max(200, factor * longest))
     assert mean(hierarchy, "p") > before
     for number in range(len(times)):
         hierarchy.ended(f"runs {number}")
@@ -172,7 +172,7 @@ def test_samples_that_run_long_say_that_the_prompt_is_hard() -> None:
     hierarchy = learned(*(done(f"{n}", f"p{n}", [OK], 100) for n in range(20)))
     for number in range(8):
         hierarchy.started(asked("p", 0, id=f"runs {number}"))
-        hierarchy.reached(Request(f"runs {number}", "p", 100, 5_000))
+        hierarchy.reached(TurnRequest(f"runs {number}", "p", 100, 5_000))
     # 8 of 28 have come to 5,000 tokens, and all that is known of them is that they go on.
     assert mean(hierarchy, "p") > 1.5 * mean(hierarchy, "q") > 1.5 * 2_000
 
@@ -197,7 +197,7 @@ def test_a_restored_hierarchy_goes_on_as_the_original(
 ) -> None:
     hierarchy = learned(*(done(str(n), *of) for n, of in enumerate(before)))
     hierarchy.started(asked("p", 0, id="runs"))
-    hierarchy.reached(Request("runs", "p", 100, 900))
+    hierarchy.reached(TurnRequest("runs", "p", 100, 900))
     twin = Hierarchy.restore(json.loads(json.dumps(hierarchy.snapshot())))
     for each in (hierarchy, twin):
         for number, of in enumerate(after):
@@ -224,7 +224,7 @@ def explained(log: Sequence[Trajectory], group: Callable[[Trajectory], str]) -> 
                 assert turn.tool is not None and turn.status is not None
                 remaining -= turn.generated_tokens + turn.returned_tokens
                 states.append(ToolState(turn.tool, payload_class(turn.returned_tokens), turn.status))
-                request = Request(
+                request = TurnRequest(
                     trajectory.id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task
                 )
                 predicted = hierarchy.predict(request, states)

@@ -12,7 +12,7 @@ from sessions import OK
 
 from libra.route.bucket import bucket_of
 from libra.route.oracle import Oracle
-from libra.route.policy import InstanceView, Placement, Policy, Request, ToolReturn, View
+from libra.route.policy import InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory, Turn
 
@@ -36,7 +36,7 @@ def trajectory(id: str, *turns: tuple[int, int], prompt: int = 10, last: int = 2
 
 
 def ask(policy: Policy, it: Trajectory, turn: int, fleet: View = FLEET, due: float | None = None) -> Placement | None:
-    request = Request(it.id, it.prompt_id, it.prompt_tokens, it.contexts()[turn], it.task, due)
+    request = TurnRequest(it.id, it.prompt_id, it.prompt_tokens, it.contexts()[turn], it.task, due)
     return policy.tool_returned(request, OK, fleet) if turn else policy.place(request, fleet)
 
 
@@ -98,7 +98,7 @@ def test_every_turn_goes_to_the_true_bucket_and_there_to_the_least_work(
             if turn == len(it.turns):
                 continue
             if what == "again":
-                placement = placed(policy.place(Request(it.id, "p", it.prompt_tokens, it.contexts()[turn]), FLEET))
+                placement = placed(policy.place(TurnRequest(it.id, "p", it.prompt_tokens, it.contexts()[turn]), FLEET))
             else:
                 placement = placed(ask(policy, it, turn))
             assert placement.bucket == bucket_of(it.peak_context, LIMITS)
@@ -132,7 +132,7 @@ def test_it_knows_by_asking() -> None:
 def test_a_turn_is_found_where_others_were_left_out() -> None:
     it = trajectory("t", (0, 40), (0, 40), (30, 100))
     policy = Oracle({"t": it})
-    first = placed(policy.place(Request("t", "p", 10, it.contexts()[2]), FLEET))
+    first = placed(policy.place(TurnRequest("t", "p", 10, it.contexts()[2]), FLEET))
     last = placed(ask(policy, it, 3))
     assert (first.priority, last.priority) == (-round(1_000 * (50 * TOKEN_SECONDS + 2)), -round(20_000 * TOKEN_SECONDS))
 
@@ -177,12 +177,12 @@ def test_what_it_does_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="'t' was never placed: call place"):
         ask(policy, trajectory("t", (30, 7)), 1)
     with pytest.raises(ValueError, match="'t': from turn 0 on none starts at 9 tokens"):
-        policy.place(Request("t", "p", 10, 9), FLEET)
+        policy.place(TurnRequest("t", "p", 10, 9), FLEET)
     assert policy.snapshot() == Oracle({}).snapshot()
     ask(policy, trajectory("t", (30, 7)), 0)
     before = policy.snapshot()
     with pytest.raises(ValueError, match="'t': from turn 1 on none starts at 10 tokens"):
-        policy.tool_returned(Request("t", "p", 10, 10), ToolReturn("search", "ok", 0), FLEET)
+        policy.tool_returned(TurnRequest("t", "p", 10, 10), ToolReturn("search", "ok", 0), FLEET)
     assert policy.snapshot() == before
 
 
@@ -199,4 +199,4 @@ def test_it_does_not_ask_again_what_it_knows() -> None:
     policy = Oracle({"t": it})
     asked = placed(ask(policy, it, 0)).ask_again
     assert asked is None or asked > 150
-    assert policy.bucket_overrun(Request("t", "p", 10, 10), 150, FLEET) is None
+    assert policy.bucket_overrun(TurnRequest("t", "p", 10, 10), 150, FLEET) is None

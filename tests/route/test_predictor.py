@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.route import predictor
-from libra.route.policy import Placement, Request
+from libra.route.policy import Placement, TurnRequest
 from libra.route.predictor import FEATURES, HALF_LIFE, PENALTY, TASKS, LengthPredictor, Ridge, features, log_k
 from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
@@ -101,7 +101,7 @@ def test_length_that_follows_the_prompt_is_learned() -> None:
         prompt = 100 + 7 * (number * 37 % 300)
         policy.finished(done(prompt, 5 * prompt, id=str(number)))
     for prompt, wanted in [(120, 0), (300, 1), (700, 1), (1_000, 2), (2_000, 2)]:
-        assert bucket(policy.place(Request(f"t{prompt}", "new", prompt, prompt), FLEET)) == wanted
+        assert bucket(policy.place(TurnRequest(f"t{prompt}", "new", prompt, prompt), FLEET)) == wanted
 
 
 def test_tasks_are_told_apart() -> None:
@@ -109,9 +109,9 @@ def test_tasks_are_told_apart() -> None:
     for number in range(100):
         policy.finished(done(100, 500, id=f"a{number}", task="short"))
         policy.finished(done(100, 10_000, id=f"b{number}", task="long"))
-    assert bucket(policy.place(Request("t", "new", 100, 100, "short"), FLEET)) == 0
-    assert bucket(policy.place(Request("u", "new", 100, 100, "long"), FLEET)) == 2
-    assert bucket(policy.place(Request("v", "new", 100, 100), FLEET)) == 1  # their geometric mean is 2,236
+    assert bucket(policy.place(TurnRequest("t", "new", 100, 100, "short"), FLEET)) == 0
+    assert bucket(policy.place(TurnRequest("u", "new", 100, 100, "long"), FLEET)) == 2
+    assert bucket(policy.place(TurnRequest("v", "new", 100, 100), FLEET)) == 1  # their geometric mean is 2,236
 
 
 def test_earlier_samples_of_the_prompt_are_used() -> None:
@@ -120,16 +120,16 @@ def test_earlier_samples_of_the_prompt_are_used() -> None:
         for sample in range(4):
             name, length = ("a", 500) if number % 2 else ("b", 10_000)
             policy.finished(done(100, length, id=f"{number}/{sample}", prompt_id=f"{name}{number}"))
-    assert bucket(policy.place(Request("t", "a99", 100, 100), FLEET)) == 0
-    assert bucket(policy.place(Request("u", "b98", 100, 100), FLEET)) == 2
-    assert bucket(policy.place(Request("v", "new", 100, 100), FLEET)) == 1
+    assert bucket(policy.place(TurnRequest("t", "a99", 100, 100), FLEET)) == 0
+    assert bucket(policy.place(TurnRequest("u", "b98", 100, 100), FLEET)) == 2
+    assert bucket(policy.place(TurnRequest("v", "new", 100, 100), FLEET)) == 1
 
 
 def test_it_learns_with_what_it_knew_when_it_predicted() -> None:
     # Two samples run side by side: neither prediction had the other, so neither lesson has.
     policy = LengthPredictor()
     for id in "tu":
-        policy.place(Request(id, "p", 100, 100, "asked"), FLEET)
+        policy.place(TurnRequest(id, "p", 100, 100, "asked"), FLEET)
     for id in "tu":
         policy.finished(done(100, 2_000, id=id, prompt_id="p", task="told"))
     expected = Ridge(FEATURES, PENALTY, 2 ** (-1 / HALF_LIFE))
@@ -145,18 +145,18 @@ def test_it_learns_with_what_it_knew_when_it_predicted() -> None:
 
 def test_it_predicts_once() -> None:
     policy = LengthPredictor()
-    assert bucket(policy.place(Request("t", "p", 100, 100), FLEET)) == 0
+    assert bucket(policy.place(TurnRequest("t", "p", 100, 100), FLEET)) == 0
     for number in range(20):
         policy.finished(done(100, 10_000, id=str(number)))
-    assert bucket(policy.place(Request("t", "p", 100, 150), FLEET)) == 0
-    assert bucket(policy.place(Request("u", "p", 100, 100), FLEET)) == 2
+    assert bucket(policy.place(TurnRequest("t", "p", 100, 150), FLEET)) == 0
+    assert bucket(policy.place(TurnRequest("u", "p", 100, 100), FLEET)) == 2
 
 
 def test_a_prediction_off_any_scale_is_still_a_number_of_tokens() -> None:
     policy = LengthPredictor()
     for prompt in (1_000, 1_100, 1_200):
         policy.finished(done(prompt, prompt**3, id=str(prompt)))
-    placement = policy.place(Request("t", "p", 10**9, 100), FLEET)
+    placement = policy.place(TurnRequest("t", "p", 10**9, 100), FLEET)
     assert placement is not None
     json.loads(json.dumps(policy.snapshot(), allow_nan=False))
 
@@ -171,7 +171,7 @@ def test_prompts_are_forgotten_from_the_least_recently_updated_on(monkeypatch: p
 
 def test_an_abandoned_trajectory_leaves_nothing() -> None:
     policy = LengthPredictor()
-    policy.place(Request("t", "p", 100, 100), FLEET)
+    policy.place(TurnRequest("t", "p", 100, 100), FLEET)
     policy.forget("t")
     assert policy.snapshot() == LengthPredictor().snapshot()
     with pytest.raises(ValueError, match="'t' is unfinished"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import LIMITS, OK, Event, events, tell
 
-from libra.route.policy import InstanceView, Placement, Request, ToolReturn, View
+from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 from libra.route.published import PublishedCMLFQ
 from libra.trajectory import Trajectory, Turn
 
@@ -84,7 +84,7 @@ FIRST_TURNS = [
 
 @pytest.mark.parametrize("case", FIRST_TURNS, ids=lambda case: case.name)
 def test_first_turn(case: FirstTurn) -> None:
-    assert PublishedCMLFQ().place(Request("t", "p", 10, case.context), view(*case.instances)) == case.wanted
+    assert PublishedCMLFQ().place(TurnRequest("t", "p", 10, case.context), view(*case.instances)) == case.wanted
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,10 @@ def test_after_a_return(case: AfterReturn) -> None:
     policy = PublishedCMLFQ()
     for trajectory in case.history:
         policy.finished(trajectory)
-    policy.place(Request("t", "p", 10, 10), view(case.first))
+    policy.place(TurnRequest("t", "p", 10, 10), view(case.first))
     assert (
-        policy.tool_returned(Request("t", "p", 10, case.context), case.returned, view(*case.instances)) == case.wanted
+        policy.tool_returned(TurnRequest("t", "p", 10, case.context), case.returned, view(*case.instances))
+        == case.wanted
     )
 
 
@@ -210,15 +211,15 @@ def test_longer_sequences_are_looked_up_in_order() -> None:
     policy = PublishedCMLFQ()
     turns = (Turn(10, "search", "ok", 5), Turn(10, "search", "error", 5), Turn(500, None, None, 0))
     policy.finished(Trajectory("done", "p", "task", 10, turns, None, 0, finished=True))
-    policy.place(Request("t", "p", 10, 10), view(*EVERY))
-    policy.tool_returned(Request("t", "p", 10, 25), OK, view(*EVERY))
-    second = policy.tool_returned(Request("t", "p", 10, 40), FAIL, view(*EVERY))
+    policy.place(TurnRequest("t", "p", 10, 10), view(*EVERY))
+    policy.tool_returned(TurnRequest("t", "p", 10, 25), OK, view(*EVERY))
+    second = policy.tool_returned(TurnRequest("t", "p", 10, 40), FAIL, view(*EVERY))
     assert second == Placement("d1", 1, False, "mean 500 and P90 500 remaining both fit bucket 1")
 
 
 def test_a_trajectory_whose_instance_went_away_keeps_its_bucket() -> None:
     policy = PublishedCMLFQ()
-    request = Request("t", "p", 10, 10)
+    request = TurnRequest("t", "p", 10, 10)
     policy.place(request, view(C1))
     policy.instance_gone("c1")
     assert policy.place(request, view(A0, D1, E2)) == Placement("d1", 1, True, "keeps bucket 1")
@@ -226,7 +227,7 @@ def test_a_trajectory_whose_instance_went_away_keeps_its_bucket() -> None:
 
 def test_an_instance_that_came_back_has_lost_the_prefix() -> None:
     policy = PublishedCMLFQ()
-    request = Request("t", "p", 10, 10)
+    request = TurnRequest("t", "p", 10, 10)
     policy.place(request, view(A0))
     policy.instance_gone("a0")
     assert policy.place(request, view(A0, B0)) == Placement("b0", 0, True, "keeps bucket 0")
@@ -236,7 +237,7 @@ def test_a_tool_return_that_found_no_room_is_asked_again_with_place() -> None:
     policy = PublishedCMLFQ()
     for trajectory in done(500):
         policy.finished(trajectory)
-    request = Request("t", "p", 10, 25)
+    request = TurnRequest("t", "p", 10, 25)
     policy.place(request, view(A0))
     assert policy.tool_returned(request, OK, view()) is None
     assert policy.place(request, view()) is None
@@ -245,17 +246,17 @@ def test_a_tool_return_that_found_no_room_is_asked_again_with_place() -> None:
 
 def test_a_plan_with_fewer_buckets_is_followed() -> None:
     policy = PublishedCMLFQ()
-    request = Request("t", "p", 10, 10)
+    request = TurnRequest("t", "p", 10, 10)
     policy.place(request, view(E2))
     smaller = View((InstanceView("a", 0, 100, 0), InstanceView("b", 1, 9_000, 0)), (100, 9_000), 10)
     assert policy.place(request, smaller) == Placement("b", 1, True, "keeps bucket 1")
-    policy.place(Request("u", "p", 10, 10), view(E2))
-    assert policy.tool_returned(Request("u", "p", 10, 10), OK, smaller) == Placement("b", 1, True, "no evidence")
+    policy.place(TurnRequest("u", "p", 10, 10), view(E2))
+    assert policy.tool_returned(TurnRequest("u", "p", 10, 10), OK, smaller) == Placement("b", 1, True, "no evidence")
 
 
 def test_a_return_for_an_unplaced_trajectory_is_refused() -> None:
     policy = PublishedCMLFQ()
-    request = Request("t", "p", 10, 10)
+    request = TurnRequest("t", "p", 10, 10)
     with pytest.raises(ValueError, match="'t' was never placed"):
         policy.tool_returned(request, OK, view(*EVERY))
     policy.place(request, view(*EVERY))
@@ -267,7 +268,7 @@ def test_a_return_for_an_unplaced_trajectory_is_refused() -> None:
 
 def test_finished_lets_go_of_the_routing_state() -> None:
     policy = PublishedCMLFQ()
-    policy.place(Request("done-0", "p", 10, 10), view(*EVERY))
+    policy.place(TurnRequest("done-0", "p", 10, 10), view(*EVERY))
     assert [entry[0] for entry in policy.snapshot()["live"]] == ["done-0"]
     policy.finished(done(5)[0])
     assert policy.snapshot()["live"] == []

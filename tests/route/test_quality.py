@@ -16,7 +16,7 @@ from libra.route.baselines import TwoChoices
 from libra.route.bucket import bucket_of
 from libra.route.catalogue import policy_named
 from libra.route.oracle import Oracle
-from libra.route.policy import Fleet, Placement, Policy, Request, ToolReturn, View
+from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.route.quality import Interval, Quality, bootstrap, evaluate, static_fleet
 from libra.trajectory import Trajectory, Turn
 
@@ -60,14 +60,14 @@ class Recorder:
         self.policy = policy
         self.record: list[tuple[str, str, int, Placement | None]] = []  # call, trajectory, context, answer
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         return self._kept("place", request, request.context_tokens, self.policy.place(request, fleet))
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         answer = self.policy.tool_returned(request, returned, fleet)
         return self._kept("returned", request, request.context_tokens, answer)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         answer = self.policy.bucket_overrun(request, generated_tokens, fleet)
         return self._kept("bucket_overrun", request, request.context_tokens + generated_tokens, answer)
 
@@ -88,7 +88,7 @@ class Recorder:
     def restore(cls, snapshot: dict[str, Any]) -> Recorder:
         raise AssertionError("nothing is restored in a replay")
 
-    def _kept(self, call: str, request: Request, context: int, answer: Placement | None) -> Placement | None:
+    def _kept(self, call: str, request: TurnRequest, context: int, answer: Placement | None) -> Placement | None:
         self.record.append((call, request.trajectory_id, context, answer))
         return answer
 
@@ -178,10 +178,10 @@ def test_the_warm_up_is_learned() -> None:
 
 
 class AsksAtOnce(Oracle):
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return Placement("2-0", 2, False, "stays", ask_again=generated_tokens)
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         return Placement("2-0", 2, False, "asks", ask_again=1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from libra.route.policy import InstanceView, Policy, Request, ToolReturn, View
+from libra.route.policy import InstanceView, Policy, ToolReturn, TurnRequest, View
 from libra.route.published import PublishedCMLFQ
 
 A = InstanceView("a", bucket=0, capacity_tokens=100, load_tokens=0)
@@ -21,8 +21,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("negative room", lambda: View((), (100,), -1), "turn_tokens is -1"),
     ("instance beyond the buckets", lambda: View((InstanceView("z", 1, 100, 0),), (100,), 0), "'z' is in bucket 1"),
     ("one id twice", lambda: View((A, A), (100,), 0), "'a' is listed twice"),
-    ("negative context", lambda: Request("t", "p", 0, -1), "'t'"),
-    ("negative prompt", lambda: Request("t", "p", -1, 0), "'t'"),
+    ("negative context", lambda: TurnRequest("t", "p", 0, -1), "'t'"),
+    ("negative prompt", lambda: TurnRequest("t", "p", -1, 0), "'t'"),
     ("negative return", lambda: ToolReturn("search", "ok", -1), "'search'"),
 ]
 
@@ -39,4 +39,4 @@ def test_an_empty_view_is_a_view() -> None:
 
 def test_the_published_rule_is_a_policy() -> None:
     policy: Policy = PublishedCMLFQ()
-    assert policy.place(Request("t", "p", 10, 10), View((A,), (100,), 0)) is not None
+    assert policy.place(TurnRequest("t", "p", 10, 10), View((A,), (100,), 0)) is not None

@@ -12,7 +12,7 @@ from sessions import LIMITS, OK, Event, events, tell
 
 from libra.route.baselines import LeastLoaded
 from libra.route.causal_tree import ToolState
-from libra.route.policy import InstanceView, Request, ToolReturn, View
+from libra.route.policy import InstanceView, ToolReturn, TurnRequest, View
 from libra.route.shortest import MEMORY, RemainingTable, ShortestRemaining, remainders
 from libra.trajectory import Trajectory, Turn
 
@@ -78,16 +78,16 @@ def test_a_table_without_room_is_refused() -> None:
 
 def test_the_priority_is_what_is_expected_to_remain() -> None:
     policy = ShortestRemaining()
-    first = policy.place(Request("t", "p", 10, 10, "task"), FLEET)
+    first = policy.place(TurnRequest("t", "p", 10, 10, "task"), FLEET)
     assert first is not None and first.priority == 0
     policy.finished(done(Turn(10, "search", "ok", 5), Turn(20, "search", "error", 5)))
     policy.finished(done(Turn(100, "search", "ok", 5), id="other", task="other"))
 
     def priority(task: str, *returned: ToolReturn) -> int:
-        policy.place(Request("t", "p", 10, 10, task), FLEET)
+        policy.place(TurnRequest("t", "p", 10, 10, task), FLEET)
         for each in returned:
-            policy.tool_returned(Request("t", "p", 10, 10, task), each, FLEET)
-        again = policy.place(Request("t", "p", 10, 10, task), FLEET)  # which does not forget the last return
+            policy.tool_returned(TurnRequest("t", "p", 10, 10, task), each, FLEET)
+        again = policy.place(TurnRequest("t", "p", 10, 10, task), FLEET)  # which does not forget the last return
         policy.forget("t")
         assert again is not None
         return again.priority
@@ -108,8 +108,8 @@ def test_an_unfinished_trajectory_is_refused() -> None:
 
 def test_an_abandoned_trajectory_leaves_nothing() -> None:
     policy = ShortestRemaining()
-    policy.place(Request("t", "p", 10, 10), FLEET)
-    policy.tool_returned(Request("t", "p", 10, 10), OK, FLEET)
+    policy.place(TurnRequest("t", "p", 10, 10), FLEET)
+    policy.tool_returned(TurnRequest("t", "p", 10, 10), OK, FLEET)
     policy.forget("t")
     assert policy.snapshot() == ShortestRemaining().snapshot()
 

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import ClientSession
 
 from libra.route.baselines import LeastLoaded
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
@@ -32,12 +32,12 @@ class RecordingPolicy(LeastLoaded):
         super().__init__()
         self.calls: list[Any] = []
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         self.calls.append(request)
         placement = super().place(request, fleet)
         return None if placement is None else replace(placement, priority=-7)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         self.calls.append((request, returned))
         return super().tool_returned(request, returned, fleet)
 

@@ -19,7 +19,7 @@ from test_batching_equality import affine_costs, knee_costs, small_configs
 
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration, Pause
@@ -28,15 +28,15 @@ _OUTCOME = [
     *map(attrgetter, ("status", "scheduled", "prefill_end", "first_token", "finish", "generated")),
     *map(attrgetter, ("cached_tokens", "preemptions", "output_tokens", "ask_at")),
 ]
-Order = Callable[[Engine, int], object]  # what comes to an engine at a tick
+Order = Callable[[SimEngine, int], object]  # what comes to an engine at a tick
 LOOKED = "nothing is to be decided anew"  # what an order returns that only looked
 
 
 def drive(
-    engine: Engine,
+    engine: SimEngine,
     orders: Sequence[tuple[int, Order]],
-    after_commit: Callable[[Engine], None],
-    after_plan: Callable[[Engine, int], None],
+    after_commit: Callable[[SimEngine], None],
+    after_plan: Callable[[SimEngine, int], None],
 ) -> None:
     """Until nothing is left to do. At one tick: what ends is committed, then the orders come in theirs, then plans."""
     coming = deque(sorted(orders, key=lambda order: order[0]))
@@ -183,7 +183,7 @@ class Served:
 
     def __post_init__(self) -> None:
         config = self.case.config
-        self.engine = Engine(config, self.case.cost, exact=self.exact)
+        self.engine = SimEngine(config, self.case.cost, exact=self.exact)
         self.engine.trace = self.iterations.append
         self.trunk, self.requests = self.case.requests()
 
@@ -263,7 +263,7 @@ class Served:
                 self.looked.append(str(error))
         return LOOKED
 
-    def _committed(self, engine: Engine) -> None:
+    def _committed(self, engine: SimEngine) -> None:
         for request in engine.asked:
             assert request.status == "running" and request.ask_at is None
             self.asked.append((engine.end, request.number, request.generated))
@@ -271,7 +271,7 @@ class Served:
             if following:
                 engine.ask(request, following[0], engine.end)
 
-    def _planned(self, engine: Engine, now: int) -> None:
+    def _planned(self, engine: SimEngine, now: int) -> None:
         assert not engine.asked
         for request in engine.interrupted:
             assert (request.status, request.finish) == ("interrupted", now)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Self
 
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.trajectory import Trajectory
 
 
@@ -19,15 +19,15 @@ class Places:
         self._count: dict[str, int] = {}
         self.told: list[tuple[str, str]] = []  # (what, of whom)
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         self.told.append(("place", request.trajectory_id))
         return self._placed(request, fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         self.told.append(("tool", request.trajectory_id))
         return self._placed(request, fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -46,7 +46,7 @@ class Places:
     def restore(cls, snapshot: dict[str, Any]) -> Self:
         raise NotImplementedError
 
-    def _placed(self, request: Request, fleet: Fleet) -> Placement | None:
+    def _placed(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         who = request.trajectory_id
         wanted = self._places[who][0] if self._otherwise is None else self._otherwise(who, self._count.get(who, 0))
         instance = next((it for it in fleet.instances if it.id == wanted), None)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.workload.protocol import Requests, Workload
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn
@@ -36,13 +36,13 @@ def request(number: int, seconds: float, prompt: int, output: int, cancel: float
 
 
 def simulated(
-    workload: Workload | Sequence[Request], *, watcher: Watcher | None = None, **settings: Any
+    workload: Workload | Sequence[Request], *, watcher: OccupancyRecorder | None = None, **settings: Any
 ) -> SimulationResult:
     """The result on one engine, `e`; `settings` are the cluster's."""
     if not isinstance(workload, Replay):
         made = workload
         workload = Requests(lambda: iter(made), {"name": "by hand"})  # type: ignore[arg-type]
-    cluster = Cluster([EngineSpec("e", small(), SECOND)], workload, watch=watcher, **settings)
+    cluster = SimCluster([EngineSpec("e", small(), SECOND)], workload, watch=watcher, **settings)
     cluster.run()
     return result_of(cluster, watcher)
 

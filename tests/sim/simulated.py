@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from oracles.naive_engine import NaiveResult, Step, naive_run
 
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import Engine
-from libra.sim.engine.iteration_cost import Batch, IterationCost
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.workload.protocol import Requests
@@ -28,12 +28,12 @@ class Asked:
         """An iteration that schedules nothing takes no time: vLLM calls its scheduler again at once."""
         if not sequences:
             return 0
-        base, slope, limit = self._cost.line(Batch(sequences), context)
+        base, slope, limit = self._cost.line(DecodeBatch(sequences), context)
         assert context < limit
         return base + slope * context
 
     def mixed(self, sequences: int, context: int, chunks: list[tuple[int, int]]) -> int:
-        return self._cost.mixed(Batch(sequences), context, chunks)
+        return self._cost.mixed(DecodeBatch(sequences), context, chunks)
 
 
 class Ended(Requests):
@@ -51,7 +51,7 @@ class Ended(Requests):
 class Run:
     """What one engine did with its requests."""
 
-    engine: Engine
+    engine: SimEngine
     requests: dict[int, Request]  # by number
     iterations: tuple[Iteration, ...]
     order: tuple[int, ...]  # in which they ended
@@ -100,7 +100,7 @@ def simulate(config: EngineConfig, cost: IterationCost, make: Make, *, exact: bo
     """Serve the requests on one engine until all have ended, watching every iteration."""
     iterations: list[Iteration] = []
     workload = Ended(make)
-    cluster = Cluster([EngineSpec("engine", config, cost)], workload, exact=exact, trace=iterations.append)
+    cluster = SimCluster([EngineSpec("engine", config, cost)], workload, exact=exact, trace=iterations.append)
     cluster.run()
     assert not cluster.partial
     requests = {request.number: request for request in sorted(cluster.requests, key=lambda request: request.number)}

@@ -22,7 +22,7 @@ from libra.cost.grid import EngineGrid
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Batch, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 
 VLLM_CASES = 60
@@ -42,13 +42,13 @@ class KneeCost:
     slopes: tuple[int, ...]  # ticks per token
     graph: int
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         piece = bisect_right(self.knees, context)
         padded = -(-batch.requests // self.graph) * self.graph
         limit = self.knees[piece] if piece < len(self.knees) else UNLIMITED
         return self.bases[piece] + 7 * padded, self.slopes[piece], limit
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         new = sum(chunk for chunk, _ in chunks)
         return 11 + 5 * batch.requests + context // 3 + 13 * new + sum(chunk * before for chunk, before in chunks) // 4
 
@@ -101,11 +101,13 @@ def grid_costs(draw: st.DrawFn, config: EngineConfig) -> GridCost:
 def longest_iteration(config: EngineConfig, cost: IterationCost) -> int:
     """Ticks that no iteration exceeds by much: a full batch of long contexts, or that and prompt up to the budget."""
     seats, length, budget = config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens
-    lines = ((*cost.line(Batch(seats), context), context) for context in range(seats, seats * length + 1, 1 + seats))
+    lines = (
+        (*cost.line(DecodeBatch(seats), context), context) for context in range(seats, seats * length + 1, 1 + seats)
+    )
     decode = max(base + slope * context for base, slope, _, context in lines)
     beside = min(seats, budget - 1)
-    mixed = cost.mixed(Batch(beside), beside * length, [(budget - beside, length)])
-    return max(decode, mixed, cost.mixed(Batch(0), 0, [(budget, 0)]))
+    mixed = cost.mixed(DecodeBatch(beside), beside * length, [(budget - beside, length)])
+    return max(decode, mixed, cost.mixed(DecodeBatch(0), 0, [(budget, 0)]))
 
 
 def timed(seed: int, ticks: int, generic: bool) -> list[Request]:

@@ -11,8 +11,8 @@ from elastic import Places
 
 from libra.cost.collectives import Fabric
 from libra.route.bucket import AttainedService
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
-from libra.sim.cluster import Cluster
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.handover import KVMoves
@@ -38,11 +38,11 @@ class Attained(AttainedService):
         super().__init__()
         self.asked: list[tuple[str, int, int]] = []
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         self.asked.append(("place", request.context_tokens, 0))
         return super().place(request, fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         self.asked.append(("bucket_overrun", request.context_tokens, generated_tokens))
         return super().bucket_overrun(request, generated_tokens, fleet)
 
@@ -51,7 +51,7 @@ class Attained(AttainedService):
 def test_a_turn_moves_with_the_first_token_beyond_each_bucket(exact: bool) -> None:
     limits = (128, 256, 512, 1024)
     policy = Attained()
-    cluster = Cluster(
+    cluster = SimCluster(
         [spec_of(name, bucket, 1024) for bucket, name in enumerate("abcd")],
         generating(700, 20),
         policy,
@@ -82,7 +82,7 @@ def test_a_turn_whose_engine_closed_is_counted_from_where_it_was_placed_anew(
     close: int, generated: int, exact: bool
 ) -> None:
     policy = Attained()
-    cluster = Cluster(
+    cluster = SimCluster(
         [spec_of("a"), spec_of("b"), spec_of("c", 1), spec_of("d", 2)],
         generating(80, 10),
         policy,
@@ -113,13 +113,13 @@ class EveryFive(Places):
         super().__init__({"0": places})
         self.asked: list[tuple[int, int]] = []
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         placement = super().place(request, fleet)
         assert placement is not None
         self.asked.append((request.context_tokens, 0))
         return self._asking(placement.instance, 5)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         self.asked.append((request.context_tokens, generated_tokens))
         if generated_tokens in (10, 20):
             super().place(request, fleet)
@@ -132,7 +132,7 @@ class EveryFive(Places):
 @pytest.mark.parametrize("exact", [False, True])
 def test_questions_go_on_where_a_turn_stays_that_moved_before(exact: bool) -> None:
     policy = EveryFive(["a", "b", "c", "a", "b"])
-    cluster = Cluster([spec_of(name) for name in "abc"], generating(40, 8), policy, exact=exact)
+    cluster = SimCluster([spec_of(name) for name in "abc"], generating(40, 8), policy, exact=exact)
     cluster.at(235, lambda _: cluster.close("c"))  # with the 24th token
     cluster.run()
     assert [(it.engine, it.prompt_tokens, it.generated) for it in cluster.requests] == [
@@ -155,12 +155,12 @@ class AskingOnce(Places):
         super().__init__({"0": places})
         self.asked: list[int] = []
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         placement = super().tool_returned(request, returned, fleet)
         assert placement is not None
         return Placement(placement.instance, 0, True, "asks", ask_again=5)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         self.asked.append(generated_tokens)
         return None
 
@@ -170,7 +170,7 @@ def test_a_question_is_void_with_its_placement(closes: bool, asked: list[int]) -
     """The KV is on its way to `b` when that closes, so the turn is placed again, on `a`."""
     turns = (Turn(8, "search", "ok", 8, 1e-10), Turn(20, None, None, 0))
     policy = AskingOnce(["a", "b", "a"])
-    cluster = Cluster(
+    cluster = SimCluster(
         [spec_of("a"), spec_of("b")],
         Replay([Trajectory("0", "p", "t", 40, turns, None, 0, True)]),
         policy,

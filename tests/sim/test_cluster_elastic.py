@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement
-from libra.route.policy import Request as Asked
-from libra.sim.cluster import Cluster
+from libra.route.policy import TurnRequest as Asked
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
@@ -39,8 +39,8 @@ def open_loop(*requests: Request) -> Requests:
     return Requests(lambda: sorted(requests, key=lambda it: (it.arrival, it.number)), {})
 
 
-def cluster_of(names: str, *requests: Request, **others: Any) -> Cluster:
-    return Cluster([spec_of(name) for name in names], open_loop(*requests), LeastLoaded(), **others)
+def cluster_of(names: str, *requests: Request, **others: Any) -> SimCluster:
+    return SimCluster([spec_of(name) for name in names], open_loop(*requests), LeastLoaded(), **others)
 
 
 # Actions
@@ -132,7 +132,7 @@ def test_names_are_of_one_engine_at_a_time() -> None:
 def test_requests_wait_for_an_engine_that_holds_them() -> None:
     """And are in the list of requests once, though they arrive several times."""
     small, large = Request(0, 0, 8, 3), Request(1, 0, 40, 3)
-    cluster = Cluster([spec_of("a", longest=16)], open_loop(small, large), LeastLoaded(), patient=True)
+    cluster = SimCluster([spec_of("a", longest=16)], open_loop(small, large), LeastLoaded(), patient=True)
     cluster.at(50, lambda _: cluster.add(spec_of("b", longest=32)))
     cluster.at(70, lambda _: cluster.add(spec_of("c")))
     cluster.run()
@@ -144,10 +144,10 @@ def test_requests_wait_for_an_engine_that_holds_them() -> None:
 
 def test_the_impatient_are_refused_and_the_patient_wait_for_ever() -> None:
     reason = "no engine holds its 40 tokens and a turn of 1 more"
-    cluster = Cluster([spec_of("a", longest=16)], open_loop(Request(3, 5, 40, 3)), LeastLoaded())
+    cluster = SimCluster([spec_of("a", longest=16)], open_loop(Request(3, 5, 40, 3)), LeastLoaded())
     cluster.run()
     assert [(it.status, it.reason, it.finish) for it in cluster.requests] == [("refused", reason, 5)]
-    cluster = Cluster([spec_of("a", longest=16)], open_loop(Request(3, 5, 40, 3)), LeastLoaded(), patient=True)
+    cluster = SimCluster([spec_of("a", longest=16)], open_loop(Request(3, 5, 40, 3)), LeastLoaded(), patient=True)
     with pytest.raises(RuntimeError, match=f"1 requests wait for an engine for ever, first of all 3: {reason}"):
         cluster.run()
 
@@ -155,7 +155,7 @@ def test_the_impatient_are_refused_and_the_patient_wait_for_ever() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 def test_with_a_time_limit_who_waits_is_unfinished(keep: bool) -> None:
     waiting, late = Request(0, 0, 40, 3), Request(1, 900, 8, 3)
-    cluster = Cluster(
+    cluster = SimCluster(
         [spec_of("a", longest=16)], open_loop(waiting, late), LeastLoaded(), patient=True, keep=keep, time_limit=100
     )
     cluster.run()
@@ -179,7 +179,7 @@ class Looking(LeastLoaded):
 
 def test_a_policy_sees_the_buckets_of_the_moment() -> None:
     policy = Looking()
-    cluster = Cluster(
+    cluster = SimCluster(
         [spec_of("a"), spec_of("b", bucket=1)],
         open_loop(*(Request(number, 100 * number, 8, 2) for number in range(4))),
         policy,
@@ -203,7 +203,7 @@ def test_a_policy_is_told_of_a_return_once_and_of_engines_that_go() -> None:
         "0", "p", "t", 8, (Turn(3, "search", "ok", 2, 20 / 1e12), Turn(6, None, None, 0)), None, 0, True
     )
     policy = Places({"0": ["a", "b", "c"]})
-    cluster = Cluster([spec_of("a")], Replay([trajectory]), policy, patient=True)
+    cluster = SimCluster([spec_of("a")], Replay([trajectory]), policy, patient=True)
     cluster.at(70, lambda _: cluster.add(spec_of("b")))
     cluster.at(85, lambda _: cluster.add(spec_of("c")))
     cluster.at(95, lambda _: cluster.close("b"))
@@ -263,7 +263,7 @@ def test_nothing_is_lost_and_jumping_changes_nothing(
 
     def serve(exact: bool) -> tuple[object, ...]:
         policy = following(seed, "abc")
-        cluster = Cluster(
+        cluster = SimCluster(
             [spec_of(name, cost=cost) for name in "abc"],
             Replay(work),
             policy,

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from libra.route.catalogue import POLICIES, policy_named
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Batch, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.link import Link
@@ -38,12 +38,12 @@ class TwoPieces:
 
     knee: int
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         if context < self.knee:
             return 2 * STEP + batch.requests, 1, self.knee
         return STEP, 7, UNLIMITED
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         return 3 * STEP + batch.requests + context + sum(9 * new + before for new, before in chunks)
 
 
@@ -115,7 +115,7 @@ class Scenario:
     def run(self, *, exact: bool) -> Outcome:
         link = Link(bandwidth=TICKS / 50)  # 50 ticks a byte
         iterations: list[Iteration] = []
-        cluster = Cluster(
+        cluster = SimCluster(
             self.specs,
             self._workload(),
             policy_named(self.policy, sticky=self.sticky or "cmlfq" in self.policy, seed=7),
@@ -150,7 +150,7 @@ class Scenario:
 class Outcome:
     """What came of it, in values that can be compared."""
 
-    def __init__(self, cluster: Cluster, iterations: list[Iteration]) -> None:
+    def __init__(self, cluster: SimCluster, iterations: list[Iteration]) -> None:
         self.partial = cluster.partial
         self.now = cluster.now
         self.requests = [
@@ -349,7 +349,7 @@ def assert_equal_requests(
             for number, (arrival, prompt, output, cancel_at) in enumerate(requests)
         ]
         iterations: list[Iteration] = []
-        cluster = Cluster(
+        cluster = SimCluster(
             [EngineSpec(f"engine {index}", ROOMY, AffineCost(STEP)) for index in range(engines)],
             Requests(lambda made=made: made, {}),  # type: ignore[misc]
             policy_named("least-loaded"),
@@ -386,6 +386,8 @@ def test_a_trajectory_that_is_given_up_says_so() -> None:
     """Though its engine goes on with the iteration that is under way."""
     trajectory = Trajectory("t", "p", "task", 10, (Turn(20, None, None, 0),), None, 0, finished=True)
     replay = Replay([trajectory])
-    cluster = Cluster([EngineSpec("engine", ROOMY, AffineCost(STEP))], Cancelling(replay, every=1, after=5 * STEP + 1))
+    cluster = SimCluster(
+        [EngineSpec("engine", ROOMY, AffineCost(STEP))], Cancelling(replay, every=1, after=5 * STEP + 1)
+    )
     cluster.run()
     assert replay.unfinished == {"t": "cancelled"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Pause
@@ -41,11 +41,11 @@ def nothing(*_: object) -> None:
 def test_a_closing_engine_stops_at_the_end_of_the_iteration(
     exact: bool, close_at: int, closed: int, generated: list[int]
 ) -> None:
-    engine = Engine(CONFIG, TEN, exact=exact)
+    engine = SimEngine(CONFIG, TEN, exact=exact)
     requests = [Request(0, 0, 8, 5), Request(1, 0, 8, 9), Request(2, 0, 8, 7)]
     left: list[tuple[int, list[int]]] = []
 
-    def look(engine: Engine, now: int) -> None:
+    def look(engine: SimEngine, now: int) -> None:
         if engine.closed:
             left.append((now, [request.number for request in engine.interrupted]))
 
@@ -64,7 +64,7 @@ def test_a_closing_engine_stops_at_the_end_of_the_iteration(
 
 
 def test_a_jump_ends_sooner() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     engine.submit(Request(0, 0, 8, 50), 0)
     engine.plan(0)
     engine.commit()
@@ -79,7 +79,7 @@ def test_a_jump_ends_sooner() -> None:
 
 
 def test_what_runs_comes_before_what_waits() -> None:
-    engine = Engine(replace(CONFIG, policy="priority"), TEN)
+    engine = SimEngine(replace(CONFIG, policy="priority"), TEN)
     requests = [Request(number, 0, 8, 9, priority=priority) for number, priority in enumerate([3, 1, 2, 0])]
     for request in requests:
         engine.submit(request, 0)
@@ -94,7 +94,7 @@ def test_what_runs_comes_before_what_waits() -> None:
 
 
 def test_nothing_comes_to_an_engine_that_closes() -> None:
-    engine = Engine(CONFIG, TEN, 7)
+    engine = SimEngine(CONFIG, TEN, 7)
     request = Request(0, 0, 8, 9)
     engine.submit(request, 0)
     engine.plan(0)
@@ -115,7 +115,7 @@ def test_nothing_comes_to_an_engine_that_closes() -> None:
 
 
 def test_a_pause_under_way_comes_to_its_end_and_those_due_do_not_begin() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     request = Request(0, 0, 8, 9)
     engine.submit(request, 0)
     engine.plan(0)
@@ -131,7 +131,7 @@ def test_a_pause_under_way_comes_to_its_end_and_those_due_do_not_begin() -> None
 
 
 def test_what_is_in_the_cache_of_a_closed_engine_can_be_looked_up() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     chain = Chain("a")
     engine.submit(Request(0, 0, 10, 9, chain=chain), 0)
     engine.plan(0)
@@ -146,7 +146,7 @@ def test_what_is_in_the_cache_of_a_closed_engine_can_be_looked_up() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_one_request_is_interrupted_and_the_others_go_on(exact: bool) -> None:
-    engine = Engine(CONFIG, TEN, exact=exact)
+    engine = SimEngine(CONFIG, TEN, exact=exact)
     requests = [Request(0, 0, 8, 9), Request(1, 0, 8, 9), Request(2, 0, 8, 3)]
     left = []
     drive(
@@ -174,7 +174,7 @@ def test_one_request_is_interrupted_and_the_others_go_on(exact: bool) -> None:
     ],
 )
 def test_a_request_leaves_once(first: str, second: str, status: str) -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     requests = [Request(0, 0, 8, 9), Request(1, 0, 5, 9)]
     for request in requests:
         engine.submit(request, 0)
@@ -192,7 +192,7 @@ def test_a_request_leaves_once(first: str, second: str, status: str) -> None:
 
 
 def test_who_finishes_with_the_iteration_under_way_is_not_interrupted() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     request = Request(0, 0, 8, 1)
     engine.submit(request, 0)
     engine.plan(0)
@@ -205,7 +205,7 @@ def test_who_finishes_with_the_iteration_under_way_is_not_interrupted() -> None:
 def test_a_pipelined_engine_lets_its_batches_come_to_their_ends() -> None:
     """Two stages of 50 ticks: batches end at 100 and 150, and no other follows."""
     config = replace(CONFIG, pipeline_parallel_size=2)
-    engine = Engine(config, AffineCost(100))
+    engine = SimEngine(config, AffineCost(100))
     requests = [Request(0, 0, 8, 9), Request(1, 10, 8, 9), Request(2, 20, 8, 9)]
     left = []
     drive(
@@ -225,7 +225,7 @@ def test_a_pipelined_engine_lets_its_batches_come_to_their_ends() -> None:
 def test_when_time_is_up_a_jump_has_come_as_far(now: int) -> None:
     seen = []
     for exact in (False, True):
-        engine = Engine(CONFIG, TEN, exact=exact)
+        engine = SimEngine(CONFIG, TEN, exact=exact)
         request = Request(0, 0, 8, 9)
         engine.submit(request, 0)
         while engine.plan(engine.end) is not None and engine.end <= now:
@@ -286,7 +286,7 @@ def test_a_pipelined_engine_loses_nothing(case: Case, stages: int) -> None:
 def test_what_was_interrupted_can_go_on_elsewhere(case: Case) -> None:
     """With what it generated in its prompt, on the same chain: every token is generated once."""
     served = replace(case, turns=tuple(replace(turn, cancelled_after=None) for turn in case.turns)).serve()
-    there = Engine(case.config, case.cost)
+    there = SimEngine(case.config, case.cost)
     moved = []
     for number in served.interrupted:
         request = served.requests[number]

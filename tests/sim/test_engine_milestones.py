@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Pause
@@ -36,11 +36,11 @@ TEN = AffineCost(10)  # ticks for any iteration
 def test_where_an_engine_asks(
     exact: bool, prompt: int, outputs: int, ask_at: int, asked: list[tuple[int, int]]
 ) -> None:
-    engine = Engine(CONFIG, TEN, exact=exact)
+    engine = SimEngine(CONFIG, TEN, exact=exact)
     request = Request(0, 0, prompt, outputs, ask_at=ask_at)
     seen = []
 
-    def look(engine: Engine) -> None:
+    def look(engine: SimEngine) -> None:
         seen.extend((engine.end, it.generated) for it in engine.asked)
         assert all(it is request and it.ask_at is None for it in engine.asked)
 
@@ -52,7 +52,7 @@ def test_where_an_engine_asks(
 def test_an_unasked_engine_jumps_and_an_asked_one_stops_once() -> None:
     events = []
     for ask_at in (None, 20):
-        engine = Engine(CONFIG, TEN)
+        engine = SimEngine(CONFIG, TEN)
         engine.submit(Request(0, 0, 8, 40, ask_at=ask_at), 0)
         while (end := engine.plan(engine.end)) is not None:
             assert end <= 400
@@ -62,7 +62,7 @@ def test_an_unasked_engine_jumps_and_an_asked_one_stops_once() -> None:
 
 
 def test_asked_is_as_of_the_last_commit() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     request = Request(0, 0, 8, 9, ask_at=2)
     engine.submit(request, 0)
     for end in (10, 20):
@@ -83,10 +83,10 @@ def test_asked_is_as_of_the_last_commit() -> None:
 def test_asked_in_the_middle(exact: bool) -> None:
     """Ends move to where the token comes; those that are there already cannot be asked for."""
     request, waiting = Request(0, 0, 8, 30), Request(1, 0, 8, 30)
-    engine = Engine(replace(CONFIG, max_num_seqs=1), TEN, exact=exact)
+    engine = SimEngine(replace(CONFIG, max_num_seqs=1), TEN, exact=exact)
     asked, moved = [], []
 
-    def late(engine: Engine, now: int) -> None:
+    def late(engine: SimEngine, now: int) -> None:
         assert engine.generated_by(request, now) == 5
         with pytest.raises(ValueError, match="request 0 has generated 5 tokens; ask for 6 or more of them, not 5"):
             engine.ask(request, 5, now)
@@ -112,7 +112,7 @@ def test_asked_in_the_middle(exact: bool) -> None:
 
 
 def test_who_is_not_there_is_not_asked_about() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     request = Request(0, 0, 8, 9)
     with pytest.raises(ValueError, match="request 0 neither runs nor waits on engine 0"):
         engine.ask(request, 1, 0)
@@ -133,7 +133,7 @@ def test_who_is_not_there_is_not_asked_about() -> None:
 def test_a_milestone_outlives_preemption_and_new_weights(exact: bool) -> None:
     """Tokens generated are counted, however often they are computed again."""
     config = EngineConfig(max_model_len=32, kv_blocks=8, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)
-    engine = Engine(config, TEN, exact=exact)
+    engine = SimEngine(config, TEN, exact=exact)
     requests = [Request(0, 0, 8, 16), Request(1, 0, 8, 16, ask_at=12)]
     asked = []
     drive(
@@ -209,7 +209,7 @@ def test_a_request_that_sits_out_is_asked_about_an_iteration_later(exact: bool) 
         policy="priority",
         enable_prefix_caching=False,
     )
-    engine = Engine(config, TEN, exact=exact)
+    engine = SimEngine(config, TEN, exact=exact)
     requests = [
         Request(0, 0, 5, 5, priority=1),
         Request(1, 10, 2, 4, priority=2),

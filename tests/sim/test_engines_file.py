@@ -16,7 +16,7 @@ from libra.hardware.model_file import load_model
 from libra.sim.clock import ticks
 from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import Batch
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engines_file import EngineSection, load_engines
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engines.yaml"
@@ -53,11 +53,11 @@ def test_memory_and_length_are_the_gpus_and_the_models(tmp_path: Path) -> None:
 def test_times_are_those_of_the_profile(tmp_path: Path) -> None:
     (engine,) = load(tmp_path, {"tensor_parallel_size": 2}).engines
     (grid,) = roofline(GPUS["H100"], load_model(SMALL["model"]), [2]).engines
-    base, slope, _ = engine.cost.line(Batch(4), 4 * 1024)
+    base, slope, _ = engine.cost.line(DecodeBatch(4), 4 * 1024)
     assert base + slope * 4 * 1024 == pytest.approx(ticks(grid.decode_seconds(4, 1024)), rel=1e-6)
     slow = {"overhead": {"iteration": 1.0, "request": 0.5}}
     (late,) = load(tmp_path, {"tensor_parallel_size": 2, **slow}).engines
-    base_late, slope_late, _ = late.cost.line(Batch(4), 4 * 1024)
+    base_late, slope_late, _ = late.cost.line(DecodeBatch(4), 4 * 1024)
     assert base_late + slope_late * 4096 - base - slope * 4096 == pytest.approx(ticks(3.0), rel=1e-6)
 
 

@@ -21,9 +21,9 @@ from benchmarks.fidelity.tables import errors_table, goals_table, residuals_tabl
 from benchmarks.fidelity.workloads import Group, Poisson, Workload, read_workloads
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.iteration_cost import Batch, Chunk, IterationCost
+from libra.sim.engine.iteration_cost import Chunk, DecodeBatch, IterationCost
 
 PRICES = Prices(
     tokens=(0.006, 0.0068, 0.007, 0.0075, 0.009, 0.0135, 0.02, 0.028, 0.034, 0.048, 0.061, 0.091, 0.125),
@@ -48,11 +48,11 @@ class Recording:
         self.steps: list[Step] = []
         self._number, self._cost, self._pace = number, cost, pace
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         base, slope, limit = self._cost.line(batch, context)
         return self._keep(base + slope * context, batch.requests, context, ()), 0, limit
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         return self._keep(self._cost.mixed(batch, context, chunks), batch.requests, context, tuple(chunks))
 
     def _keep(self, length: int, decoding: int, context: int, chunks: tuple[Chunk, ...]) -> int:
@@ -66,7 +66,7 @@ def run_at(workload: Workload, pace: float) -> Run:
     """As if an engine had been measured that is `pace` times as slow as PRICES say."""
     costs = [Recording(number, FittedCost(PRICES), pace) for number in range(workload.engines)]
     specs = [EngineSpec(f"{number}", workload.engine.config(), cost) for number, cost in enumerate(costs)]
-    cluster = Cluster(specs, Sessions(workload), RoundRobin(), exact=True)
+    cluster = SimCluster(specs, Sessions(workload), RoundRobin(), exact=True)
     cluster.run()
     return Run(outcomes(cluster.requests), tuple(step for cost in costs for step in cost.steps))
 

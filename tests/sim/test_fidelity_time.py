@@ -21,7 +21,7 @@ from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import Group, Workload, random_time_workload, read_workloads
 from libra.sim.clock import TICKS, seconds, ticks
 from libra.sim.engine.chain import Chain
-from libra.sim.engine.iteration_cost import UNLIMITED, Batch
+from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch
 from libra.sim.engine.request import Request
 
 PRICES = Prices(
@@ -218,13 +218,13 @@ CHUNKS = st.lists(st.tuples(st.integers(1, 600), st.integers(0, 3000)), max_size
 @given(st.integers(1, 100), st.integers(1, 60_000), CHUNKS)
 def test_the_cost_in_ticks_is_the_prices(decodes: int, context: int, chunks: list[tuple[int, int]]) -> None:
     cost = FittedCost(PRICES)
-    base, slope, limit = cost.line(Batch(decodes), context)
+    base, slope, limit = cost.line(DecodeBatch(decodes), context)
     assert context < limit and base > 0
-    assert cost.mixed(Batch(decodes), context, []) == base + slope * context + ticks(PRICES.per_change)
+    assert cost.mixed(DecodeBatch(decodes), context, []) == base + slope * context + ticks(PRICES.per_change)
     assert limit == UNLIMITED or limit in CONTEXT_KNOTS
     of_a_request = PRICES.per_admitted + PRICES.per_finished + PRICES.per_change + PRICES.per_added
     of_requests = len(chunks) * of_a_request + sum(PRICES.per_added_token * (new + before) for new, before in chunks)
-    assert seconds(cost.mixed(Batch(decodes), context, chunks)) == pytest.approx(
+    assert seconds(cost.mixed(DecodeBatch(decodes), context, chunks)) == pytest.approx(
         PRICES.iteration(decodes, context, chunks) + of_requests + PRICES.per_change, rel=1e-6
     )
 

@@ -13,7 +13,7 @@ from libra.cost.grid import EngineGrid
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.engine.iteration_cost import UNLIMITED, Batch
+from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, DecodeBatch
 
 GRID = EngineGrid(
     tp=1,
@@ -38,7 +38,7 @@ PADDED = cost_of(capture_sizes=(1, 2, 4, 8, 16, 32, 64))
 
 
 def decode_ticks(cost: GridCost, decoding: int, context: int) -> int:
-    base, slope, limit = cost.line(Batch(decoding), context)
+    base, slope, limit = cost.line(DecodeBatch(decoding), context)
     assert context < limit
     return base + slope * context
 
@@ -60,7 +60,7 @@ def test_decoding_takes_what_the_grid_says_at_its_points(batch: int, context: in
 @pytest.mark.parametrize("prefix", GRID.prefixes)
 def test_one_chunk_takes_what_the_grid_says_at_its_points(chunk: int, prefix: int) -> None:
     seconds = GRID.prefill[GRID.chunks.index(chunk)][GRID.prefixes.index(prefix)]
-    assert COST.mixed(Batch(0), 0, [(chunk, prefix)]) == rounded(seconds)
+    assert COST.mixed(DecodeBatch(0), 0, [(chunk, prefix)]) == rounded(seconds)
 
 
 @given(st.integers(1, 64), st.integers(1, 8192))
@@ -71,17 +71,17 @@ def test_between_the_points_times_are_linear_in_batch_and_context(batch: int, co
 
 @given(st.integers(1, 4096), st.integers(0, 8192))
 def test_one_chunk_alone_is_the_grid_s_prefill(new: int, before: int) -> None:
-    assert COST.mixed(Batch(0), 0, [(new, before)]) == rounded(GRID.prefill_seconds(new, before))
+    assert COST.mixed(DecodeBatch(0), 0, [(new, before)]) == rounded(GRID.prefill_seconds(new, before))
 
 
 @given(st.integers(1, 64), st.integers(1, 8000))
 def test_a_line_goes_to_its_limit_and_the_next_begins_there(batch: int, context: int) -> None:
     tokens = batch * context
-    base, slope, limit = COST.line(Batch(batch), tokens)
+    base, slope, limit = COST.line(DecodeBatch(batch), tokens)
     assert tokens < limit
-    assert COST.line(Batch(batch), min(limit - 1, 10**9)) == (base, slope, limit)
+    assert COST.line(DecodeBatch(batch), min(limit - 1, 10**9)) == (base, slope, limit)
     if limit != UNLIMITED:
-        following = COST.line(Batch(batch), limit)
+        following = COST.line(DecodeBatch(batch), limit)
         assert following[2] > limit
         assert following[0] + following[1] * limit == pytest.approx(base + slope * limit, abs=2 + limit)
 
@@ -92,23 +92,27 @@ def test_more_is_never_sooner(batch: int, tokens: int, more: int) -> None:
     assert least <= decode_ticks(COST, batch, tokens + more) + 1
     assert least <= decode_ticks(COST, batch + 1, tokens + more + -(-tokens // batch)) * MOST  # as long as the others
     chunk = (1 + tokens % 2000, tokens % 4000)
-    alone = COST.mixed(Batch(batch), tokens, [chunk])
-    assert alone <= COST.mixed(Batch(batch), tokens, [(chunk[0] + more % 2000, chunk[1])]) * MOST
-    assert alone <= COST.mixed(Batch(batch), tokens, [(chunk[0], chunk[1] + more % 4000)]) * MOST
-    assert alone <= COST.mixed(Batch(batch), tokens, [chunk, (1 + more % 50, 0)]) * MOST
+    alone = COST.mixed(DecodeBatch(batch), tokens, [chunk])
+    assert alone <= COST.mixed(DecodeBatch(batch), tokens, [(chunk[0] + more % 2000, chunk[1])]) * MOST
+    assert alone <= COST.mixed(DecodeBatch(batch), tokens, [(chunk[0], chunk[1] + more % 4000)]) * MOST
+    assert alone <= COST.mixed(DecodeBatch(batch), tokens, [chunk, (1 + more % 50, 0)]) * MOST
 
 
 @given(st.integers(1, 64), st.integers(64, 200_000))
 def test_a_batch_is_padded_to_the_next_graph(batch: int, tokens: int) -> None:
     size = next(size for size in (1, 2, 4, 8, 16, 32, 64) if size >= batch)
-    assert PADDED.line(Batch(batch), tokens) == PADDED.line(Batch(size), tokens) == COST.line(Batch(size), tokens)
+    assert (
+        PADDED.line(DecodeBatch(batch), tokens)
+        == PADDED.line(DecodeBatch(size), tokens)
+        == COST.line(DecodeBatch(size), tokens)
+    )
 
 
 def test_beyond_the_largest_graph_a_batch_runs_as_it_is() -> None:
     few = cost_of(capture_sizes=(1, 2, 4, 8))
-    assert few.line(Batch(5), 10_000) == COST.line(Batch(8), 10_000)
-    assert few.line(Batch(9), 10_000) == COST.line(Batch(9), 10_000)
-    assert few.mixed(Batch(9), 10_000, [(500, 0)]) == COST.mixed(Batch(9), 10_000, [(500, 0)])
+    assert few.line(DecodeBatch(5), 10_000) == COST.line(DecodeBatch(8), 10_000)
+    assert few.line(DecodeBatch(9), 10_000) == COST.line(DecodeBatch(9), 10_000)
+    assert few.mixed(DecodeBatch(9), 10_000, [(500, 0)]) == COST.mixed(DecodeBatch(9), 10_000, [(500, 0)])
 
 
 # Iterations of several parts
@@ -124,10 +128,10 @@ def test_parts_together_take_as_long_as_the_longest_and_no_longer_than_one_after
     decoding: int, context: int, chunks: list[tuple[int, int]]
 ) -> None:
     tokens = decoding * context
-    alone = [COST.mixed(Batch(0), 0, [chunk]) for chunk in chunks]
+    alone = [COST.mixed(DecodeBatch(0), 0, [chunk]) for chunk in chunks]
     if decoding:
         alone.append(decode_ticks(COST, decoding, tokens))
-    together = COST.mixed(Batch(decoding), tokens, chunks)
+    together = COST.mixed(DecodeBatch(decoding), tokens, chunks)
     assert max(alone) <= together * MOST + 2
     assert together <= sum(alone) * MOST + 2
 
@@ -135,7 +139,7 @@ def test_parts_together_take_as_long_as_the_longest_and_no_longer_than_one_after
 def test_the_order_of_chunks_does_not_matter() -> None:
     chunks = [(700, 0), (64, 4000), (10, 10)]
     orders = ((0, 1, 2), (2, 1, 0), (1, 2, 0))
-    times = {COST.mixed(Batch(20), 9000, [chunks[place] for place in order]) for order in orders}
+    times = {COST.mixed(DecodeBatch(20), 9000, [chunks[place] for place in order]) for order in orders}
     assert max(times) - min(times) <= 1  # sums of floats, before they are rounded
 
 
@@ -145,9 +149,9 @@ def test_the_order_of_chunks_does_not_matter() -> None:
 def test_overhead_is_added_for_the_iteration_and_each_request() -> None:
     with_cpu = cost_of(Overhead(iteration=0.003, request=0.0002))
     assert decode_ticks(with_cpu, 8, 8 * 1024) == rounded(0.0125 + 0.003 + 8 * 0.0002, 8 * 1024)
-    assert with_cpu.mixed(Batch(0), 0, [(512, 1024)]) == rounded(0.0540 + 0.003 + 0.0002)
-    assert with_cpu.mixed(Batch(8), 8 * 1024, [(512, 1024), (64, 0)]) - COST.mixed(
-        Batch(8), 8 * 1024, [(512, 1024), (64, 0)]
+    assert with_cpu.mixed(DecodeBatch(0), 0, [(512, 1024)]) == rounded(0.0540 + 0.003 + 0.0002)
+    assert with_cpu.mixed(DecodeBatch(8), 8 * 1024, [(512, 1024), (64, 0)]) - COST.mixed(
+        DecodeBatch(8), 8 * 1024, [(512, 1024), (64, 0)]
     ) == (rounded(0.003 + 10 * 0.0002, 8 * 1024))
 
 
@@ -162,7 +166,7 @@ def test_overhead_is_added_for_the_iteration_and_each_request() -> None:
 def test_of_overlapped_overhead_only_the_longer_counts(cpu: float, wanted: float) -> None:
     cost = cost_of(Overhead(iteration=cpu, overlapped=True))
     assert decode_ticks(cost, 8, 8 * 1024) == rounded(wanted, 8 * 1024)
-    assert cost.mixed(Batch(0), 0, [(64, 0)]) == rounded(max(cpu, 0.0120))
+    assert cost.mixed(DecodeBatch(0), 0, [(64, 0)]) == rounded(max(cpu, 0.0120))
 
 
 @given(st.integers(1, 64), st.integers(1, 8192))
@@ -208,10 +212,20 @@ def test_an_engine_that_the_grid_does_not_reach_is_refused(changes: dict[str, An
 def test_the_grid_reaches_four_times_its_last_points() -> None:
     cost = cost_of(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=16_384)
     assert decode_ticks(cost, 256, 256 * 16_384) == rounded(GRID.decode_seconds(256, 16_384), 256 * 16_384)
-    assert cost.mixed(Batch(0), 0, [(8192, 8192)]) == rounded(GRID.prefill_seconds(8192, 8192))
+    assert cost.mixed(DecodeBatch(0), 0, [(8192, 8192)]) == rounded(GRID.prefill_seconds(8192, 8192))
 
 
 @pytest.mark.parametrize("field", ["iteration", "request"])
 def test_no_overhead_is_negative(field: str) -> None:
     with pytest.raises(ValueError, match="neither may be negative"):
         Overhead(**{field: -0.001})  # type: ignore[arg-type]
+
+
+def test_drafts_cost_their_linear_layers() -> None:
+    """As many tokens more as a chunk of them would cost beside the batch, without its attention."""
+    base, slope, limit = COST.line(DecodeBatch(8), 8 * 1024)
+    drafted = COST.line(DecodeBatch(8, 3), 8 * 1024)
+    assert drafted[1:] == (slope, limit) and drafted[0] > base
+    assert COST.mixed(DecodeBatch(8, 3), 8 * 1024, [(64, 0)]) > COST.mixed(DecodeBatch(8), 8 * 1024, [(64, 0)])
+    affine = AffineCost(100, per_sequence=5, per_new_token=7)
+    assert affine.line(DecodeBatch(4, 3), 10)[0] == 100 + 4 * 5 + 4 * 2 * 7

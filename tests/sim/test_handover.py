@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from libra.cost.collectives import Fabric
 from libra.cost.transfer import kv_move_seconds
 from libra.sim.clock import TICKS, ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.handover import KVMoves
@@ -35,9 +35,9 @@ def spec_of(name: str, node: str = "a", devices: int = 1) -> EngineSpec:
     return EngineSpec(name, CONFIG, SLOW, node=node, devices=devices)
 
 
-def holding(index: int, chain: Chain, tokens: int) -> Engine:
+def holding(index: int, chain: Chain, tokens: int) -> SimEngine:
     """An engine that has the KV of a chain's beginning."""
-    engine = Engine(CONFIG, SLOW, index)
+    engine = SimEngine(CONFIG, SLOW, index)
     engine.adopt(Request(0, 0, tokens + 1, 1, chain=chain), tokens, 0)
     assert engine.cached_tokens(chain, 0) == tokens
     return engine
@@ -126,7 +126,7 @@ def agent(name: str = "0", *, tokens: int = 40, seconds: float = 0.1) -> Traject
 
 @dataclass(frozen=True)
 class Served:
-    cluster: Cluster
+    cluster: SimCluster
 
     def request(self, number: int) -> Request:
         return next(it for it in self.cluster.requests if it.number == number)
@@ -150,7 +150,7 @@ def serve(
                 made.cancel_at = round(cancel[1] * MS)
             return made
 
-    cluster = Cluster(
+    cluster = SimCluster(
         [spec_of("s"), spec_of("t")],
         Cancelling([agent()]),
         Places({"0": list(places)}),
@@ -248,7 +248,7 @@ def test_moves_change_no_work_and_save_prefill(seed: int, bytes_per_token: float
     """Many trajectories on three engines, placed at random: each generates all its tokens, with moves or without."""
     works = []
     for moves in (None, KVMoves(bytes_per_token, LINKS), KVMoves(bytes_per_token, LINKS)):
-        cluster = Cluster(
+        cluster = SimCluster(
             [spec_of("s"), spec_of("t"), spec_of("u", "b")],
             Replay([agent(str(number), tokens=20 + 7 * number, seconds=0.05 * number) for number in range(8)]),
             following(seed, "stu"),

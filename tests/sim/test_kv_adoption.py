@@ -15,7 +15,7 @@ from test_engine_closing import assert_as_naive
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 
@@ -95,7 +95,7 @@ def test_a_pipelined_engine_adopts(case: Case, stages: int) -> None:
         assert request.status != "finished" or request.generated == request.output_tokens
 
 
-def served(engine: Engine, *requests: Request) -> None:
+def served(engine: SimEngine, *requests: Request) -> None:
     now = engine.end
     for request in requests:
         engine.submit(request, now)
@@ -105,7 +105,7 @@ def served(engine: Engine, *requests: Request) -> None:
 
 
 def test_what_came_is_not_computed() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     chain = Chain("a")
     assert engine.cached_tokens(chain, 0) == 0
     assert engine.adopt(chain, 15, 0) == 12  # full blocks
@@ -121,7 +121,7 @@ def test_what_came_is_not_computed() -> None:
 
 def test_a_request_that_shares_with_nobody_brings_its_own() -> None:
     for tokens, cached in ((16, 12), (12, 12), (11, 8)):
-        engine = Engine(CONFIG, TEN)
+        engine = SimEngine(CONFIG, TEN)
         request = Request(0, 0, 16, 9)
         assert engine.adopt(request, tokens, 0) == tokens // 4 * 4
         served(engine, request)
@@ -133,7 +133,7 @@ def test_a_request_that_shares_with_nobody_brings_its_own() -> None:
 
 
 def test_a_prompt_that_others_share_comes_once() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     prompt = Chain("prompt")
     samples = [Chain(f"sample {number}", prompt, 10) for number in range(2)]
     assert engine.adopt(samples[0], 16, 0) == 16
@@ -145,7 +145,7 @@ def test_a_prompt_that_others_share_comes_once() -> None:
 
 def test_the_least_recently_let_go_gives_way_and_a_prefix_stays_longest() -> None:
     """Eight blocks. What was there of a context counts as let go last too, for it must outlive what follows it."""
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     old, middle, new = Chain("old"), Chain("middle"), Chain("new")
 
     def found() -> list[int]:
@@ -164,7 +164,7 @@ def test_the_least_recently_let_go_gives_way_and_a_prefix_stays_longest() -> Non
 
 
 def test_nothing_that_is_held_gives_way() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     engine.submit(Request(0, 0, 16, 9), 0)
     engine.plan(0)
     chain = Chain("a")
@@ -177,7 +177,7 @@ def test_nothing_that_is_held_gives_way() -> None:
 
 
 def test_what_is_being_computed_counts_as_being_here() -> None:
-    engine = Engine(CONFIG, TEN)
+    engine = SimEngine(CONFIG, TEN)
     prompt = Chain("prompt")
     chain, other = Chain("a", prompt, 24), Chain("b", prompt, 24)
     request = Request(0, 0, 26, 4, chain=chain)
@@ -201,7 +201,7 @@ def test_a_jump_has_the_blocks_and_tokens_of_the_tick() -> None:
     """A block is full with every fourth token; it is found when the token that fills it has been computed."""
     seen = []
     for exact in (False, True):
-        engine = Engine(CONFIG, TEN, exact=exact)
+        engine = SimEngine(CONFIG, TEN, exact=exact)
         chain = Chain("a")
         engine.submit(Request(0, 0, 8, 20, chain=chain), 0)
         end, found = 0, []
@@ -231,7 +231,7 @@ def test_a_jump_has_the_blocks_and_tokens_of_the_tick() -> None:
 def test_one_that_waits_may_fit_now(exact: bool) -> None:
     """Its prompt is more than the budget leaves beside two others, until most of it has come."""
     config = replace(CONFIG, kv_blocks=32, max_num_batched_tokens=32, enable_chunked_prefill=False)
-    engine = Engine(config, TEN, exact=exact)
+    engine = SimEngine(config, TEN, exact=exact)
     chain = Chain("a")
     waiting = Request(2, 10, 31, 1, chain=chain)
     drive(
@@ -251,7 +251,7 @@ def test_one_that_waits_may_fit_now(exact: bool) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_look_at_a_boundary_leaves_room_for_who_comes_then(exact: bool) -> None:
     """At tick 50 the third block is full; who follows it there is behind it, and who arrives is admitted at once."""
-    engine = Engine(CONFIG, TEN, exact=exact)
+    engine = SimEngine(CONFIG, TEN, exact=exact)
     chain = Chain("a")
     fork, late = Chain("b", chain, 12), Request(1, 50, 4, 1)
     seen: list[object] = []
@@ -271,7 +271,7 @@ def test_a_look_at_a_boundary_leaves_room_for_who_comes_then(exact: bool) -> Non
 
 
 def test_without_a_prefix_cache_nothing_is_adopted() -> None:
-    engine = Engine(replace(CONFIG, enable_prefix_caching=False), TEN)
+    engine = SimEngine(replace(CONFIG, enable_prefix_caching=False), TEN)
     chain = Chain("a")
     assert (engine.adopt(chain, 16, 0), engine.cached_tokens(chain, 0), engine.pool.blank) == (0, 0, 8)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
@@ -25,10 +25,10 @@ COST = AffineCost(5000, 20, 3, 25, 1)
 
 def served(
     config: EngineConfig, requests: list[Request], cost: AffineCost = COST, updates: tuple[WeightUpdate, ...] = ()
-) -> tuple[Cluster, list[Iteration]]:
+) -> tuple[SimCluster, list[Iteration]]:
     iterations: list[Iteration] = []
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, cost)], Requests(lambda: ordered, {}), trace=iterations.append, updates=updates
     )
     cluster.run()
@@ -130,7 +130,7 @@ def test_blocks_are_held_as_long_with_stages_as_without() -> None:
 
 def test_a_pause_counts_up_to_the_time_limit() -> None:
     config = EngineConfig(max_model_len=64, kv_blocks=64, pipeline_parallel_size=2)
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, AffineCost(100))],
         Requests(lambda: [Request(0, 0, 8, 9)], {}),
         updates=(WeightUpdate(250, 5000),),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra.route.baselines import RoundRobin
 from libra.sim.clock import TICKS, ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
@@ -143,7 +143,7 @@ def test_the_same_updates_over_a_link_can_be_simulated_again() -> None:
     for _ in range(2):
         workload = Requests(lambda: [Request(0, 0, 4, 3), Request(1, 0, 4, 3)], {})
         specs = [EngineSpec(name, config, AffineCost(10)) for name in "ab"]
-        cluster = Cluster(specs, workload, RoundRobin(), updates=updates)
+        cluster = SimCluster(specs, workload, RoundRobin(), updates=updates)
         cluster.run()
         ends.append([request.finish for request in cluster.requests])
     assert ends == [[70, 110]] * 2  # the second engine's weights come after the first's

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from made_result import all_ends, request, simulated, two_trajectories
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS
@@ -33,11 +33,10 @@ from libra.sim.outcome.metrics import (
     metrics_of,
     spread,
 )
-from libra.sim.outcome.outcome_file import FIELDS, outcome_lines, write_outcomes
 from libra.sim.outcome.request_columns import request_columns
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.result_document import FORMAT, dump_result
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.result_file import FIELDS, FORMAT, dump_result, outcome_lines, write_outcomes
+from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import TrajectoryCaller
 from libra.sim.workload.protocol import Requests
@@ -53,7 +52,7 @@ def two(low: float, high: float) -> Spread:
 
 def test_two_requests() -> None:
     """The first is computed from 0 s on, the second from 1 s on, beside its second token."""
-    result = simulated([request(0, 0, 6, 3), request(1, 0.5, 5, 1)], watcher=Watcher())
+    result = simulated([request(0, 0, 6, 3), request(1, 0.5, 5, 1)], watcher=OccupancyRecorder())
     assert metrics_of(result) == Metrics(
         requests=2,
         finished=2,
@@ -145,7 +144,7 @@ def test_a_trajectory_that_did_not_end_has_no_time() -> None:
 
 @pytest.mark.parametrize("requests", [[], [request(0, 1, 64, 5)]], ids=["no request", "all at one instant"])
 def test_what_cannot_be_is_none(requests: list[Request]) -> None:
-    metrics = metrics_of(simulated(requests, watcher=Watcher()))
+    metrics = metrics_of(simulated(requests, watcher=OccupancyRecorder()))
     assert metrics.makespan == 0.0
     for unknown in ("generated_rate", "busy_share", "kv_share", "cache_hit_rate", "latency", "iterations_per_event"):
         assert getattr(metrics, unknown) is None
@@ -177,7 +176,7 @@ def test_every_metric_is_defined_and_every_definition_is_of_a_metric() -> None:
 
 def test_a_document_is_the_same_bytes_for_the_same_simulation() -> None:
     def once() -> SimulationResult:
-        return simulated(all_ends(), time_limit=10 * TICKS, watcher=Watcher())
+        return simulated(all_ends(), time_limit=10 * TICKS, watcher=OccupancyRecorder())
 
     text = dump_result(once())
     assert text == dump_result(once())
@@ -251,9 +250,9 @@ def test_requests_that_did_not_run_are_refused() -> None:
 
 
 def test_a_result_holds_on_to_nothing_of_its_cluster() -> None:
-    result = simulated(two_trajectories(), watcher=Watcher())
+    result = simulated(two_trajectories(), watcher=OccupancyRecorder())
     for found in reached(result):
-        assert not isinstance(found, Engine | Request | Cluster | TrajectoryCaller | Watcher), found
+        assert not isinstance(found, SimEngine | Request | SimCluster | TrajectoryCaller | OccupancyRecorder), found
 
 
 def reached(root: object) -> list[Any]:
@@ -272,8 +271,8 @@ def test_a_time_limit_finds_what_was_held_and_what_was_given_up() -> None:
     """One engine, a tick of a second an iteration. The first is cut off, the second is given up during a pause."""
     config = EngineConfig(max_model_len=4096, kv_blocks=300, block_size=16)
     long = [Request(0, 0, 160, 2000)]
-    watcher = Watcher()
-    cluster = Cluster(
+    watcher = OccupancyRecorder()
+    cluster = SimCluster(
         [EngineSpec("e", config, AffineCost(TICKS))], Requests(lambda: long, {}), time_limit=1000 * TICKS, watch=watcher
     )
     cluster.run()
@@ -282,7 +281,7 @@ def test_a_time_limit_finds_what_was_held_and_what_was_given_up() -> None:
     assert found.kv_peak_share == pytest.approx((160 + 999) / 16 / 300, rel=0.02)
     assert found.kv_share < found.kv_peak_share
     given_up = [Request(0, 0, 16, 50, cancel_at=4 * TICKS)]
-    paused = Cluster(
+    paused = SimCluster(
         [EngineSpec("e", config, AffineCost(TICKS))],
         Requests(lambda: given_up, {}),
         time_limit=6 * TICKS,

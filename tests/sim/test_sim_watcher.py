@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from made_result import SECOND, request, simulated, small
 
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.outcome.engine_series import EngineSeries
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Requests
 
@@ -30,7 +30,7 @@ def rows(series: EngineSeries) -> list[tuple[float, float, float, float, int]]:
 
 
 def test_two_requests_and_a_gap() -> None:
-    result = simulated([request(0, 0, 6, 3), request(1, 0.5, 5, 1), request(2, 8, 4, 2)], watcher=Watcher())
+    result = simulated([request(0, 0, 6, 3), request(1, 0.5, 5, 1), request(2, 8, 4, 2)], watcher=OccupancyRecorder())
     (series,) = result.series
     assert rows(series) == [
         (0, 1, 0, 2, 2),
@@ -52,13 +52,15 @@ def test_two_requests_and_a_gap() -> None:
 
 def test_blocks_that_come_during_a_jump_count_when_they_come() -> None:
     """36 tokens after 4: a block of 4 tokens at every fourth iteration, taken to come evenly."""
-    (series,) = simulated([request(0, 0, 4, 37)], watcher=Watcher()).series
+    (series,) = simulated([request(0, 0, 4, 37)], watcher=OccupancyRecorder()).series
     assert rows(series) == [(0, 1, 0, 1, 1), (1, 1, 0, pytest.approx((2 + 10) / 2, abs=0.5), 10)]
 
 
 def test_pauses_are_seen() -> None:
     updates = [WeightUpdate(5 * TICKS // 2, 3 * TICKS), WeightUpdate(20 * TICKS, TICKS)]
-    (series,) = simulated([request(0, 0, 6, 5), request(1, 21.5, 4, 2)], watcher=Watcher(), updates=updates).series
+    (series,) = simulated(
+        [request(0, 0, 6, 5), request(1, 21.5, 4, 2)], watcher=OccupancyRecorder(), updates=updates
+    ).series
     assert series.pauses == ((3 * TICKS, 6 * TICKS), (20 * TICKS, 21 * TICKS))
     seen = {row[0]: row[1:] for row in rows(series)}
     assert seen[3] == (1, 0, 2, 2)  # it keeps its blocks
@@ -68,12 +70,12 @@ def test_pauses_are_seen() -> None:
 
 def test_of_many_pauses_some_are_only_counted() -> None:
     updates = [WeightUpdate(2 * number * TICKS, TICKS // 2) for number in range(1, 8)]
-    (series,) = simulated([request(0, 0, 6, 20)], watcher=Watcher(most_rows=3), updates=updates).series
+    (series,) = simulated([request(0, 0, 6, 20)], watcher=OccupancyRecorder(most_rows=3), updates=updates).series
     assert (len(series.pauses), series.more_pauses) == (3, 4)
 
 
 def test_an_engine_that_nobody_asked_has_nothing() -> None:
-    (series,) = simulated([], watcher=Watcher()).series
+    (series,) = simulated([], watcher=OccupancyRecorder()).series
     assert len(series) == 0 and series.most_held == 0
     assert [part.tolist() for part in series.over(np.array([0, 5, 9]))] == [[0, 0]] * 3
     assert len(series.merged(3)) == 0
@@ -81,8 +83,8 @@ def test_an_engine_that_nobody_asked_has_nothing() -> None:
 
 def test_mistakes_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="most_rows is 0"):
-        Watcher(most_rows=0)
-    watcher = Watcher()
+        OccupancyRecorder(most_rows=0)
+    watcher = OccupancyRecorder()
     simulated([request(0, 0, 6, 3)], watcher=watcher)
     with pytest.raises(ValueError, match="as of then or later"):
         watcher.series(0, TICKS)
@@ -118,13 +120,13 @@ def test_sums_and_peaks_are_those_of_every_single_iteration(
     config = small(kv_blocks=blocks, max_model_len=64, max_num_seqs=4)
     cost = AffineCost(40, 3, 1, 2)
     iterations: list[Iteration] = []
-    watcher, coarse = Watcher(), Watcher(most_rows)
+    watcher, coarse = OccupancyRecorder(), OccupancyRecorder(most_rows)
 
     def watch(engine: Any, now: int) -> None:
         watcher(engine, now)
         coarse(engine, now)
 
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, cost)],
         Requests(lambda: iter(requests_of(drawn)), {}),
         trace=iterations.append,
@@ -183,10 +185,10 @@ def test_means_over_any_stretch_are_those_of_every_tick(
 
 def test_a_pipelined_engine_is_seen_as_it_is() -> None:
     """What its own account takes for the time of a batch is not the time between two looks."""
-    watcher = Watcher()
+    watcher = OccupancyRecorder()
     iterations: list[Iteration] = []
     config = small(pipeline_parallel_size=2)
-    cluster = Cluster(
+    cluster = SimCluster(
         [EngineSpec("e", config, SECOND)],
         Requests(lambda: iter([request(0, 0, 6, 9), request(1, 0.25, 5, 12), request(2, 3, 9, 4)]), {}),
         watch=watcher,

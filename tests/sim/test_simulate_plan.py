@@ -20,10 +20,10 @@ from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.published import PublishedCMLFQ
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.iteration_cost import Batch, TurnCost
+from libra.sim.engine.iteration_cost import DecodeBatch, TurnCost
 from libra.sim.of_plan import forecast_of, planned_run, simulate_plan
 from libra.sim.planned_engines import planned_engines
-from libra.sim.simulate import DECISIONS, Moment
+from libra.sim.simulate import DECISIONS, Elapsed
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,7 +75,7 @@ def test_times_are_the_planners() -> None:
     for engine in planned_engines(plan):
         tp = int(plan.allocation.buckets[engine.bucket].shape.partition("/tp")[2])
         grid = request.profiles[0].grid(tp)
-        base, slope, _ = engine.cost.line(Batch(8), 8 * 2048)
+        base, slope, _ = engine.cost.line(DecodeBatch(8), 8 * 2048)
         assert base + slope * 8 * 2048 == pytest.approx(ticks(grid.decode_seconds(8, 2048)), rel=1e-6)
 
 
@@ -104,9 +104,9 @@ def test_slots_have_the_shapes_and_times_of_the_configuration() -> None:
 def test_a_measured_iteration_takes_what_was_measured() -> None:
     cost = EngineCost(1e-3, 2e-4, 3e-7, 4e-6, 5e-4)
     found = TurnCost(cost)
-    base, slope, _ = found.line(Batch(3), 100)
+    base, slope, _ = found.line(DecodeBatch(3), 100)
     assert seconds(base + slope * 100) == pytest.approx(cost.iteration_seconds(3, 100))
-    mixed = found.mixed(Batch(3), 100, [(50, 0), (7, 9)])
+    mixed = found.mixed(DecodeBatch(3), 100, [(50, 0), (7, 9)])
     assert seconds(mixed) == pytest.approx(cost.iteration_seconds(3, 100, 57) + 2 * cost.per_turn)
 
 
@@ -185,7 +185,7 @@ def test_unknown_tools_take_what_the_plan_assumes_or_what_is_said() -> None:
 
 def test_the_same_seed_gives_the_same_result_and_looking_changes_nothing() -> None:
     plan = slot_plan()
-    seen: list[Moment] = []
+    seen: list[Elapsed] = []
     first = simulate_plan(plan, LOG, "two-choices", steps=30, seed=7)
     again = simulate_plan(plan, LOG, "two-choices", steps=30, seed=7, progress=seen.append)
     other = simulate_plan(plan, LOG, "two-choices", steps=30, seed=8)

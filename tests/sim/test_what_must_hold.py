@@ -29,10 +29,10 @@ from libra.cost.grid import EngineGrid
 from libra.hardware.model import ModelSpec
 from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.engine.iteration_cost import AffineCost, Batch, IterationCost
+from libra.sim.engine.iteration_cost import AffineCost, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.result import result_of
@@ -61,10 +61,12 @@ def config_of(**changes: Any) -> EngineConfig:
 
 def run_on(
     config: EngineConfig, requests: Sequence[Request], cost: IterationCost | None = None, **more: Any
-) -> Cluster:
+) -> SimCluster:
     """A cluster of one engine that has run; iterations take a step unless told."""
     ordered = sorted(requests, key=lambda request: (request.arrival, request.number))
-    cluster = Cluster([EngineSpec("engine", config, cost or AffineCost(STEP))], Requests(lambda: ordered, {}), **more)
+    cluster = SimCluster(
+        [EngineSpec("engine", config, cost or AffineCost(STEP))], Requests(lambda: ordered, {}), **more
+    )
     cluster.run()
     return cluster
 
@@ -263,9 +265,13 @@ def test_a_graph_pads_a_batch_of_5_to_8() -> None:
     padded = GridCost(GRID, config_of(capture_sizes=(1, 2, 4, 8)))
     plain = GridCost(GRID, config_of())
     for context in (40, 2000, 9000, 30_000):
-        assert padded.line(Batch(5), context) == padded.line(Batch(8), context) == plain.line(Batch(8), context)
-        assert padded.line(Batch(4), context) == plain.line(Batch(4), context)
-        assert padded.line(Batch(9), context) == plain.line(Batch(9), context)  # no graph is that large
+        assert (
+            padded.line(DecodeBatch(5), context)
+            == padded.line(DecodeBatch(8), context)
+            == plain.line(DecodeBatch(8), context)
+        )
+        assert padded.line(DecodeBatch(4), context) == plain.line(DecodeBatch(4), context)
+        assert padded.line(DecodeBatch(9), context) == plain.line(DecodeBatch(9), context)  # no graph is that large
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 8, 9, 64]), st.floats(1, 1e12), st.floats(1, 1e12))
@@ -313,7 +319,7 @@ def test_a_batch_without_surprises_costs_two_events_an_engine() -> None:
     config = EngineConfig(max_model_len=1024, kv_blocks=4096)
     specs = [EngineSpec(f"engine {index}", config, AffineCost(STEP)) for index in range(count)]
     made = [Request(number, 0, 512, 128) for number in range(4 * count)]
-    cluster = Cluster(specs, Requests(lambda: made, {}), policy_named("round-robin"))
+    cluster = SimCluster(specs, Requests(lambda: made, {}), policy_named("round-robin"))
     cluster.run()
     assert [engine.events for engine in cluster.engines] == [2] * count
     assert [engine.iterations for engine in cluster.engines] == [128] * count
@@ -357,10 +363,10 @@ def test_a_misconfigured_engine_is_refused_with_the_reason(changes: dict[str, An
     ("make", "message"),
     [
         (lambda spec, none: policy_named("fastest"), "policy is 'fastest'; choose one of round-robin"),
-        (lambda spec, none: Cluster([], none), "there is no engine"),
-        (lambda spec, none: Cluster([spec, replace(spec, name="b")], none), "2 engines and no policy"),
-        (lambda spec, none: Cluster([spec, spec], none, policy_named("round-robin")), "same name"),
-        (lambda spec, none: Cluster([replace(spec, bucket=1)], none), "bucket 1"),
+        (lambda spec, none: SimCluster([], none), "there is no engine"),
+        (lambda spec, none: SimCluster([spec, replace(spec, name="b")], none), "2 engines and no policy"),
+        (lambda spec, none: SimCluster([spec, spec], none, policy_named("round-robin")), "same name"),
+        (lambda spec, none: SimCluster([replace(spec, bucket=1)], none), "bucket 1"),
         (lambda spec, none: AffineCost(0), "takes 1 or more"),
         (lambda spec, none: GridCost(GRID, config_of(max_model_len=20_000, kv_blocks=2000)), "max_model_len 20000"),
         (lambda spec, none: Overhead(-1.0), "neither may be negative"),

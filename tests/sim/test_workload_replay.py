@@ -16,8 +16,7 @@ from libra.route import policy
 from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
 from libra.sim.workload.arrivals import AtTimes, Poisson, Steady
-from libra.sim.workload.caller import TrajectoryCaller
-from libra.sim.workload.calls import Call, calls
+from libra.sim.workload.caller import Call, TrajectoryCaller, calls
 from libra.sim.workload.protocol import Workload
 from libra.sim.workload.replay import Kept, Replay
 from libra.trajectory import Trajectory, Turn, read_trajectories
@@ -286,9 +285,9 @@ def caller_of(request: Request) -> TrajectoryCaller:
 def test_a_caller_says_what_a_router_may_know() -> None:
     log = [made("a", [called(0, 1, tool="ls"), called(5, 3), called(0, 2, tool="cat"), last(1)], "p", finished=True)]
     first, second = run(Replay(log), lambda _: TICKS)
-    assert caller_of(first).routing_request() == policy.Request("a", "p", 10, 11, "t")
+    assert caller_of(first).routing_request() == policy.TurnRequest("a", "p", 10, 11, "t")
     assert caller_of(first).returned() is None
-    assert caller_of(second).routing_request() == policy.Request("a", "p", 10, 21, "t")
+    assert caller_of(second).routing_request() == policy.TurnRequest("a", "p", 10, 21, "t")
     assert caller_of(second).returned() == policy.ToolReturn("cat", "ok", 2)
     assert (caller_of(first).turn, caller_of(second).turn) == (1, 3)
     assert (caller_of(first).last, caller_of(second).last) == (False, True)

@@ -80,7 +80,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     # Imported here: planning and reading traces must not need what running needs.
     from libra.environments.registry import load_environment
     from libra.loop.preflight import check
-    from libra.loop.run_lock import locked
+    from libra.loop.run_directory import locked
     from libra.records.disk import DiskError
 
     require_pages()
@@ -97,13 +97,13 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
-    from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
     from libra.backends.launch.launcher import LaunchError
     from libra.exec.journal import JournalError
+    from libra.exec.protocols import WorkerFailedError, WorkerLostError
     from libra.loop.checkpoint import can_be_resumed
     from libra.loop.episode_file import EpisodeFileError
-    from libra.loop.preflight import prepare_run_directory
     from libra.loop.run import run as run_session
+    from libra.loop.run_directory import prepare_run_directory
     from libra.plan.problem import InfeasiblePlanError
     from libra.records.disk import DiskError, writing
     from libra.report.live import make_display

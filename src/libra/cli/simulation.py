@@ -20,7 +20,7 @@ from libra.cli.output import check_writable, write_text, writing
 
 if TYPE_CHECKING:
     from libra.sim.deployment import Deployment
-    from libra.sim.of_plan import Forecast
+    from libra.sim.of_plan import PlannedRollout
     from libra.sim.outcome.result import SimulationResult
 
 
@@ -195,8 +195,8 @@ def _cold_router(deployment: Deployment) -> list[str]:
     ]
 
 
-def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: Forecast | None) -> str:
-    from libra.sim.outcome.result_document import document
+def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: PlannedRollout | None) -> str:
+    from libra.sim.outcome.result_file import document
 
     asked = {
         "route": deployment.route,
@@ -234,7 +234,7 @@ def _write(
 ) -> None:
     from libra.report.simulation_trace import write_simulation_trace
     from libra.report.simulation_view import simulation_view
-    from libra.sim.outcome.outcome_file import write_outcomes
+    from libra.sim.outcome.result_file import write_outcomes
 
     if output is not None:
         write_text(output, text)
@@ -250,7 +250,7 @@ def _write(
         write_text(report, simulation_page(simulation_view(result), f"Simulation of {title}"))
 
 
-def _show(result: SimulationResult, forecast: Forecast | None) -> None:
+def _show(result: SimulationResult, forecast: PlannedRollout | None) -> None:
     from rich.console import Console
 
     from libra.report.simulation_table import simulation_tables
@@ -264,7 +264,7 @@ def _show(result: SimulationResult, forecast: Forecast | None) -> None:
         console.print(table)
 
 
-def _compared(result: SimulationResult, forecast: Forecast | None) -> list[str]:
+def _compared(result: SimulationResult, forecast: PlannedRollout | None) -> list[str]:
     from libra.report.words import duration, plural, signed_percent
 
     if forecast is None or result.partial:

@@ -15,7 +15,7 @@ from libra.plan.plan import parse_plan
 from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
-from libra.sim.of_plan import Forecast, forecast_of, planned_run
+from libra.sim.of_plan import PlannedRollout, forecast_of, planned_run
 from libra.sim.planned_engines import PlacementError
 from libra.sim.workload.protocol import Workload
 from libra.sim.workload.recorded_requests import recorded_requests
@@ -42,7 +42,7 @@ class Asked:
     deployment: Deployment
     workload: Workload
     notes: tuple[str, ...]
-    forecast: Forecast | None = None  # of a plan
+    forecast: PlannedRollout | None = None  # of a plan
 
 
 def asked(what: Path, trajectories: Path | None, requests: Path | None, given: Options, seed: int) -> Asked:

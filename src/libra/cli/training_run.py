@@ -18,7 +18,7 @@ from libra.cli.output import write_text
 
 if TYPE_CHECKING:
     from libra.plan.plan import Plan
-    from libra.sim.training_run.outcome import PostTraining
+    from libra.sim.training_run.outcome import SimulatedRun
 
 
 def refuse_unfit(given: Mapping[str, object]) -> None:
@@ -68,7 +68,7 @@ def run_of_plan(
         _show(plan, outcome, len(log), seed)
 
 
-def _document(plan: Plan, outcome: PostTraining, route: str, seed: int) -> str:
+def _document(plan: Plan, outcome: SimulatedRun, route: str, seed: int) -> str:
     planned, simulated = plan.predicted.step, outcome.step_seconds
     found = {
         "format": 1,
@@ -86,7 +86,7 @@ def _document(plan: Plan, outcome: PostTraining, route: str, seed: int) -> str:
     return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
 
-def _show(plan: Plan, outcome: PostTraining, log: int, seed: int) -> None:
+def _show(plan: Plan, outcome: SimulatedRun, log: int, seed: int) -> None:
     from rich.console import Console
     from rich.table import Table
 

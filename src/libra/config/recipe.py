@@ -17,6 +17,8 @@ from libra.config.yaml_file import Section, read_section
 Mode = Literal["async", "sync", "colocated"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 Optimiser = Literal["adamw", "adamw_bf16", "sgd"]
+# Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
+KVOnUpdate = Literal["keep", "refresh"]
 
 _BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw_bf16": 4, "sgd": 0}  # two in fp32, two in bf16, none
@@ -52,8 +54,7 @@ class Recipe(Section):
     concurrency: _Count | None = None
     # Whether training begins with the groups that are complete, and adds up gradients while others are still generated.
     early_gradients: bool = Field(default=False, strict=True)
-    # Whether contexts keep the KV that older weights made, or are prefilled again (refresh) after an update.
-    kv_on_update: Literal["keep", "refresh"] = "keep"
+    kv_on_update: KVOnUpdate = "keep"
     # A frozen model that scores every trajectory: none, in device memory, or brought from the host each step.
     reference: Literal["none", "resident", "offloaded"] = "none"
     dtype: Dtype = "bf16"  # of training's compute, and of rollout unless `rollout_dtype` says otherwise

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from libra.config.recipe import KVOnUpdate
 from libra.config.yaml_file import ConfigError as ConfigError
 from libra.config.yaml_file import Section, read_section, unknown
 
@@ -109,7 +110,7 @@ class TrainingConfig(Section):
     processes: int = Field(default=1, ge=1, le=64)  # of one replica; they share its slot
     sharding: Literal["none", "fsdp2"] = "none"  # what each of them holds: the whole model, or a shard of it
     temperature: PositiveFloat = 1.0
-    kv_on_update: Literal["keep", "refresh"] = "keep"
+    kv_on_update: KVOnUpdate = "keep"
 
     @property
     def trajectories(self) -> int:

@@ -8,7 +8,7 @@ context, at most K of them in one iteration.
 Where a step waits for its whole batch, all of it starts at once on empty engines, and seats that are taken one after
 the other are not what bounds it. Then an engine that generates in I iterations takes `step * I + per_sequence * G +
 per_context_token * C`, and I is what its longest trajectory generates. So a batch takes what all its trajectories ask
-of the engines (`batch_work`, which engines share), and its longest trajectory alone (`batch_alone`, which they cannot).
+of the engines (`batch_work`, which engines share), and its longest trajectory alone (`Longest`, which they cannot).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+
+import numpy as np
 
 from libra.cost.corrections import BatchFactors
 from libra.cost.device import EngineCost
@@ -102,76 +104,62 @@ def residence(timing: EngineTiming, cls: TrajectoryClass, seats: int, kv_tokens:
     return decode + apart + cls.tool_seconds + beyond * cls.tool_seconds_std
 
 
-def batch_work(
-    timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, waiting: float, evicted: float, factors: BatchFactors
-) -> tuple[float, ...]:
-    """Engine seconds per trajectory of a batch that starts at once, for each line; besides, there is `batch_alone`.
-
-    The longest trajectory waits for tools in a share `waiting` of its time, and is not slowed by others meanwhile. A
-    share `evicted` of the turns after the first finds its context gone from the cache, and prefills it again.
-    """
-    decode = factors.decode * (1 - waiting) + factors.decode_beside_tools * waiting
-    again = evicted * max(0.0, cls.turns - 1) * refill_seconds(timing, cls)
-    apart = factors.prefill * prefill_seconds(timing, cls) + factors.eviction * again + timing.per_turn * cls.turns
+def batch_work(timing: EngineTiming, cls: TrajectoryClass, kv_tokens: int, factors: BatchFactors) -> tuple[float, ...]:
+    """Engine seconds per trajectory of a batch that starts at once, for each line; besides, there is `Longest`."""
+    apart = factors.prefill * prefill_seconds(timing, cls) + timing.per_turn * cls.turns
     return tuple(
-        decode * (line.per_sequence * cls.generated + line.per_context_token * cls.context_sum)
+        factors.decode * (line.per_sequence * cls.generated + line.per_context_token * cls.context_sum)
         + factors.memory * line.step * cls.context_sum / kv_tokens
         + apart
         for line in timing.lines
     )
 
 
+def refills(timing: EngineTiming, cls: TrajectoryClass, factors: BatchFactors) -> float:
+    """Engine seconds per trajectory if every turn after the first finds its context gone, and prefills it again."""
+    return factors.eviction * max(0.0, cls.turns - 1) * refill_seconds(timing, cls)
+
+
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The longest trajectory of some, if it were the only one."""
+    """The longest of some trajectories of a class, if no other were beside it.
 
-    generates: float  # seconds in which it generates
-    waits: float  # seconds in which its tools run
-
-    @property
-    def seconds(self) -> float:
-        return self.generates + self.waits
-
-
-def batch_alone(
-    timing: EngineTiming, cls: TrajectoryClass, draws: float, factors: BatchFactors, slowed: float = 1.0
-) -> Longest:
-    """What the longest of `draws` trajectories of the class takes if it is the only one.
-
-    Tokens are taken to be normal and limited by the class's peak; seconds of tools have longer tails: log-normal.
-    Who generates most is seldom who waits longest: beyond their means the two add up like independent deviations, and
-    each has the part of the sum that its variance has. The longest is sought where others make generation take
-    `slowed` times as long.
+    Tokens are taken to be normal and limited by the class's peak; seconds of tools have longer tails: log-normal. Who
+    generates most is seldom who waits longest: beyond their means the two add up like independent deviations.
     """
+
+    generates: float  # seconds in which the mean trajectory generates
+    waits: float  # seconds in which its tools run
+    generates_more: float  # the longest by itself, beyond the mean
+    waits_more: float
+
+    def seconds(self, slowed: float = 1.0) -> float:
+        """Where others make generation take `slowed` times as long. Convex: the longest is another one then."""
+        more = math.hypot(slowed * self.generates_more, self.waits_more)
+        return slowed * self.generates + self.waits + more
+
+
+def longest_of(timing: EngineTiming, cls: TrajectoryClass, draws: float, factors: BatchFactors) -> Longest:
+    """The longest of `draws` trajectories of the class."""
     beyond = expected_largest(draws)
     longest = min(float(cls.peak_context), cls.generated + beyond * cls.generated_std)
-    generates_more = factors.generation * (_alone(timing, cls, longest) - _alone(timing, cls, cls.generated))
-    waits_longer = factors.tools * max(0.0, _longest_tools(cls, beyond) - cls.tool_seconds)
-    both = math.hypot(slowed * generates_more, waits_longer)
-    generation = slowed * generates_more / both if both else 0.0
-    waiting = waits_longer / both if both else 0.0
-    return Longest(
-        factors.generation * _alone(timing, cls, cls.generated) + generation * generates_more,
-        factors.tools * cls.tool_seconds + waiting * waits_longer,
-    )
+    mean, most = (factors.generation * _alone(timing, cls, tokens) for tokens in (cls.generated, longest))
+    waits_more = factors.tools * max(0.0, _longest_tools(cls, beyond) - cls.tool_seconds)
+    return Longest(mean, factors.tools * cls.tool_seconds, max(0.0, most - mean), waits_more)
 
 
-def longest_alone(alone: Sequence[Longest], draws: Sequence[float], slowed: float = 1.0) -> Longest:
-    """What to expect of the longest trajectory of several classes, given the longest of each.
+def longest_upto(seconds: Sequence[float], draws: Sequence[float]) -> tuple[float, ...]:
+    """[class] seconds to expect of the longest trajectory of all classes up to each one, given the longest of each.
 
     `draws` trajectories of each class are expected; as many as a Poisson distribution says come. So a class that is
-    rarely met counts by how often it is. `slowed`: see `batch_alone`.
+    rarely met counts by how often it is.
     """
-    generates = waits = 0.0
-    none_longer = 1.0
-    for longest, count in sorted(
-        zip(alone, draws, strict=True), key=lambda pair: -(slowed * pair[0].generates + pair[0].waits)
-    ):
-        share = none_longer * -math.expm1(-count)
-        generates += share * longest.generates
-        waits += share * longest.waits
-        none_longer *= math.exp(-count)
-    return Longest(generates, waits)
+    order = np.argsort(-np.asarray(seconds), kind="stable")
+    ranked, counts = np.asarray(seconds)[order], np.asarray(draws)[order]
+    counted = counts[:, None] * (order[:, None] <= np.arange(len(order)))  # [rank, class]
+    longer = np.cumsum(counted, axis=0) - counted
+    found: list[float] = (np.exp(-longer) * -np.expm1(-counted) * ranked[:, None]).sum(axis=0).tolist()
+    return tuple(found)
 
 
 def _longest_tools(cls: TrajectoryClass, beyond: float) -> float:

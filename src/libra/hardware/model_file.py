@@ -120,6 +120,8 @@ class _Family:
     qk_norm: bool = False
     own_head_dim: bool = False  # head_dim is not hidden_size / num_attention_heads unless it says so
     window_switch: bool = False  # sliding_window is used only with use_sliding_window
+    optional_bias: bool = False  # attention_bias says whether QKV have biases; the output projection has none
+    optional_norm: bool = False  # use_qk_norm says whether queries and keys have norms
 
 
 def _dense(fields: _Fields) -> None:
@@ -179,8 +181,22 @@ _FAMILIES = {
     "qwen3": _Family("Qwen3ForCausalLM", _dense, qk_norm=True, own_head_dim=True, window_switch=True),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", _qwen3_experts, qk_norm=True, own_head_dim=True, window_switch=True),
     "mixtral": _Family("MixtralForCausalLM", _mixtral_experts),
+    "glm4_moe": _Family(
+        "Glm4MoeForCausalLM", _deepseek_experts, own_head_dim=True, optional_bias=True, optional_norm=True
+    ),
     "deepseek_v2": _Family("DeepseekV2ForCausalLM", _deepseek_experts, latent=True),
     "deepseek_v3": _Family("DeepseekV3ForCausalLM", _deepseek_experts, latent=True),
+}
+
+_WINDOWS = "some layers hold only a window of the context, so KV does not grow by the same bytes with every token"
+_UNPRICED = {  # families whose shape has parts without a price
+    "gemma2": f"sliding_window: {_WINDOWS}; and layers have four norms",
+    "gemma3_text": f"sliding_window: {_WINDOWS}; and layers have four norms",
+    "gpt_oss": f"sliding_window: {_WINDOWS}; and heads have sinks, experts and their router biases, weights four bits",
+    "qwen3_next": "layer_types: layers of linear attention hold a state for each sequence instead of KV for each token,"
+    " and have other matrices",
+    "qwen2_vl": "vision_config: a vision tower has parameters and FLOPs beside those of the language model",
+    "qwen2_5_vl": "vision_config: a vision tower has parameters and FLOPs beside those of the language model",
 }
 
 
@@ -193,6 +209,8 @@ def _family(fields: _Fields) -> _Family:
         if architectures[0] not in by_architecture:
             raise ValueError(f"architectures: {unknown('architecture', architectures[0], by_architecture)}")
         return by_architecture[architectures[0]]
+    if isinstance(kind, str) and kind in _UNPRICED:
+        raise ValueError(f"model_type: {kind} has no price yet, for its {_UNPRICED[kind]}")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ValueError(f"model_type: unknown architecture {shown(kind)}; known are {', '.join(_FAMILIES)}")
     family = _FAMILIES[kind]
@@ -205,7 +223,7 @@ def _family(fields: _Fields) -> _Family:
 
 def _refuse_variants(fields: _Fields, family: _Family) -> None:
     for field in ("attention_bias", "mlp_bias"):
-        if fields.flag(field):
+        if fields.flag(field) and not (field == "attention_bias" and family.optional_bias):
             raise ValueError(f"{field}: true is not known for {family.architecture}; only models without it are")
     windowed = fields.flag("use_sliding_window") if family.window_switch else fields.given("sliding_window")
     layers = fields.names("layer_types")
@@ -241,8 +259,8 @@ def _spec(fields: _Fields, name: str) -> ModelSpec:
         vocab=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings"),
         max_context=fields.count("max_position_embeddings"),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or (family.optional_bias and fields.flag("attention_bias")),
+        qk_norm=family.qk_norm or (family.optional_norm and fields.flag("use_qk_norm")),
         experts=experts,
         latent=latent,
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.transport.messages import Score, Scored
+from libra.backends.transport.trainer_messages import Score, Scored
 from libra.environments.protocol import Prompt
 from libra.loop.rollout import Episode, Rollout
 from libra.records.schema import Evaluation
@@ -29,10 +29,10 @@ async def evaluate(
     A question is sampled from the same seed in every evaluation, so that two of them differ by their policies rather
     than by luck (common random numbers).
     """
-    seats = asyncio.Semaphore(_AT_ONCE)
+    under_way = asyncio.Semaphore(_AT_ONCE)
 
     async def one(kind: str, index: int, prompt: Prompt, heat: float) -> Episode:
-        async with seats:
+        async with under_way:
             return await rollout.episode(f"{name}-{kind}-{index}", prompt, _NOW, heat, seed=index)
 
     sampled = await asyncio.gather(*(one("sampled", i, p, temperature) for i, p in enumerate(prompts)))

@@ -1,7 +1,7 @@
 """The rollout engines that are in service, as the router sees them.
 
-Invariant: an engine is in the view from the moment it holds current weights until it is retired or lost; whoever waits
-for a change of the fleet is woken by every one.
+Invariant: an engine is in the view from the moment it holds current weights until it is retired or lost; every change
+of the fleet wakes all that wait for one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.plan.problem import Allocation
 from libra.route.policy import InstanceView, Policy, View
@@ -24,7 +24,7 @@ class ServingEngine:
     capacity_tokens: int
 
 
-class EngineFleet:
+class ServingFleet:
     """`handover` brings KV from one engine to another; None: they compute contexts that come to them."""
 
     def __init__(self, policy: Policy, allocation: Allocation, handover: KVHandover | None = None) -> None:

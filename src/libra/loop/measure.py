@@ -7,32 +7,25 @@ devices busy, because that is how the run will find them. Where that fails, nobo
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import libra
-from libra.backends.environment import COMPUTING, versions
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.transport.engine_messages import (
     Generate,
     HandoverMeasured,
     KVTransfer,
     MeasureEngine,
     MeasureHandover,
-    MeasureTraining,
-    Precision,
-    TrainingMeasured,
 )
+from libra.backends.transport.trainer_messages import MeasureTraining, TrainingMeasured
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.config.run import RunConfig
+from libra.config.run import ShapeConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.sources.fit import LinearFit, fit_linear
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine
 from libra.loop.process_controller import RunExecutor
 
@@ -40,7 +33,7 @@ _REPEATS = 3
 _GONE_SECONDS = 10.0  # in which the process of a lost engine has ended
 _LOOK_SECONDS = 0.05
 _FEWER = "a worker was lost while the others were measured"
-_TURNS = 60  # of one closed-loop run: enough for each seat to serve several
+_TURNS = 60  # of one closed-loop run: enough for several in each place of the batch
 _TURN_TOKENS = (
     2,
     10,
@@ -49,12 +42,14 @@ _CONTEXTS = (16, 48)  # prompt tokens of a turn, one closed-loop run each
 _SAMPLE_LENGTHS = (14, 22, 31, 40, 52, 68, 90, 120)  # tokens; a batch of agent trajectories is as uneven as this
 
 
-async def measure(executor: RunExecutor, config: RunConfig, hardware: str, model: str) -> DeviceProfile:
-    """Measure all workers at once; seconds on the tiny models of the examples. Raises `WorkerLostError`,
-    `WorkerFailedError` or `TimeoutError` when one of them is lost."""
+async def measure(
+    executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, hardware: str, model: str
+) -> DeviceProfile:
+    """Measure all workers at once, with samples as for steps of this many trajectories. It takes seconds on the tiny
+    models of the examples. Raises `WorkerLostError`, `WorkerFailedError` or `TimeoutError` when one of them is lost."""
     workers = executor.allocation()
-    switch = await _switch_cost(executor, config)
-    replicas, fit = await _side_by_side(executor, config)
+    switch = await _switch_cost(executor, engines, trajectories)
+    replicas, fit = await _side_by_side(executor, engines, trajectories)
     handover = await _handover_cost(executor)
     if executor.allocation() != workers:
         raise WorkerLostError(_FEWER)
@@ -75,29 +70,42 @@ async def measure(executor: RunExecutor, config: RunConfig, hardware: str, model
     )
 
 
-async def measure_plain(executor: RunExecutor, config: RunConfig, profile: DeviceProfile) -> DeviceProfile:
+async def measure_plain(
+    executor: RunExecutor, engines: Mapping[str, ShapeConfig], trajectories: int, profile: DeviceProfile
+) -> DeviceProfile:
     """`profile`, with the costs of engines that hand no KV over. They start again for it, now that engines start
     without what handing over needs. Raises what `measure` does."""
     workers = executor.allocation()
     await _restart(executor, [entry.handle.name for entry in _engines(executor)])
-    _, fit = await _side_by_side(executor, config)
+    _, fit = await _side_by_side(executor, engines, trajectories)
     if executor.allocation() != workers:
         raise WorkerLostError(_FEWER)
     return replace(profile, engine=EngineCost(*fit.coefficients), heldout_error=fit.heldout_error)
 
 
-async def _side_by_side(executor: RunExecutor, config: RunConfig) -> tuple[list[TrainingMeasured], LinearFit]:
+def profile_words(profile: DeviceProfile) -> str:
+    """The numbers that tell most, in one line."""
+    return (
+        f"iteration {profile.engine.step * 1e3:.1f} ms + {profile.engine.per_sequence * 1e3:.2f} ms a sequence,"
+        f" training {1 / profile.train.per_token:.0f} tokens/s a replica, engine start"
+        f" {profile.switch.engine_start:.1f} s, held-out error {profile.heldout_error:.0%}"
+    )
+
+
+async def _side_by_side(
+    executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int
+) -> tuple[list[TrainingMeasured], LinearFit]:
     """What every replica measured, and what fits all engines, all of them busy."""
     replicas: list[TrainingMeasured]
     replicas, *engines = await _all(
-        executor.processes.trainers.measure(_training_points(config)),
-        *(_engine_rows(entry, config) for entry in _engines(executor)),
+        executor.processes.trainers.measure(_training_points(trajectories)),
+        *(_engine_rows(entry, shapes[entry.shape]) for entry in _engines(executor)),
     )
     rows: list[_Row] = [row for rows in engines for row in rows]
     return replicas, fit_linear([features for features, _ in rows], [seconds for _, seconds in rows])
 
 
-async def _switch_cost(executor: RunExecutor, config: RunConfig) -> SwitchCost:
+async def _switch_cost(executor: RunExecutor, shapes: Mapping[str, ShapeConfig], trajectories: int) -> SwitchCost:
     """Seconds a device is out of service when it becomes an engine or a replica: restarts of running workers, not their
     first start, which on a fresh machine also pays for cold disk caches. The others are kept busy meanwhile."""
     loads = await executor.processes.reload()
@@ -105,13 +113,13 @@ async def _switch_cost(executor: RunExecutor, config: RunConfig) -> SwitchCost:
     joins: list[float]
     joins, *_ = await _all(
         _restart(executor, executor.processes.trainers.hybrids()),
-        *(_engine_rows(entry, config) for entry in (engine, *others)),
+        *(_engine_rows(entry, shapes[entry.shape]) for entry in (engine, *others)),
     )
     starts: list[float]
     starts, *_ = await _all(
         _restart(executor, [engine.handle.name]),
-        executor.processes.trainers.measure(_training_points(config)),
-        *(_engine_rows(entry, config) for entry in others),
+        executor.processes.trainers.measure(_training_points(trajectories)),
+        *(_engine_rows(entry, shapes[entry.shape]) for entry in others),
     )
     return SwitchCost(fmean(starts), trainer_join=fmean(joins or starts), weight_load=fmean(loads))
 
@@ -183,9 +191,8 @@ _Row = tuple[tuple[float, float, float, float, float], float]
 """Per iteration: (1, sequences, context tokens, prefilled tokens, finished turns), and seconds."""
 
 
-async def _engine_rows(entry: ServingEngine, config: RunConfig) -> list[_Row]:
+async def _engine_rows(entry: ServingEngine, size: ShapeConfig) -> list[_Row]:
     """Iterations inside the engine, and turns through the ordinary path from message to message."""
-    size = config.engines[entry.shape]
     contexts = (16, max(24, (size.max_model_len - 16) * 3 // 4))
     batches = sorted({1, max(1, size.max_num_seqs // 2), size.max_num_seqs})
     points = [(b, c) for b in batches for c in contexts if b * (c + 16) <= size.kv_tokens]
@@ -204,10 +211,10 @@ async def _engine_rows(entry: ServingEngine, config: RunConfig) -> list[_Row]:
     return rows
 
 
-async def _closed_loop(entry: ServingEngine, seats: int, context: int, tag: str) -> _Row:
-    """Short turns that come and go while every seat is taken."""
+async def _closed_loop(entry: ServingEngine, sequences: int, context: int, tag: str) -> _Row:
+    """Short turns that come and go while the engine is full."""
     handle = entry.handle
-    waiting = asyncio.Semaphore(2 * seats)  # as many again wait inside the engine
+    waiting = asyncio.Semaphore(2 * sequences)  # as many again wait inside the engine
     fewest, most = _TURN_TOKENS
 
     async def turn(number: int) -> int:
@@ -230,9 +237,9 @@ async def _closed_loop(entry: ServingEngine, seats: int, context: int, tag: str)
     return features, (handle.busy_seconds - busy) / rounds
 
 
-def _training_points(config: RunConfig) -> MeasureTraining:
+def _training_points(trajectories: int) -> MeasureTraining:
     """Quarter, half and whole of what one replica gets when two share a step, in uneven samples."""
-    most = max(4, config.training.trajectories // 2)
+    most = max(4, trajectories // 2)
     return MeasureTraining([_sample_lengths(max(1, most // part)) for part in (4, 2, 1)], 2 * _REPEATS)
 
 
@@ -240,40 +247,3 @@ def _sample_lengths(count: int) -> list[int]:
     """Uneven lengths, short ones more often: length i of n is the i/n quantile of a falling distribution."""
     last = len(_SAMPLE_LENGTHS) - 1
     return [_SAMPLE_LENGTHS[int(last * (index / max(count - 1, 1)) ** 1.7)] for index in range(count)]
-
-
-_LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
-_TRAINED = {"micro_batch_tokens", "processes", "sharding"}
-_CODE = ("exec", "cost")  # packages of workers and of their measurement
-
-
-def profile_key(
-    config: RunConfig,
-    hardware: str,
-    precision: Precision,
-    model_config: Mapping[str, Any],
-    code: Path = Path(libra.__file__).parent,
-) -> str:
-    """`hardware` as a launcher names it; `code`: the directory of this library."""
-    parts = {
-        "hardware": hardware,
-        "precision": precision,
-        "model": dict(model_config),
-        "cluster": config.cluster.model_dump(include=_LAID_OUT),
-        "start": config.start.model_dump(),  # who is measured beside whom
-        "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
-        "training": config.training.model_dump(include=_TRAINED),
-        "trajectories": config.training.trajectories,
-        "versions": versions(COMPUTING),
-        "code": _digest_of(code),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _digest_of(code: Path) -> str:
-    sources = sorted(path for package in _CODE for path in (code / package).rglob("*.py"))
-    digest = hashlib.sha256()
-    for path in sources:
-        digest.update(f"{path.relative_to(code)}\n".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()

@@ -41,7 +41,7 @@ class Observations:
         self._config = config
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
-        self.replanner = self._make_replanner(make_tracker(config))
+        self.replanner = self._make_replanner(make_tracker(config.planner))
         self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
         self._router_hits = Ratio()
         self._routed_tokens = self._hit_tokens = 0  # since the last step

@@ -1,27 +1,23 @@
-"""Words about what a run does before and after its steps.
-
-Invariant: what is shown is a view of the run like any other, with a phase and without measures.
-"""
+"""What the display shows before the first step and after the last one."""
 
 from __future__ import annotations
 
-from libra.config.run import RunConfig
 from libra.loop.warmup import WarmUpProgress
 from libra.report.live import Display, RunView
 
 
 class Phases:
-    """Words about what happens before the first step."""
+    """The phases of one run on its display."""
 
-    def __init__(self, config: RunConfig, display: Display) -> None:
-        self._config, self._display = config, display
+    def __init__(self, name: str, steps: int, display: Display) -> None:
+        self._name, self._steps, self._display = name, steps, display
 
     def show(self, phase: str, step: int = 0) -> None:
         self._display.show(
             RunView(
-                name=self._config.name,
+                name=self._name,
                 step=step,
-                steps=self._config.training.steps,
+                steps=self._steps,
                 reward=None,
                 reward_steps=0,
                 tokens_per_second=None,

@@ -16,30 +16,21 @@ from pathlib import Path
 from typing import Protocol
 
 from libra.backends.arithmetic import served_dtype
-from libra.backends.grpo.saving import save_weights
-from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import EngineHandle, Handle, WorkerFailedError, WorkerLostError
+from libra.backends.grpo.trainers import Trainers, save_weights, start_order
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
-from libra.backends.transport.messages import (
-    Acknowledged,
-    KVBufferPlace,
-    LoadCheckpoint,
-    LoadWeights,
-    Precision,
-    Publish,
-    Published,
-    Ready,
-    StartEngine,
-    StartTrainer,
-)
+from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
+from libra.backends.transport.messages import Acknowledged, Precision, Ready
+from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
 from libra.backends.transport.weights import BUFFERS
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import RunConfig
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
-from libra.exec.protocols import Engine, PoolObserver
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.exec.protocols import Engine, PoolObserver, WorkerFailedError, WorkerLostError
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
 from libra.plan.problem import ONE_DEVICE, Allocation
 from libra.plan.request import longest_context
@@ -47,8 +38,8 @@ from libra.plan.transition import Duty, Role, Transition
 from libra.records.disk import writing
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
-# again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Who waits about as long
-# as stopping costs, and stops then, never pays much more than twice the better of the two (ski rental; Karlin et al.
+# again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as
+# stopping costs, and stopping then, never costs much more than twice the better of the two (ski rental; Karlin et al.
 # 1988).
 _GRACE_SECONDS = 1.0
 
@@ -68,15 +59,15 @@ class Origin:
 
 
 class ProcessObserver(WeightsObserver, Protocol):
-    """Who is told what processes do beside their orders."""
+    """Told what processes do beside their orders."""
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
+        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
         ...
 
 
 class RunObserver(PoolObserver, ProcessObserver, Protocol):
-    """Who is told of all changes of a run's workers."""
+    """Told of all changes of a run's workers."""
 
 
 class SlotProcesses:
@@ -86,7 +77,7 @@ class SlotProcesses:
         self,
         launcher: WorkerLauncher,
         pool: WorkerPool,
-        fleet: EngineFleet,
+        fleet: ServingFleet,
         config: RunConfig,
         origin: Origin,
         journal: Journal,
@@ -192,7 +183,7 @@ class SlotProcesses:
         before = self._handles.get(name)
         if before is not None:
             await self._launcher.gone(before.link)
-            del self._handles[name]  # not before that: who starts here next has to wait for it too
+            del self._handles[name]  # not before that: the next start here has to wait for it too
         try:
             link = await self._launcher.spawn(name, self._pool[name].slot)
         except ForkError as error:
@@ -204,20 +195,14 @@ class SlotProcesses:
         training, began = self._config.training, time.monotonic()
         handle = self._handles[name] = Handle(await self._spawn(name), self.lost)
         ready = await handle.start(
-            StartTrainer(
-                model_directory=str(self._origin.model),
+            start_order(
+                self._origin.model,
+                training,
                 learning_rate=training.learning_rate,
-                clip=training.clip,
-                denominator=training.denominator,
-                token_constant=training.token_constant,
-                temperature=training.temperature,
-                micro_batch_tokens=training.micro_batch_tokens,
                 precision=self._origin.precision,
                 seed=self._config.seed,
                 share=self._config.cluster.share,
                 cores=(handle.link.core,),
-                processes=training.processes,
-                sharding=training.sharding,
             )
         )
         self._layout = ready
@@ -267,7 +252,7 @@ class SlotProcesses:
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
-        if handover is None or not handover.may_pay(longest_context(self._config)):
+        if handover is None or not handover.may_pay(longest_context(self._config.engines)):
             return None
         return handover.place(handle)
 
@@ -288,7 +273,7 @@ RunExecutor = Executor[SlotProcesses]
 def begin_session(
     launcher: WorkerLauncher,
     pool: WorkerPool,
-    fleet: EngineFleet,
+    fleet: ServingFleet,
     config: RunConfig,
     origin: Origin,
     journal: Journal,
@@ -296,7 +281,7 @@ def begin_session(
 ) -> RunExecutor:
     """An executor over the processes of a launcher, which looks after them; nothing is started yet."""
     processes = SlotProcesses(launcher, pool, fleet, config, origin, journal, observer)
-    most = longest_context(config)
+    most = longest_context(config.engines)
     longest = {name for name, shape in config.engines.items() if shape.max_model_len == most}
     executor = Executor(pool, processes, journal, observer, longest, most)
     processes.lost, launcher.slots_changed = executor.lose, executor.slots_changed

@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Protocol
 
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import EngineHandle, WorkerFailedError
 from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
-from libra.backends.transport.messages import LoadWeights
-from libra.exec.protocols import WeightStore
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.exec.protocols import WeightStore, WorkerFailedError
 
 
 class WeightsObserver(Protocol):
-    """Who is told of engines that take new weights."""
+    """Told of engines that take new weights."""
 
     def load(self, worker: str) -> None:
         """An engine is told to take them."""
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them, and stood still for so long."""
+        """It has taken them; `seconds` is how long it stood still."""
         ...
 
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from libra.backends.grpo.joint_step import StepResult
-from libra.backends.vllm.kv_handover import Handovers
+from libra.backends.vllm.kv_handover import ContextMoves
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
 from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tally import Tally
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
-from libra.records.disk import write_whole, writing
-from libra.records.line_file import LineFile, drop_partial_line, whole_lines
+from libra.records.disk import writing
+from libra.records.line_file import LineFile
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,
@@ -33,13 +30,12 @@ from libra.records.schema import (
     Record,
     RunSummary,
     StepRecord,
-    read_records,
 )
 from libra.records.timeline import Timeline
 from libra.records.trace import JsonValue
 from libra.trajectory import dump_trajectory
 
-_FILES = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
+RECORDS = ("metrics", "periods", "decisions", "events", "trajectories", "routing")
 _EPISODE_LANE = "one episode at a time"
 _COUNTER_SECONDS = 0.1  # the running-turns counters of the timeline change no faster than this
 _SPAN_SECONDS = 0.005  # a shorter span of one cause is not drawn on the timeline: nobody would see it
@@ -57,7 +53,7 @@ class Recorder:
         self._started = time.monotonic()
         self._seconds_before = seconds_before
         self._began: float | None = None
-        self._files = {name: LineFile(directory / f"{name}.jsonl") for name in _FILES}
+        self._files = {name: LineFile(directory / f"{name}.jsonl") for name in RECORDS}
         self._timeline_path = directory / "timeline.json"
         with writing(self._timeline_path):
             self._timeline = Timeline(self._timeline_path)
@@ -65,7 +61,7 @@ class Recorder:
         self.tally = Tally()
         self._devices = DeviceTime(self._spent)
         self.lost_workers: dict[str, None] = {}  # in the order of their first loss
-        self.changes = Handovers()
+        self.changes = ContextMoves()
         self.messages: deque[str] = deque(maxlen=4)
         self._counted: dict[str, float] = {}
         self._followed: str | None = None
@@ -139,11 +135,11 @@ class Recorder:
             self._files["routing"].append(json.dumps(entry).encode())
 
     def turns(self, worker: str, change: int) -> None:
-        """An engine has so many turns more, or less."""
+        """The number of turns at an engine changes."""
         self._count(worker, self._devices.turns(worker, change, self._moment()))
 
     def tools(self, worker: str, change: int) -> None:
-        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
         self._devices.tools(worker, change, self._moment())
 
     def meet(self, workers: Iterable[Worker]) -> None:
@@ -216,7 +212,7 @@ class Recorder:
             timeline.lost(worker, now, why)
 
     def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, so long after its start; for its entry a step waited so long."""
+        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
         self.tally.joined(seconds, held_seconds)
         waited = f"a step waited {held_seconds:.3f} s" if held_seconds else "no step waited"
         text = f"takes part in training {seconds:.1f} s after its start; {waited} for it"
@@ -230,7 +226,7 @@ class Recorder:
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them, and stood still for so long."""
+        """It has taken them; `seconds` is how long it stood still."""
         self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)
@@ -278,7 +274,7 @@ class Recorder:
 def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
     """What the replicas of a step did until the optimiser's turn."""
     before = Part(Cause.BOUNDARY, result.held_seconds), Part(Cause.REDOING, result.redone_seconds)
-    # They leave the exchange together, so who is longest in it has waited for the last to come.
+    # They leave the exchange together, so the longest time in it includes the wait for the slowest replica.
     exchange = min((share.exchange_seconds for share in result.shares), default=0.0)
     return {
         share.replica: (
@@ -289,66 +285,3 @@ def step_parts(result: StepResult) -> dict[str, tuple[Part, ...]]:
         )
         for share in result.shares
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """How far the records of a run go: the last step, when it ended, and how many periods there are. `damaged` says
-    which files lost how many lines."""
-
-    step: int = 0
-    time: float = 0.0
-    periods: int = 0
-    damaged: tuple[str, ...] = ()
-
-
-def cut_back(directory: Path, step: int) -> Recorded:
-    """Make the files of an interrupted run ready to go on after `step`: lines that were never finished are dropped,
-    those that a loss of power left torn (records are not forced to disk), and records of later steps."""
-    torn = {name: _drop_torn(directory / f"{name}.jsonl") for name in _FILES}
-    damaged = tuple(f"{name}.jsonl: {count} torn lines are left out" for name, count in torn.items() if count)
-    metrics, periods, decisions = (directory / f"{name}.jsonl" for name in ("metrics", "periods", "decisions"))
-    steps = [record for record in read_records(StepRecord, metrics) if record.step <= step]
-    _keep(metrics, steps)
-    closed = [record for record in read_records(PeriodRecord, periods) if record.last_step <= step]
-    _keep(periods, closed)
-    _keep(decisions, [record for record in read_records(DecisionRecord, decisions) if record.step <= step])
-    number = max((record.period + 1 for record in closed), default=0)
-    return Recorded(steps[-1].step, steps[-1].time, number, damaged) if steps else Recorded(damaged=damaged)
-
-
-def missing_trajectories(directory: Path, episodes: Iterable[Episode]) -> list[Episode]:
-    """Episodes that the run did not come to write into `trajectories.jsonl` any more."""
-    written = {_id.decode(line).id for line in whole_lines(directory / "trajectories.jsonl")}
-    return [episode for episode in episodes if episode.trajectory.id not in written]
-
-
-class _Id(msgspec.Struct):
-    id: str
-
-
-_id = msgspec.json.Decoder(_Id)
-
-
-def _keep(path: Path, records: Sequence[Record]) -> None:
-    write_whole(path, "".join(record.to_json() + "\n" for record in records))
-
-
-def _drop_torn(path: Path) -> int:
-    """Leave out what is no JSON object; returns how many whole lines that were. No error where there is no file."""
-    if not path.exists():
-        return 0
-    with writing(path):
-        drop_partial_line(path)
-    lines = whole_lines(path)
-    kept = [line for line in lines if _is_object(line)]
-    if len(kept) < len(lines):
-        write_whole(path, b"".join(line + b"\n" for line in kept))
-    return len(lines) - len(kept)
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(line), dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from libra.backends.vllm.kv_handover import Handover
+from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
-from libra.loop.fleet import EngineFleet
+from libra.loop.fleet import ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.route.policy import Placement, ToolReturn
 from libra.trajectory import ToolStatus, Trajectory, Turn
@@ -52,22 +52,22 @@ class TurnReport:
     tokens: int
     seconds: float  # at the engine, its queue included
     placement: Placement
-    change: Handover | None  # of engines, before this one made something of it
+    change: ContextMove | None  # of engines, before this one made something of it
 
 
 class RolloutObserver(Protocol):
-    """Who is told of the turns and tools of episodes."""
+    """Told of the turns and tools of episodes."""
 
     def turn(self, report: TurnReport) -> None:
         """An engine's part in a turn is over."""
         ...
 
     def turns(self, worker: str, change: int) -> None:
-        """An engine has so many turns more, or less."""
+        """The number of turns at an engine changes."""
         ...
 
     def tools(self, worker: str, change: int) -> None:
-        """So many more, or less, of the episodes that this engine served last wait for a tool."""
+        """The number of episodes that wait for a tool, of those which this engine served last, changes."""
         ...
 
 
@@ -79,9 +79,9 @@ class Rollout:
         environment: Environment,
         tools: Sequence[str],
         codec: Codec,
-        fleet: EngineFleet,
+        fleet: ServingFleet,
         longest_context: int,
-        watcher: RolloutObserver,
+        observer: RolloutObserver,
         now: Callable[[], float],
     ) -> None:
         self._environment = environment
@@ -89,7 +89,7 @@ class Rollout:
         self._codec = codec
         self._fleet = fleet
         self._longest_context = longest_context
-        self._watcher, self._now = watcher, now
+        self._observer, self._now = observer, now
         stop = codec.encode(environment.stop)
         if len(stop) != 1:
             raise ValueError(f"the stop text {environment.stop!r} must be one token of the model, not {len(stop)}")
@@ -114,11 +114,11 @@ class Rollout:
             if call is None or last_chance:
                 return self._finish(draft, turn, text)
             began = time.monotonic()
-            self._watcher.tools(draft.engine, 1)
+            self._observer.tools(draft.engine, 1)
             try:
                 status, reply = await self._call(call)
             finally:
-                self._watcher.tools(draft.engine, -1)
+                self._observer.tools(draft.engine, -1)
             seconds = time.monotonic() - began
             back = self._codec.encode(reply)
             if len(draft.tokens) + len(back) + self._environment.turn_tokens > self._longest_context:
@@ -139,15 +139,15 @@ class Rollout:
             self._requests += 1
             began, before = time.monotonic(), len(draft.tokens)
             draft.engine = placement.instance
-            self._watcher.turns(draft.engine, 1)
+            self._observer.turns(draft.engine, 1)
             try:
                 await turn.serve(placement, f"{draft.id}/{len(draft.turns)}#{self._requests}")
             finally:
-                self._watcher.turns(draft.engine, -1)
+                self._observer.turns(draft.engine, -1)
             tokens = len(draft.tokens) - before
             self.generated_tokens += tokens
             seconds = time.monotonic() - began
-            self._watcher.turn(TurnReport(draft.id, placement.instance, tokens, seconds, placement, turn.change))
+            self._observer.turn(TurnReport(draft.id, placement.instance, tokens, seconds, placement, turn.change))
             if turn.over:
                 draft.buckets.append(placement.bucket)
                 return draft.tokens[start:]
@@ -207,6 +207,6 @@ async def _within(deadline: float, call: Awaitable[T]) -> T:
 
 
 def _let_go(task: asyncio.Future[T]) -> None:
-    """Whoever waited for it in time knows how it ended; otherwise that concerns nobody."""
+    """A caller that waited in time knows how it ended; after that nobody needs to."""
     if not task.cancelled():
         task.exception()

@@ -6,60 +6,26 @@ Invariant: whatever ends a run (its last step, an error, Ctrl-C), its workers ar
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, suppress
-from dataclasses import asdict
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from libra.backends.arithmetic import Choice, choose, served_dtype
-from libra.backends.environment import LIBRARIES, versions
+from libra.backends.arithmetic import choose
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.launch.local import LocalLauncher
-from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
-from libra.backends.vllm.kv_handover import KVHandover
-from libra.config.cache import cache_directory
-from libra.config.run import ConfigError, RunConfig
-from libra.cost.device import DeviceProfile
-from libra.cost.sources.profile_file import load_profile, save_profile
+from libra.config.run import ClusterConfig, ConfigError, RunConfig
 from libra.environments.protocol import Environment
-from libra.exec.journal import Journal, RunEnded
-from libra.exec.pool import WorkerPool, make_pool
-from libra.exec.recovery import Recovery
-from libra.loop.checkpoint import Interrupted, allocation_in_force, read_interrupted
-from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.evaluation import evaluate, logprob_gap
-from libra.loop.fleet import EngineFleet
-from libra.loop.measure import measure, measure_plain, profile_key
+from libra.loop.interrupted import read_interrupted
 from libra.loop.memory import MemoryWatch
 from libra.loop.metrics import MetricsEndpoint
-from libra.loop.observations import Observations
 from libra.loop.phases import Phases
-from libra.loop.posttrain import PostTraining
-from libra.loop.preflight import record_config
-from libra.loop.process_controller import Origin, RunExecutor, begin_session
-from libra.loop.recorder import Recorded, Recorder, missing_trajectories
-from libra.loop.replan_controller import ReplanController
-from libra.loop.rollout import Rollout
-from libra.loop.tally import EngineCounters
+from libra.loop.run_directory import record_config
+from libra.loop.session import Session
 from libra.loop.warmup import warm_model
-from libra.plan.problem import Allocation, Bucket
-from libra.plan.transition import describe
-from libra.records.causes import device_words, total
-from libra.records.disk import DiskError, writing
-from libra.records.run_log import prediction_error
-from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
+from libra.records.disk import DiskError
+from libra.records.schema import RunSummary
 from libra.report.live import Display
-from libra.route.catalogue import policy_named, policy_restored
-
-
-class _File(Protocol):
-    def close(self) -> None: ...
-
-
-_Opened = TypeVar("_Opened", bound=_File)
 
 
 async def run(config: RunConfig, environment: Environment, display: Display, resume: bool) -> RunSummary:
@@ -71,14 +37,14 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
     if before is not None and before.history.version > config.training.steps:
         raise ConfigError(
             f"training.steps is {config.training.steps}: {directory} has made {before.history.version} already;"
-            " resume with at least so many"
+            " resume with at least as many"
         )
     async with (
         MetricsEndpoint.open(config.metrics) as metrics,
-        _launcher(config) as launcher,
+        _launcher(config.cluster, directory / "logs") as launcher,
         MemoryWatch(launcher.processes) as memory,
     ):
-        phase = Phases(config, display)
+        phase = Phases(config.name, config.training.steps, display)
         if metrics.address is not None:
             phase.line(f"metrics for Prometheus: {metrics.address}")
         phase.show("starting: importing torch and vLLM")
@@ -89,7 +55,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         config = config.computing_in(choice.precision)
         record_config(config)
         model = await warm_model(config, environment, launcher, choice.precision, phase.warm_up)
-        session = _Session(config, environment, display, phase, launcher, metrics, choice, model, began, before)
+        session = Session(config, environment, display, phase, launcher, metrics, choice, model, began, before)
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
         main = asyncio.create_task(session.run(memory))
         broken: list[BaseException] = []
@@ -116,274 +82,9 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
                 session.close()
 
 
-def _launcher(config: RunConfig) -> AbstractAsyncContextManager[WorkerLauncher]:
-    logs = config.run_directory / "logs"
-    if config.cluster.launcher == "local":
+def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:
+    if cluster.launcher == "local":
         return LocalLauncher.open(logs)
     from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
-    return open_on_ray(config.cluster, logs)
-
-
-def _cached_profile(key: str) -> Path:
-    return cache_directory() / "profiles" / f"{key}.json"
-
-
-class _Observer:
-    """Hears of changes of the pool: they are recorded, and all `planners` are told of losses and of slots that are
-    back."""
-
-    def __init__(self, recorder: Recorder, phase: Phases) -> None:
-        self._recorder, self._phase = recorder, phase
-        self.role, self.moved = recorder.role, recorder.moved
-        self.load, self.weights, self.joined = recorder.load, recorder.weights, recorder.joined
-        self.planners: list[Callable[[], None]] = []
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self._recorder.lost(worker, why, retired)
-        self._phase.line(f"worker {worker} is lost: {why}")
-        self._plan()
-
-    def node_back(self, worker: str) -> None:
-        self._recorder.event("slot_back", worker, "there is a node for its slot again")
-        self._phase.line(f"there is a node for {worker} again")
-        self._plan()
-
-    def _plan(self) -> None:
-        for workers_changed in self.planners:
-            workers_changed()
-
-
-class _Session:
-    """The parts of a run, wired together."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        environment: Environment,
-        display: Display,
-        phase: Phases,
-        launcher: WorkerLauncher,
-        metrics: MetricsEndpoint,
-        arithmetic: Choice,
-        model: Path,
-        began: float,
-        before: Interrupted | None,
-    ) -> None:
-        self._config, self._environment, self._display, self._phase = config, environment, display, phase
-        self._model, self._began, self._before = model, began, before
-        self._launcher, self._metrics, self._arithmetic = launcher, metrics, arithmetic
-        self._directory = config.run_directory
-        self._files = ExitStack()
-        self._recorder: Recorder
-
-    async def run(self, memory: MemoryWatch) -> RunSummary:
-        config, environment, directory, before = self._config, self._environment, self._directory, self._before
-        history = before.history if before is not None else History(0)
-        recorded = before.recorded if before is not None else Recorded()
-        journal = self._open(Journal(directory / "journal.jsonl"))
-        episode_file = self._open(EpisodeFile(directory, history.step, history.groups))
-        recorder = self._recorder = self._open(Recorder(directory, before.seconds if before is not None else 0.0))
-        self._metrics.recorder = recorder
-        for episode in missing_trajectories(directory, history.finished):
-            recorder.episode(episode)
-        for damage in recorded.damaged:
-            recorder.event("warning", None, damage)
-        codec = TokenizerCodec(self._model)
-        name = config.routing.policy
-        policy = (
-            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
-        )
-        cluster = config.cluster
-        pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
-        recorder.event("arithmetic", None, self._arithmetic.words)
-        recorder.meet(pool.all())
-        allocation = self._first_allocation(pool)
-        precision = self._arithmetic.precision
-        kv_bytes = kv_bytes_per_token(self._model, served_dtype(precision))
-        # Room for all that the largest engine holds, so that it can give everything away at once.
-        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
-        fleet = EngineFleet(policy, allocation, handover)
-        observer = _Observer(recorder, self._phase)
-        checkpoint = before.checkpoint if before is not None else None
-        origin = Origin(self._model, precision, kv_bytes, history.step, checkpoint)
-        executor = begin_session(self._launcher, pool, fleet, config, origin, journal, observer)
-        model_config = json.loads((self._model / "config.json").read_text())
-        key = profile_key(config, self._launcher.hardware, precision, model_config)
-        profile = self._known_profile(key)
-        if profile is not None:
-            handover.price_by(profile)
-        self._phase.show("starting engines and trainers")
-        recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
-        observer.planners.append(recovery.worker_lost)
-        await recovery.start()
-        ready = executor.allocation() or allocation
-        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {describe(ready)}")
-        if profile is None:
-            profile = await self._measured_profile(key, executor, recovery, handover)
-        with writing(directory / "profile.json"):
-            save_profile(directory / "profile.json", profile)
-        observations = Observations(config, profile, environment.turn_tokens)
-        rollout = Rollout(
-            environment, config.environment.tools, codec, fleet, executor.longest_context, recorder, recorder.now
-        )
-        heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
-        prompts = environment.prompts("train", config.environment.train_prompts, config.seed)
-        temperature = config.training.temperature
-        counters = EngineCounters()
-        counters.gained(fleet.instances())
-        if before is None:
-            self._phase.show(f"evaluating on {len(heldout)} held-out questions")
-            started, episodes = await recovery.during(evaluate(rollout, heldout, "start", 0, temperature))
-            observations.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
-            observations.observe_engines(counters.gained(fleet.instances()))
-        else:
-            observations.restore_tracker(before.state.tracker)
-            started = before.state.started
-        self._phase.line(_words(started))
-        trainers = executor.processes.trainers
-        gaps = [await recovery.during(logprob_gap(rollout, trainers, heldout, "check-start", temperature))]
-        recorder.begin()
-        controller = ReplanController(
-            config, executor, observations, recorder, self._display, allocation, recorded.periods
-        )
-        observer.planners.append(controller.worker_lost)
-        training = PostTraining(
-            config,
-            environment,
-            prompts,
-            executor,
-            rollout,
-            observations,
-            controller,
-            recorder,
-            journal,
-            episode_file,
-            counters,
-            self._display,
-            started,
-            history,
-            recorded,
-        )
-        await training.run()
-        self._phase.show(f"evaluating on {len(heldout)} held-out questions", training.step)
-        ended, _ = await recovery.during(evaluate(rollout, heldout, "end", training.step, temperature))
-        self._phase.line(_words(ended))
-        gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", temperature)))
-        await executor.processes.save_final(directory / "model")
-        await memory.look()
-        summary = self._summary((started, ended), training, max(gaps), memory)
-        recorder.summary(summary)
-        journal.commit(RunEnded(training.step))
-        await executor.stop()
-        if words := device_words(recorder.tally.device_seconds):
-            self._phase.line(f"{words} (while steps were made)")
-        return summary
-
-    def close(self) -> None:
-        self._files.close()
-
-    def _open(self, file: _Opened) -> _Opened:
-        self._files.callback(file.close)
-        return file
-
-    def _first_allocation(self, pool: WorkerPool) -> Allocation:
-        """That of the configuration, or the one that was in force when the run was interrupted."""
-        before = self._before
-        if before is None:
-            return _start_allocation(self._config)
-        moves = ", ".join(f"{worker} was changing {move}" for worker, move in before.journal.under_way.items())
-        self._phase.line(
-            f"goes on from {before.checkpoint.name}; the run had come to version {before.journal.version}"
-            + (f", and {moves}" if moves else "")
-        )
-        holds = {name: shape.max_model_len for name, shape in self._config.engines.items()}
-        in_force = allocation_in_force(before.journal, pool.all(), holds)
-        if in_force is None:
-            self._phase.line("the workers or engines are others than before: they begin as start says")
-        return in_force or _start_allocation(self._config)
-
-    def _known_profile(self, key: str) -> DeviceProfile | None:
-        """What this machine's workers cost, from a file or from an earlier run here; None: it has to be measured."""
-        if self._config.planner.calibration is not None:
-            return load_profile(self._config.planner.calibration)
-        cached = _cached_profile(key)
-        if not cached.is_file():
-            return None
-        self._phase.line(f"costs measured earlier on this hardware are used ({cached})")
-        return load_profile(cached)
-
-    async def _measured_profile(
-        self, key: str, executor: RunExecutor, recovery: Recovery, handover: KVHandover
-    ) -> DeviceProfile:
-        """What they cost now, as they will run."""
-        config, hardware, cached = self._config, self._launcher.hardware, _cached_profile(key)
-        self._phase.show("measuring engines and trainers, all at once")
-        began = time.monotonic()
-        profile = await recovery.attempts("measuring", lambda: measure(executor, config, hardware, key))
-        handover.price_by(profile)
-        if not handover.may_pay(executor.longest_context) and any(
-            handover.place(entry.handle) is not None for entry in executor.processes.fleet.instances()
-        ):
-            # Whether KV is handed over stays decided: engines that start from here on cannot do it, whatever they cost.
-            measured = profile
-            profile = await recovery.attempts(
-                "measuring engines that hand no KV over", lambda: measure_plain(executor, config, measured)
-            )
-        if len(executor.healthy()) == config.cluster.slots:  # else it is of a smaller machine
-            with writing(cached):
-                save_profile(cached, profile)
-        self._phase.line(
-            f"measured in {time.monotonic() - began:.1f} s: iteration {profile.engine.step * 1e3:.1f} ms +"
-            f" {profile.engine.per_sequence * 1e3:.2f} ms a sequence, training {1 / profile.train.per_token:.0f}"
-            f" tokens/s a replica, engine start {profile.switch.engine_start:.1f} s, held-out error"
-            f" {profile.heldout_error:.0%}"
-        )
-        return profile
-
-    def _summary(
-        self,
-        evaluations: tuple[Evaluation, ...],
-        training: PostTraining,
-        gap: float,
-        memory: MemoryWatch,
-    ) -> RunSummary:
-        before = self._before
-        return RunSummary(
-            name=self._config.name,
-            seed=self._config.seed,
-            finished=True,
-            # Of all sessions, as everything else that a resumed run sums up.
-            wall_seconds=(before.seconds if before is not None else 0.0) + time.monotonic() - self._began,
-            steps=training.step,
-            evaluations=evaluations,
-            prediction_error=prediction_error(read_records(PeriodRecord, self._directory / "periods.jsonl")),
-            lost_workers=tuple(self._recorder.lost_workers),
-            peak_memory_bytes=memory.peak_bytes,
-            trajectories_started=training.started_trajectories,
-            trajectories_trained=training.trained_trajectories,
-            trajectories_unfinished=training.started_trajectories - training.trained_trajectories,
-            moved_contexts=MovedContexts(**asdict(self._recorder.changes)),
-            logprob_gap=gap,
-            versions=versions(LIBRARIES),
-            allocation_mode=self._config.allocation,
-            arithmetic=self._arithmetic.words,
-            device_seconds=total(self._recorder.device_seconds().values()),
-        )
-
-
-def _start_allocation(config: RunConfig) -> Allocation:
-    longest = max(shape.max_model_len for shape in config.engines.values())
-    buckets: list[Bucket] = []
-    for index, bucket in enumerate(config.start.buckets):
-        above = buckets[-1].up_to if buckets else 0
-        up_to = longest if index == len(config.start.buckets) - 1 else bucket.up_to
-        buckets.append(Bucket(bucket.shape, bucket.engines, above, up_to))
-    return Allocation(config.start.replicas, tuple(buckets))
-
-
-def _words(evaluation: Evaluation) -> str:
-    return (
-        f"{evaluation.name}: accuracy {evaluation.sampled_accuracy:.3f} sampled, {evaluation.greedy_accuracy:.3f}"
-        f" greedy on {evaluation.questions} held-out questions, {evaluation.turns_mean:.2f} turns"
-    )
+    return open_on_ray(cluster, logs)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from libra.backends.launch.handles import EngineHandle, WorkerLostError
-from libra.backends.transport.messages import Generate, KVTransfer, Piece
-from libra.backends.vllm.kv_handover import Handover
+from libra.backends.transport.engine_messages import Generate, KVTransfer, Piece
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet
-from libra.route.policy import Placement, Request, ToolReturn
+from libra.exec.protocols import WorkerLostError
+from libra.loop.fleet import ServingFleet
+from libra.route.policy import Placement, ToolReturn, TurnRequest
 from libra.trajectory import Turn
 
 
@@ -42,8 +43,8 @@ class Draft:
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     engine: str = ""  # that served it last
-    home: EngineHandle | None = None  # the last that made some of it, and so has the KV of what it consisted of then
-    at_home: int = 0  # tokens of it that this engine had
+    kv_engine: EngineHandle | None = None  # the last that generated some of it, and so may still hold its KV
+    kv_tokens: int = 0  # of the context, that this engine has computed
     seed: int | None = None  # of the sampling; None: engines draw as they go
 
     def sampling_seed(self) -> int | None:
@@ -72,7 +73,7 @@ class RunningTurn:
         self,
         draft: Draft,
         task: str,
-        fleet: EngineFleet,
+        fleet: ServingFleet,
         most_tokens: int,
         stop_token: int,
         returned: ToolReturn | None = None,
@@ -84,12 +85,12 @@ class RunningTurn:
         self._returned = returned  # until the policy has heard of it
         self._start = len(draft.tokens)
         self._limit = self._start + most_tokens  # of the context
-        self._request: Request  # as it was last placed
+        self._request: TurnRequest  # as it was last placed
         self._ask_at: int | None = None  # context with which the policy wants to be asked
         self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
         self._engine: EngineHandle  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: Handover | None = (
+        self.change: ContextMove | None = (
             None  # how its context came to the engine that was last asked; None: it was there
         )
 
@@ -105,7 +106,7 @@ class RunningTurn:
             if self._fleet.serves(engine):
                 return placement
         draft = self._draft
-        self._request = Request(
+        self._request = TurnRequest(
             draft.id, draft.prompt.id, draft.prompt_tokens, len(draft.tokens), self._task, draft.due
         )
         view = self._fleet.view(self._room)
@@ -141,10 +142,10 @@ class RunningTurn:
             )
         except WorkerLostError:
             if self._fleet.serves(self._engine):
-                raise  # whoever is told of the loss has not taken it out of service: it would be asked for ever
+                raise  # it is still in service, although lost: it would be asked for ever
         finally:
             if len(draft.tokens) > before:  # else the KV is where it was: this one may never have had any
-                draft.home, draft.at_home = self._engine, len(draft.tokens)
+                draft.kv_engine, draft.kv_tokens = self._engine, len(draft.tokens)
 
     @property
     def _room(self) -> int:
@@ -154,10 +155,12 @@ class RunningTurn:
     async def _bring(self, salt: str | None) -> KVTransfer | None:
         """Have the KV of the context brought to its engine, where another one has it and that pays."""
         draft, handover, self.change = self._draft, self._fleet.handover, None
-        if handover is None or draft.home is None or draft.home is self._engine:
+        if handover is None or draft.kv_engine is None or draft.kv_engine is self._engine:
             return None
         with self._engine.expecting(len(draft.tokens)):
-            transfer, self.change = await handover.bring(draft.tokens[: draft.at_home], salt, draft.home, self._engine)
+            transfer, self.change = await handover.bring(
+                draft.tokens[: draft.kv_tokens], salt, draft.kv_engine, self._engine
+            )
         return transfer
 
     def _take(self, piece: Piece) -> None:

@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from libra.backends.launch.handles import Handle
+from libra.backends.grpo.trainers import start_order
+from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
-from libra.backends.transport.messages import Acknowledged, Precision, SaveCheckpoint, StartTrainer, WarmedUp, WarmUp
+from libra.backends.transport.messages import Acknowledged, Precision
+from libra.backends.transport.trainer_messages import SaveCheckpoint, WarmedUp, WarmUp
 from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
 from libra.loop.rollout import Codec
+from libra.plan.request import longest_context
 
 _RECIPE = 2  # counts up when the way of training changes, so that no older warm model is taken for this one
 _RAMP_STEPS = 50  # of the learning rate
@@ -56,7 +59,7 @@ async def warm_model(
         if config.model.directory is not None:
             shutil.copytree(config.model.directory, work)
         else:
-            longest = max(shape.max_model_len for shape in config.engines.values())
+            longest = longest_context(config.engines)
             write_tiny_model(work, config.model, environment.alphabet, longest)
         await _train(config, environment, launcher, precision, work, progress)
         work.rename(target)
@@ -74,26 +77,20 @@ async def _train(
     progress: Callable[[WarmUpProgress], None],
 ) -> None:
     """Supervised steps with the whole machine: nothing else runs yet."""
-    settings, training = config.warm_up, config.training
+    settings = config.warm_up
     codec = TokenizerCodec(directory)
     rng = random.Random(f"warm-up:{config.seed}")
     trainer = Handle(await launcher.spawn("warm-up", 0), lambda name, why: None)
     cores = trainer.link.cores
     await trainer.start(
-        StartTrainer(
-            model_directory=str(directory),
+        start_order(
+            directory,
+            config.training,
             learning_rate=settings.learning_rate,
-            clip=training.clip,
-            denominator=training.denominator,
-            token_constant=training.token_constant,
-            temperature=training.temperature,
-            micro_batch_tokens=training.micro_batch_tokens,
             precision=precision,
             seed=config.seed,
             share=float(len(cores)),
             cores=cores,
-            processes=training.processes,
-            sharding=training.sharding,
         )
     )
     for step in range(settings.steps):

@@ -14,7 +14,7 @@ from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
-from libra.plan.options.slots import Fleet, SlotRequest
+from libra.plan.options.slots import SlotCounts, SlotRequest
 from libra.plan.planner import PLANNER_HALF_LIFE_STEPS, recipe_tracker
 from libra.plan.request import SLOT_CLASSES, longest_context, make_request, make_tracker
 from libra.trajectory import Trajectory
@@ -61,8 +61,8 @@ def gather(
 
     Raises `ConfigError` when no trajectory is finished, or when one is longer than every engine size.
     """
-    tracker = make_tracker(config)
-    holds = longest_context(config)
+    tracker = make_tracker(config.planner)
+    holds = longest_context(config.engines)
     finished = unfinished = too_long = longest = longest_turn = 0
     tool_calls = _ToolCalls(longest_tool_call)
     for trajectory in map(tool_calls, trajectories):
@@ -123,7 +123,7 @@ def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfil
         config,
         evidence.tracker.classes(SLOT_CLASSES),
         profile,
-        fleet=Fleet(cluster.core, cluster.hybrid, cluster.rollout),
+        fleet=SlotCounts(cluster.core, cluster.hybrid, cluster.rollout),
         max_turn_tokens=max(1, evidence.longest_turn),
         train_tokens=evidence.tracker.mean_peak,  # as if every group gave a signal to train on
         router_hit=1.0,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import BLOCK
 from libra.cost.grid import EngineProfile
+from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.options.cluster_request import ClusterRequest, Held
-from libra.plan.options.engines import node_roofline
 from libra.plan.plan import Plan, Solver, make_plan
 from libra.plan.problem import Allocation, Problem
 

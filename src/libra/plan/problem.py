@@ -7,8 +7,9 @@ are seconds, lengths are tokens.
 Sets        t  training options      s  engine shapes, each with its options o      p  pools of devices
             j  classes of trajectories, shortest first      (i, j)  a range of classes, i to j      k  routers
 Data        eta  staleness    L, F, S  of t: training, its part `after_rollout`, publication
-            A_gen, A_tools  of o: seconds in which the longest trajectory generates, and waits for tools
-            work, refresh, residence, fills  of o for each class    recall  of k for each class    stall, holds  of o
+            work, refresh, refill, kv_occupancy, residence  of o for each class    stall, holds  of o
+            generates, waits  of o for each line l and class: of the longest trajectory up to the class
+            recall  of k for each class
 Decide      x[t]        which option trains
             z[s, i, j]  that a bucket of engines of shape s serves the range
             n[s, i, j]  how many engines it has
@@ -23,37 +24,41 @@ One name for each family of constraints, in `plan.model` (CP-SAT, ILP, bounds), 
     one_bucket_per_shape  sum over i, j of z[s, i, j] <= 1                        for every s, if asked for
     keep_buckets          keep <= z of every bucket that runs
     training              T >= L                                                  where x[t]
-    rollout               T >= W / n + stall[o]                                   where z[s, i, j], all four of
+    rollout               T >= W / n + stall[o]                                   where z[s, i, j], all three of
     latency               (1 + eta) T >= R + F + S                                the same option o of s
-    cache_room            sum over i..j of fills[o] <= n
     longest_context       the longest context of class j <= holds[o]
     devices               generating[p] + training[p] <= devices[p]               for every p
     own_devices           ... their sum; without it (colocated) each of them
     no_idle_devices       = in place of <=, if asked for
 
-For a T, longest_context, cache_room, rollout and latency ask for a number of engines, `need[t, s, i, j]`
-(`plan.model.ranges`), and the model has in their place
+For a T, longest_context, rollout and latency ask for a number of engines, `need[t, s, i, j]` (`plan.model.ranges`), and
+the model has in their place
 
     enough_engines        n[s] >= sum over i, j of need[t, s, i, j] z[s, i, j]    where x[t]
     no_stray_engines      n[s] = 0                                                where no bucket is of s
 
-W is what the bucket's classes ask for: the largest, over rows of work and routers k, of the sum over its classes of
-work[j] recall[k, j], and in the first bucket of work[j] (1 - recall[k, j]) over all classes, besides the same of
-refresh / T. Routers of ranges that run now are known; with `keep` only those count. R is the longest residence of its
-classes that a typical step has (`expected`).
+W is what the bucket's classes ask for, by the router k that asks for most: the sum over its classes of
+work[j] recall[k, j], and in the first bucket of work[j] (1 - recall[k, j]) over all classes, the largest over rows of
+work; besides the same of refresh / T, and of refill by the share that caches forget. Routers of ranges that run now are
+known; with `keep` only those count. R is the longest residence of its classes that a typical step has (`expected`).
 
-If the trajectories of a step start together (`batched`, and always with eta = 0), the longest of a bucket by itself
-would take A = A_gen + A_tools. With eta = 0 nothing overlaps, and rollout is
+Caches that are full forget contexts, which then are prefilled again: of a bucket's returns the share
 
-    T >= W / n + stall + A + F + S                        (colocated: and two switches, in latency, too)
+    min(1, max(0, D / n - 1))        where D, the same sum of kv_occupancy, is the engines whose caches a batch fills.
 
-With eta > 0 the others leave it 1 - (W / n + stall) / T of its engine (processor sharing), so that latency needs
-R = A_tools + A_gen / (1 - (W / n + stall) / T), which is
+If the trajectories of a step start together, the longest of a bucket has what the others leave of its engine while it
+generates (processor sharing), and nothing slows it while its tools run. On an engine that is busy for a share u of the
+time, R is at least, for each line l of the option, with the prices of the bucket's last class,
 
-    ((1 + eta) T - F - S - A_tools) * (T - stall - W / n) >= A_gen T      with no factor below 0.
+    waits[l] + generates[l] / (1 - u)                     u = (W / n + stall) / T
 
-Options of a shape that differ in `fills` are for different numbers of engines: caches that are full forget contexts,
-which then are prefilled again.
+With eta = 0 nothing overlaps: the work is spread over the rollout, R >= W / n and u = (W / n) / R, and rollout is
+
+    T >= stall + R + F + S                                (colocated: and two switches, in latency, too)
+
+Either way each line asks for the root of a quadratic; latency, with eta > 0, is
+
+    ((1 + eta) T - F - S - waits[l]) * (T - stall - W / n) >= generates[l] T      with no factor below 0.
 """
 
 from __future__ import annotations
@@ -75,7 +80,6 @@ Family = Literal[
     "one_bucket_per_shape",
     "keep_buckets",
     "longest_context",
-    "cache_room",
     "rollout",
     "latency",
     "training",
@@ -126,10 +130,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
-    """One way to generate, priced for every class. Options of one `shape` differ only in `seats`, `fills` and
-    prices.
-
-    Prices may be for some of the classes only: those of others are then no less than what another option asks.
+    """One way to generate, priced for every class. Options of one `shape` differ only in `seats` and prices.
 
     All per-class numbers are for the trajectories of one optimiser step (the class's share of them).
     """
@@ -142,36 +143,42 @@ class EngineOption:
     stall: float  # seconds of every step in which it takes new weights
     work: tuple[tuple[float, ...], ...]  # [row][class] engine seconds; a bucket needs time for each row's sum
     refresh: tuple[float, ...]  # [class] seconds squared: engine seconds of re-prefill, times the step's seconds
-    residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, tools included
-    # Where batches start together, the longest trajectory of one that an engine serves, if it were the only one:
-    generates: float = 0.0  # seconds in which it generates
-    waits: float = 0.0  # seconds in which its tools run
-    # [class] engines whose caches its unfinished contexts fill: the prices hold for a bucket that has as many engines
-    # as its classes fill. Empty: for any number of engines; each shape has an option of that kind.
-    fills: tuple[float, ...] = ()
+    residence: tuple[float, ...]  # [class] seconds its longest trajectory is expected to take, at least, tools included
+    # Where batches start together, the longest trajectory of all classes up to each one. Slowed by s while it generates
+    # it takes as long as the line says that is longest then: waits + s * generates.
+    generates: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
+    waits: tuple[tuple[float, ...], ...] = ()  # [line][class] seconds
+    # Where caches cannot hold all contexts:
+    refill: tuple[float, ...] = ()  # [class] engine seconds of prefill if every return finds its context gone
+    kv_occupancy: tuple[float, ...] = ()  # [class] engines whose caches its contexts fill
 
     def __post_init__(self) -> None:
         require_at_least(1, devices=self.devices, seats=self.seats, holds=self.holds)
-        _require_costs(f"engine option {self.name}", stall=(self.stall,), refresh=self.refresh)
-        _require_costs(f"engine option {self.name}", generates=(self.generates,), waits=(self.waits,))
-        _require_costs(f"engine option {self.name}", fills=self.fills)
-        _require_costs(
-            f"engine option {self.name}", residence=self.residence, work=(x for row in self.work for x in row)
-        )
-        rows = (*self.work, self.refresh, *((self.fills,) if self.fills else ()))
-        if not self.work or any(len(row) != len(self.residence) for row in rows):
-            raise ValueError(
-                f"engine option {self.name}: work, refresh, residence and fills must be of the same classes"
-            )
+        owner = f"engine option {self.name}"
+        _require_costs(owner, stall=(self.stall,), refresh=self.refresh, residence=self.residence)
+        _require_costs(owner, refill=self.refill, kv_occupancy=self.kv_occupancy)
+        for field, table in (("work", self.work), ("generates", self.generates), ("waits", self.waits)):
+            _require_costs(owner, **{field: (seconds for row in table for seconds in row)})
+        shared = (*self.generates, *self.waits)
+        rows = (*self.work, self.refresh, *shared, self.refill, self.kv_occupancy)
+        if not self.work or any(row and len(row) != len(self.residence) for row in rows):
+            raise ValueError(f"{owner}: all its prices must be of the same classes")
+        if bool(self.refill) != bool(self.kv_occupancy):
+            raise ValueError(f"{owner}: refill and kv_occupancy belong together; what is always gone belongs to work")
+        if len(self.generates) != len(self.waits):
+            raise ValueError(f"{owner}: generates and waits must have the same lines")
+
+    def lines(self, last: int) -> tuple[tuple[float, float], ...]:
+        """(generates, waits) of the longest trajectory of the classes up to `last`."""
+        return tuple((g[last], w[last]) for g, w in zip(self.generates, self.waits, strict=True))
 
     @property
     def name(self) -> str:
         return f"{self.shape}/{self.seats}"
 
-    @property
-    def alone(self) -> float:
-        """Seconds of the longest trajectory of a batch if it were the only one."""
-        return self.generates + self.waits
+    def alone(self, last: int) -> float:
+        """Seconds of the longest trajectory of the classes up to `last` if it were the only one of its batch."""
+        return max((generates + waits for generates, waits in self.lines(last)), default=0.0)
 
     @property
     def footprint(self) -> tuple[str, int, int]:
@@ -257,7 +264,6 @@ class Problem:
     recall_known: tuple[tuple[float, ...], ...]  # [router][class] fraction, for the current ranges
     recall_possible: tuple[tuple[float, ...], ...]  # [router][class] fraction, for other ranges
     staleness: int = 0  # versions; 0 is synchronous training
-    batched: bool = False  # all trajectories of a step start together
     colocated: bool = False  # all devices generate, then all of them train; needs staleness 0
     switch: float = 0.0  # seconds to change sides, twice a step, when colocated
     use_all_devices: bool = False  # a run's devices are there anyway: what is not needed generates, too
@@ -291,9 +297,6 @@ class Problem:
                 raise ValueError(
                     f"two options of shape {engine.shape} differ in pool, devices or holds; name them apart"
                 )
-        for shape in self.shapes:
-            if all(option.fills for option in self.engines if option.shape == shape):
-                raise ValueError(f"shape {shape} has no price for few engines; list an option of it that fills none")
         classes = len(self.peaks)
         rows = (
             self.expected,
@@ -320,7 +323,7 @@ class Problem:
     @property
     def shared(self) -> bool:
         """Whether batches that start together overlap, so that each one's longest trajectory shares its engine."""
-        return self.batched and self.staleness > 0
+        return self.staleness > 0 and any(option.generates for option in self.engines)
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)

@@ -14,7 +14,7 @@ from libra.cost.device import DeviceProfile, SwitchCost
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
-from libra.plan.options.slots import Fleet, SlotRequest
+from libra.plan.options.slots import SlotCounts, SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
@@ -148,7 +148,7 @@ class SlotSite:
 
     @property
     def longest_context(self) -> int:
-        return longest_context(self.config)
+        return longest_context(self.config.engines)
 
     @property
     def horizon(self) -> int:
@@ -164,7 +164,7 @@ class SlotSite:
             self.config,
             scenario.classes,
             self.profile,
-            fleet=Fleet(
+            fleet=SlotCounts(
                 core=sum(kind == {Role.TRAIN} for kind in kinds),
                 hybrid=sum(kind == {Role.TRAIN, Role.ROLLOUT} for kind in kinds),
                 rollout=sum(kind == {Role.ROLLOUT} for kind in kinds),

@@ -25,7 +25,7 @@ from libra.records.roles import role_of
 from libra.report.words import count, duration, plain
 
 if TYPE_CHECKING:  # a run needs no simulator
-    from libra.sim.simulate import Moment
+    from libra.sim.simulate import Elapsed
 
 REFRESH_SECONDS = 0.25  # one refresh costs a few milliseconds: about 1 % of a core
 PLAIN_SECONDS = 5.0  # a log file wants a sign of life, not a film
@@ -207,7 +207,7 @@ def _bar(step: int, steps: int, width: int = 24) -> tuple[tuple[str, str], tuple
 
 
 class SimulationProgress:
-    """Told a `Moment` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
+    """Told a `Elapsed` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
 
     `clock` gives seconds. A context manager: at its end the terminal is as it was.
     """
@@ -219,7 +219,7 @@ class SimulationProgress:
         self._clock = clock
         self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
 
-    def __call__(self, moment: Moment) -> None:
+    def __call__(self, moment: Elapsed) -> None:
         now = self._clock()
         if now >= self._due:
             self._due = now + self._pace
@@ -234,10 +234,10 @@ class SimulationProgress:
         self._display.close()
 
 
-def progress_words(moment: Moment) -> str:
+def progress_words(moment: Elapsed) -> str:
     """
-    >>> from libra.sim.simulate import Moment
-    >>> progress_words(Moment(seconds=61.2, arrived=1500, ended=1400))
+    >>> from libra.sim.simulate import Elapsed
+    >>> progress_words(Elapsed(seconds=61.2, arrived=1500, ended=1400))
     'simulated 1 min 01 s: 1,400 of 1,500 requests that came have ended'
     """
     return (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar, Self
 
-from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn, require_snapshot
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
 from libra.trajectory import Trajectory
 
 FORMAT = 1
@@ -46,16 +46,16 @@ class Baseline(ABC):
         self._sticky = sticky
         self._homes: dict[str, _Home] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         return self._serve(self._homes.setdefault(request.trajectory_id, _Home()), request, fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         home = self._homes.get(request.trajectory_id)
         if home is None:
             raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
         return self._serve(home, request, fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -88,7 +88,7 @@ class Baseline(ABC):
         }
         return policy
 
-    def _serve(self, home: _Home, request: Request, fleet: Fleet) -> Placement | None:
+    def _serve(self, home: _Home, request: TurnRequest, fleet: Fleet) -> Placement | None:
         needed = request.context_tokens + fleet.turn_tokens
         instances = fleet.instances
         position = home.position_in(instances) if self._sticky and home.prefix_there else None

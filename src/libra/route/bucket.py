@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn, require_snapshot
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
 from libra.trajectory import Trajectory
 
 FORMAT = 1
@@ -66,16 +66,16 @@ class Bucketed(ABC):
         self._sticky = sticky
         self._live: dict[str, _Live] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.get(request.trajectory_id)
         if live is None:
             live = self._live[request.trajectory_id] = _Live(self._expected(request))
         return self._serve(live, request, 0, fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         return self._serve(self._placed(request), request, 0, fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return self._serve(self._placed(request), request, generated_tokens, fleet)
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -108,13 +108,13 @@ class Bucketed(ABC):
         self._resume(snapshot["rule"])
         return self
 
-    def _placed(self, request: Request) -> _Live:
+    def _placed(self, request: TurnRequest) -> _Live:
         live = self._live.get(request.trajectory_id)
         if live is None:
             raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
         return live
 
-    def _serve(self, live: _Live, request: Request, generated: int, fleet: Fleet) -> Placement | None:
+    def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         live.final_context = max(live.final_context, request.context_tokens + generated)
         wanted = bucket_of(live.final_context, fleet.limits)
         # A turn that has generated more than it should have goes on all the same, by one token at least.
@@ -143,11 +143,11 @@ class Bucketed(ABC):
         """What the least loaded has least of."""
         return instance.load_tokens
 
-    def _priority(self, request: Request, instance: Instance) -> int:
+    def _priority(self, request: TurnRequest, instance: Instance) -> int:
         return 0
 
     @abstractmethod
-    def _expected(self, request: Request) -> int:
+    def _expected(self, request: TurnRequest) -> int:
         """Final context in tokens, before the first turn; 0 or the context itself where nothing is known."""
 
     @abstractmethod
@@ -173,7 +173,7 @@ class AttainedService(Bucketed):
     NAME = "mlfq"
     REASON = "bucket of the attained context"
 
-    def _expected(self, request: Request) -> int:
+    def _expected(self, request: TurnRequest) -> int:
         return request.context_tokens
 
     def _rule(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.route.bucket import Bucketed
-from libra.route.policy import Request
+from libra.route.policy import TurnRequest
 from libra.trajectory import Trajectory
 
 HALF_LIFE = 256.0  # trajectories, as the length tracker forgets
@@ -98,7 +98,7 @@ class LengthByPrompt(Bucketed):
         self._match.add(trajectory.prompt_tokens, trajectory.peak_context)
         super().finished(trajectory)
 
-    def _expected(self, request: Request) -> int:
+    def _expected(self, request: TurnRequest) -> int:
         matched = self._match.match(request.prompt_tokens)
         return request.context_tokens if matched is None else matched
 

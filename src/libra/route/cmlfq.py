@@ -14,7 +14,7 @@ from typing import Any, Self
 from libra.route.causal_tree import ToolState, payload_class
 from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS
 from libra.route.hierarchy import RECENT, Hierarchy, state_of
-from libra.route.policy import Fleet, Placement, Request, ToolReturn, require_snapshot
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest, require_snapshot
 from libra.route.remaining import Remaining
 from libra.route.service_cost import MigrationCost, Offer, offers_of, service_cost
 from libra.trajectory import Trajectory
@@ -74,7 +74,7 @@ class CMLFQ:
         self._hierarchy = Hierarchy(half_life, max_contexts)
         self._live: dict[str, _Live] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.get(request.trajectory_id)
         if live is not None:
             return self._serve(live, request, 0, fleet)
@@ -83,7 +83,7 @@ class CMLFQ:
         self._hierarchy.started(request)
         return placement
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         live = self._placed(request)
         state = state_of(returned.tool, payload_class(returned.returned_tokens), returned.status)
         live.recent = (*live.recent, state)[-RECENT:]
@@ -91,7 +91,7 @@ class CMLFQ:
         self._hierarchy.reached(request)
         return self._serve(live, request, 0, fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         live = self._placed(request)
         self._hierarchy.reached(request, generated_tokens)
         home = live.instance
@@ -136,13 +136,13 @@ class CMLFQ:
         }
         return policy
 
-    def _placed(self, request: Request) -> _Live:
+    def _placed(self, request: TurnRequest) -> _Live:
         live = self._live.get(request.trajectory_id)
         if live is None:
             raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
         return live
 
-    def _serve(self, live: _Live, request: Request, generated: int, fleet: Fleet) -> Placement | None:
+    def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         """Place a turn that has generated so many tokens, and remember where."""
         context = request.context_tokens + generated
         needed = request.context_tokens + max(fleet.turn_tokens, generated + 1)
@@ -203,7 +203,7 @@ class CMLFQ:
         return chosen
 
 
-def _slack(request: Request, remaining: Remaining | None, token_seconds: float) -> int:
+def _slack(request: TurnRequest, remaining: Remaining | None, token_seconds: float) -> int:
     """Milliseconds."""
     due = 0.0 if request.due is None else request.due
     if remaining is None:

@@ -30,7 +30,7 @@ _COLUMNS = BINS + 1  # of the table: weights by bin, and their sum
 _REBASE = 64  # half-lives after which the stored weights are made small again: single precision holds 2 ** 127
 
 
-class Evidence:
+class ReturnEvidence:
     """Weights by context and bin. Adding to a context makes it the latest used; the least lately used go first."""
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Self
 import numpy as np
 
 from libra.route.causal_tree import PayloadClass, ToolState, payload_class
-from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS, Context, Evidence
-from libra.route.policy import Request
+from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS, Context, ReturnEvidence
+from libra.route.policy import TurnRequest
 from libra.route.remaining import BINS, Histogram, Remaining, bin_of
 from libra.route.running import Running, redistributed
 from libra.trajectory import ToolStatus, Trajectory
@@ -71,8 +71,8 @@ class Hierarchy:
     """
 
     def __init__(self, half_life: float = HALF_LIFE, max_contexts: int = MAX_CONTEXTS) -> None:
-        """`half_life` is in trajectories; see `Evidence`."""
-        self._evidence = Evidence(half_life, max_contexts)
+        """`half_life` is in trajectories; see `ReturnEvidence`."""
+        self._evidence = ReturnEvidence(half_life, max_contexts)
         self._running = Running()
         self._turns = self._generated = 0.0  # of all trajectories, forgotten like them, in order of arrival
 
@@ -106,12 +106,12 @@ class Hierarchy:
             {context: _shares(bins) for context, bins in reversed(visits.items())},  # general ones evicted last
         )
 
-    def started(self, request: Request) -> None:
+    def started(self, request: TurnRequest) -> None:
         """A trajectory runs from now on, with this as its first request."""
         contexts = contexts_of(request.prompt_id, request.task, (), 0, request.context_tokens)
         self._running.start(request.trajectory_id, contexts[_FIRST_OF_A_RETURN:])
 
-    def reached(self, request: Request, generated_tokens: int = 0) -> None:
+    def reached(self, request: TurnRequest, generated_tokens: int = 0) -> None:
         """A trajectory that runs has come to this context, and so many tokens more."""
         tokens = request.context_tokens + generated_tokens - request.prompt_tokens
         self._running.reached(request.trajectory_id, max(0, tokens))
@@ -120,11 +120,11 @@ class Hierarchy:
         """It runs no longer, and nothing is learned from it; no error if it did not run."""
         self._running.end(trajectory_id)
 
-    def predict(self, request: Request, states: Sequence[ToolState]) -> Remaining | None:
+    def predict(self, request: TurnRequest, states: Sequence[ToolState]) -> Remaining | None:
         """What remains for a trajectory whose tool returns so far were `states`; None before any has finished."""
         return self.predict_recent(request, tuple(states[-RECENT:]), len(states))
 
-    def predict_recent(self, request: Request, recent: tuple[ToolState, ...], returns: int) -> Remaining | None:
+    def predict_recent(self, request: TurnRequest, recent: tuple[ToolState, ...], returns: int) -> Remaining | None:
         """`predict`, of the latest `RECENT` states and the number of all."""
         if not self._evidence.trajectories:
             return None
@@ -151,7 +151,7 @@ class Hierarchy:
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> Self:
         hierarchy = cls()
-        hierarchy._evidence = Evidence.restore(snapshot["evidence"])
+        hierarchy._evidence = ReturnEvidence.restore(snapshot["evidence"])
         hierarchy._running = Running.restore(snapshot["running"])
         hierarchy._turns, hierarchy._generated = snapshot["turns"], snapshot["generated"]
         return hierarchy

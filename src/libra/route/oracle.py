@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from libra.route.bucket import FORMAT, Bucketed
-from libra.route.policy import Fleet, Instance, Placement, Request, ToolReturn, require_snapshot
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory
 
@@ -46,7 +46,7 @@ class Oracle(Bucketed):
         self._progress: dict[str, _Progress] = {}
         self._work: Counter[str] = Counter()  # tokens generated and returned, by instance
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         progress = self._progress.get(request.trajectory_id)
         if progress is None:
             progress = _Progress(self._known(request.trajectory_id), 0)
@@ -54,13 +54,13 @@ class Oracle(Bucketed):
         self._progress[request.trajectory_id] = progress
         return self._counted(progress, super().place(request, fleet))
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         self._placed(request)
         progress = self._progress[request.trajectory_id]
         self._advance(progress, progress.turn + 1, request)
         return self._counted(progress, super().tool_returned(request, returned, fleet))
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None  # where it went it was known to end
 
     def forget(self, trajectory_id: str) -> None:
@@ -92,7 +92,7 @@ class Oracle(Bucketed):
                 f"trajectory {trajectory_id!r} is not known to the oracle: give all that will be routed"
             ) from None
 
-    def _advance(self, progress: _Progress, least: int, request: Request) -> None:
+    def _advance(self, progress: _Progress, least: int, request: TurnRequest) -> None:
         """Go to the first turn from `least` on that the request is of: turns that generate nothing may have been left
         out, and of a turn that was stopped elsewhere a part is done."""
         trajectory, asked = progress.trajectory, request.context_tokens
@@ -125,13 +125,13 @@ class Oracle(Bucketed):
             self._work[progress.instance] -= _tokens_left(progress)
             progress.instance = None
 
-    def _expected(self, request: Request) -> int:
+    def _expected(self, request: TurnRequest) -> int:
         return self._progress[request.trajectory_id].trajectory.peak_context
 
     def _load(self, instance: Instance) -> float:
         return self._work[instance.id]
 
-    def _priority(self, request: Request, instance: Instance) -> int:
+    def _priority(self, request: TurnRequest, instance: Instance) -> int:
         progress = self._progress[request.trajectory_id]
         turns = progress.trajectory.turns[progress.turn :]
         # Where instances do not say, any value gives the same order among requests that are due at once.

@@ -116,7 +116,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """The next turn of one trajectory."""
 
     trajectory_id: str
@@ -164,7 +164,7 @@ class Placement:
 class Policy(Protocol):
     """Decides where each turn runs. One caller at a time; same calls in the same order, same answers."""
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         """Place a turn that no tool return precedes: the first one, or one that must be placed again.
 
         None: no healthy instance can hold it now. The caller waits and calls `place` again, also when it was
@@ -172,11 +172,11 @@ class Policy(Protocol):
         """
         ...
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
         ...
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         """What becomes of a turn that has generated the `ask_again` tokens of its placement, and goes on.
 
         `request` is the one that was placed. None: it stays, and nobody asks again. A placement on its own instance:

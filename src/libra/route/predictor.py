@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.route.bucket import Bucketed
-from libra.route.policy import Request
+from libra.route.policy import TurnRequest
 from libra.trajectory import Trajectory
 
 HALF_LIFE = 256.0  # trajectories, as the length tracker forgets
@@ -126,7 +126,7 @@ class LengthPredictor(Bucketed):
         self._asked.pop(trajectory_id, None)
         super().forget(trajectory_id)
 
-    def _expected(self, request: Request) -> int:
+    def _expected(self, request: TurnRequest) -> int:
         known = request.prompt_tokens, request.task, self._earlier(request.prompt_id)
         self._asked[request.trajectory_id] = known
         coefficients = self._ridge.coefficients()

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from libra.route.bucket import bucket_of, server
 from libra.route.causal_tree import MAX_NODES, CausalTree, ToolState, payload_class
-from libra.route.policy import Fleet, Placement, Request, ToolReturn, require_snapshot
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest, require_snapshot
 from libra.trajectory import Trajectory
 
 NAME = "cmlfq-published"
@@ -49,13 +49,13 @@ class PublishedCMLFQ:
         self._prompt_tokens = 0  # of all finished trajectories
         self._live: dict[str, _Live] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.setdefault(request.trajectory_id, _Live())
         live.bucket = min(live.bucket, len(fleet.limits) - 1)
         reason = "starts in the shortest bucket" if live.instance is None else f"keeps bucket {live.bucket}"
         return _serve(live, request, fleet, live.bucket, reason)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         live = self._live.get(request.trajectory_id)
         if live is None:
             raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
@@ -65,7 +65,7 @@ class PublishedCMLFQ:
         bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
         return _serve(live, request, fleet, bucket, reason)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return None
 
     def finished(self, trajectory: Trajectory) -> None:
@@ -120,7 +120,7 @@ class PublishedCMLFQ:
         )
 
 
-def _serve(live: _Live, request: Request, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
+def _serve(live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
     """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
     needed = request.context_tokens + fleet.turn_tokens
     chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.route.bucket import bucket_of
-from libra.route.policy import Fleet, InstanceView, Placement, Policy, Request, ToolReturn, View
+from libra.route.policy import Fleet, InstanceView, Placement, Policy, ToolReturn, TurnRequest, View
 from libra.trajectory import Trajectory
 
 
@@ -154,7 +154,7 @@ class _Replay:
         """Place the next turn, and again where it outlives its placement."""
         trajectory, number = self.trajectory, self.next_turn
         turn, context = trajectory.turns[number], self.contexts[number]
-        request = Request(trajectory.id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
+        request = TurnRequest(trajectory.id, trajectory.prompt_id, trajectory.prompt_tokens, context, trajectory.task)
         before = trajectory.turns[number - 1] if number else None
         if before is None or before.tool is None or before.status is None:
             placement = self._placed(policy.place(request, fleet), context)

@@ -11,7 +11,7 @@ from typing import Any
 
 from libra.route.baselines import LeastLoaded
 from libra.route.causal_tree import ToolState, payload_class
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.trajectory import Trajectory
 
 MEMORY = 256  # samples: a mean over so many, and from then on exponentially forgotten at that rate
@@ -91,10 +91,10 @@ class ShortestRemaining(LeastLoaded):
         self._table = RemainingTable()
         self._states: dict[str, ToolState] = {}  # last tool state of live trajectories that had one
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         return self._ordered(request, super().place(request, fleet))
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         placement = super().tool_returned(request, returned, fleet)
         self._states[request.trajectory_id] = ToolState(
             returned.tool, payload_class(returned.returned_tokens), returned.status
@@ -114,7 +114,7 @@ class ShortestRemaining(LeastLoaded):
         self._states.pop(trajectory_id, None)
         super().forget(trajectory_id)
 
-    def _ordered(self, request: Request, placement: Placement | None) -> Placement | None:
+    def _ordered(self, request: TurnRequest, placement: Placement | None) -> Placement | None:
         if placement is None:
             return None
         remaining = self._table.mean(request.task, self._states.get(request.trajectory_id))

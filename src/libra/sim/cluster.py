@@ -13,12 +13,12 @@ from heapq import heappop, heappush, heapreplace
 
 from libra.route.policy import Policy
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration, Pause
 from libra.sim.events import ARRIVAL, CANCELLATION, END, UPDATE, Action, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
-from libra.sim.placement import EngineFleet, Placer
+from libra.sim.placement import Placer, SimulatedFleet
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.protocol import Workload
@@ -26,7 +26,7 @@ from libra.sim.workload.protocol import Workload
 _RESTS = 1 << 60  # numbers of requests that are what is left of others
 
 
-class Cluster:
+class SimCluster:
     """One simulation: made, run once, and looked at.
 
     `limits` are the largest final contexts of the buckets, shortest first; without them all engines are one bucket.
@@ -50,7 +50,7 @@ class Cluster:
         time_limit: int | None = None,
         exact: bool = False,
         trace: Callable[[Iteration], None] | None = None,
-        watch: Callable[[Engine, int], None] | None = None,
+        watch: Callable[[SimEngine, int], None] | None = None,
         patient: bool = False,
         keep: bool = True,
         kv_moves: KVMoves | None = None,
@@ -69,7 +69,7 @@ class Cluster:
         for spec in specs:
             if not 0 <= spec.bucket < len(limits):
                 raise ValueError(f"engine {spec.name} is in bucket {spec.bucket}, but there are {len(limits)} limits")
-        self.engines: list[Engine] = []  # all that there ever were
+        self.engines: list[SimEngine] = []  # all that there ever were
         self.specs: list[EngineSpec] = []
         self.requests: list[Request] = []  # all that came, in the order in which they did
         self.now = 0
@@ -86,8 +86,7 @@ class Cluster:
         self._again: set[Request] = set()  # that arrived before, and will once more
         self._known: Iterator[Request] = iter(())  # what the workload says beforehand
         self._next: Request | None = None  # of these, the one whose arrival is an event already
-        for spec in specs:
-            self._add(spec)
+        self._add(specs)
         self._events = EventQueue(self.engines, updates)
         for update in updates:
             if update.link is not None:
@@ -97,7 +96,7 @@ class Cluster:
     # What whoever makes the workload may do to the cluster while it runs
 
     @property
-    def fleet(self) -> EngineFleet:
+    def fleet(self) -> SimulatedFleet:
         return self.placer.fleet
 
     @property
@@ -137,7 +136,7 @@ class Cluster:
 
     def add(self, spec: EngineSpec) -> None:
         """An engine is ready."""
-        self._add(spec)
+        self._add([spec])
         self._look_again()
 
     def close(self, name: str) -> None:
@@ -147,12 +146,14 @@ class Cluster:
         if not engine.busy:
             self._empty(engine)
 
-    def _add(self, spec: EngineSpec) -> None:
-        engine = Engine(spec.config, spec.cost, len(self.engines), exact=self._exact)
-        engine.trace = self._trace
-        self.placer.add(spec, engine, self)
-        self.engines.append(engine)
-        self.specs.append(spec)
+    def _add(self, specs: Sequence[EngineSpec]) -> None:
+        known = len(self.engines)
+        engines = [SimEngine(it.config, it.cost, known + place, exact=self._exact) for place, it in enumerate(specs)]
+        for engine in engines:
+            engine.trace = self._trace
+        self.placer.add(list(zip(specs, engines, strict=True)), self)
+        self.engines += engines
+        self.specs += specs
 
     def _look_again(self) -> None:
         for request in self._unplaced:
@@ -242,7 +243,7 @@ class Cluster:
         elif order is not None:
             order(self.now)
 
-    def _commit(self, engine: Engine, now: int) -> None:
+    def _commit(self, engine: SimEngine, now: int) -> None:
         self._deciding.add(engine.index)
         for request in engine.commit():
             # Whoever cancelled it while its last iteration was under way has gone on already.
@@ -278,7 +279,7 @@ class Cluster:
             request.reason = self.placer.refusal(request)
             self._ended(request)
 
-    def _take(self, request: Request, engine: Engine) -> None:
+    def _take(self, request: Request, engine: SimEngine) -> None:
         """The engine that the request was given to gets it, and perhaps its KV first."""
         handover = None if self._handovers is None else self._handovers.begin(request, engine, self.now)
         if handover is None:
@@ -299,7 +300,7 @@ class Cluster:
         self._changed(engine, engine.end < before)
         self._submit(request, engine)
 
-    def _submit(self, request: Request, engine: Engine) -> None:
+    def _submit(self, request: Request, engine: SimEngine) -> None:
         if self._handovers is not None and isinstance(request.owner, Caller):
             request.owner.engine = engine.index
         self._changed(engine, engine.submit(request, self.now))
@@ -315,13 +316,13 @@ class Cluster:
             self._changed(engine, engine.cancel(request, self.now))
             self._ended(request)
 
-    def _empty(self, engine: Engine) -> None:
+    def _empty(self, engine: SimEngine) -> None:
         """A closing engine at a boundary: it lets go of everything, unless other batches are under way in it."""
         if engine.plan(self.now) is not None:
             self._events.end(engine)
         self._go_on(engine)
 
-    def _go_on(self, engine: Engine) -> None:
+    def _go_on(self, engine: SimEngine) -> None:
         """What was stopped on an engine arrives anew, now."""
         stopped, engine.interrupted = engine.interrupted, []
         for request in stopped:
@@ -333,7 +334,7 @@ class Cluster:
         self._rests += 1
         return rest_of(request, _RESTS + self._rests, now)
 
-    def _changed(self, engine: Engine, sooner: bool) -> None:
+    def _changed(self, engine: SimEngine, sooner: bool) -> None:
         if sooner:
             self._events.end(engine)
         if not engine.busy or engine.open:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from heapq import heappush
 
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.weight_update import WeightUpdate
 
@@ -35,14 +35,14 @@ class EventQueue:
 
     __slots__ = ("_actions", "_engines", "heap")
 
-    def __init__(self, engines: Sequence[Engine], updates: Sequence[WeightUpdate]) -> None:
+    def __init__(self, engines: Sequence[SimEngine], updates: Sequence[WeightUpdate]) -> None:
         self.heap: list[Event] = []
         self._engines = engines
         self._actions = 0
         for number, update in enumerate(updates):
             heappush(self.heap, (update.at, UPDATE, number, update))
 
-    def end(self, engine: Engine) -> None:
+    def end(self, engine: SimEngine) -> None:
         """The engine has planned, or its plan was cut."""
         heappush(self.heap, (engine.end, END, engine.index, None))
 

@@ -13,14 +13,14 @@ from libra.cost.collectives import Fabric
 from libra.cost.transfer import kv_move_seconds
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine
-from libra.sim.engine.iteration_cost import Batch
+from libra.sim.engine.engine import SimEngine
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class KVMove:
     tokens: int  # from the context's beginning
     ticks: int
 
@@ -37,13 +37,13 @@ class KVMoves:
 
     def quicker(
         self,
-        source: Engine,
+        source: SimEngine,
         source_spec: EngineSpec,
-        target: Engine,
+        target: SimEngine,
         target_spec: EngineSpec,
         request: Request,
         now: int,
-    ) -> Moved | None:
+    ) -> KVMove | None:
         """What to move for a request that goes to `target`; None where it is quicker to compute it again."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
@@ -58,7 +58,7 @@ class KVMoves:
         )
         again = _prefill_ticks(target_spec, there - missing, there)
         needed = ticks(seconds)
-        return Moved(there, needed) if needed < again else None
+        return KVMove(there, needed) if needed < again else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Handover:
     """KV on its way to the engine where its request goes on."""
 
     request: Request
-    engine: Engine
+    engine: SimEngine
     tokens: int  # from the context's beginning
     end: int  # tick
     refreshes: int  # of weights, before it was sent
@@ -77,11 +77,11 @@ class Handovers:
 
     __slots__ = ("_engines", "_moves", "_specs", "refreshes")
 
-    def __init__(self, moves: KVMoves, engines: Sequence[Engine], specs: Sequence[EngineSpec]) -> None:
+    def __init__(self, moves: KVMoves, engines: Sequence[SimEngine], specs: Sequence[EngineSpec]) -> None:
         self._moves, self._engines, self._specs = moves, engines, specs
         self.refreshes = 0  # of weights, so far: KV that was sent before the latest is of no use
 
-    def begin(self, request: Request, engine: Engine, now: int) -> Handover | None:
+    def begin(self, request: Request, engine: SimEngine, now: int) -> Handover | None:
         """Send what the trajectory's last engine has of the context; None where it is no quicker."""
         owner = request.owner
         if not isinstance(owner, Caller) or owner.engine is None or owner.engine == engine.index:
@@ -106,6 +106,6 @@ def _prefill_ticks(spec: EngineSpec, start: int, end: int) -> int:
     most, total = spec.config.max_num_batched_tokens, 0
     while start < end:
         chunk = min(most, end - start)
-        total += spec.cost.mixed(Batch(0), 0, [(chunk, start)])
+        total += spec.cost.mixed(DecodeBatch(0), 0, [(chunk, start)])
         start += chunk
     return total

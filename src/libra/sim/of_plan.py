@@ -19,9 +19,9 @@ from libra.sim.deployment import DEFAULT_ROUTE, Deployment
 from libra.sim.engine.config import EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
-from libra.sim.simulate import Moment, simulate
+from libra.sim.simulate import Elapsed, simulate
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.resampled import Resampled
 from libra.sim.training_run.system import System
 from libra.sim.weight_update import WeightUpdate
@@ -31,7 +31,7 @@ from libra.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class PlannedRollout:
     """What the plan says of the rollout of so many steps, in seconds."""
 
     steps: int
@@ -61,7 +61,7 @@ def simulate_plan(
     time_limit: float | None = None,
     seed: int = 0,
     exact: bool = False,
-    progress: Callable[[Moment], None] | None = None,
+    progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
     """What the plan's engines make of the trajectories of `steps` steps, drawn from the finished ones of a log.
 
@@ -156,7 +156,7 @@ def simulate_run(
     learned: Iterable[Trajectory] = (),
     seed: int = 0,
     exact: bool = False,
-) -> PostTraining:
+) -> SimulatedRun:
     """A whole run of `steps` optimiser steps as the plan has it: groups are drawn from the log, prompt by prompt, with
     the recipe's samples each; engines and trainers wait for each other as its staleness says.
 
@@ -173,9 +173,11 @@ def simulate_run(
     return simulate_posttraining(system, episodes, steps, exact=exact)
 
 
-def forecast_of(plan: Plan, steps: int = 1) -> Forecast:
+def forecast_of(plan: Plan, steps: int = 1) -> PlannedRollout:
     prices = _prices(plan)
-    return Forecast(steps, steps * max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices))
+    return PlannedRollout(
+        steps, steps * max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices)
+    )
 
 
 def teach(policy: Policy, finished: Iterable[Trajectory]) -> None:

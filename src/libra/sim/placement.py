@@ -5,14 +5,14 @@ Invariant: a policy is told of each tool return and of each end once, and only o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from libra.route import policy
 from libra.route.policy import Placement, Policy
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller
 
@@ -28,7 +28,7 @@ class EngineInstance:
 
     __slots__ = ("_clock", "bucket", "capacity_tokens", "engine", "id")
 
-    def __init__(self, spec: EngineSpec, engine: Engine, clock: Clock) -> None:
+    def __init__(self, spec: EngineSpec, engine: SimEngine, clock: Clock) -> None:
         self._clock = clock
         self.id = spec.name
         self.bucket = spec.bucket
@@ -45,7 +45,7 @@ class EngineInstance:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFleet:
+class SimulatedFleet:
     """All engines in service, as a routing policy sees them."""
 
     instances: tuple[EngineInstance, ...]
@@ -59,30 +59,31 @@ class Placer:
     __slots__ = ("_by_name", "_destined", "_route", "fleet", "migrated_tokens", "migrations", "placements")
 
     def __init__(self, route: Policy | None, limits: tuple[int, ...], turn_tokens: int) -> None:
-        self.fleet = EngineFleet((), limits, turn_tokens)
+        self.fleet = SimulatedFleet((), limits, turn_tokens)
         self.placements = self.migrations = self.migrated_tokens = 0
         self._route = route
-        self._by_name: dict[str, Engine] = {}
+        self._by_name: dict[str, SimEngine] = {}
         self._destined: dict[int, Placement] = {}  # by number of the request that is stopped to go on there
 
     # Engines in service
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[SimEngine]:
         return list(self._by_name.values())
 
-    def serves(self, name: str, engine: Engine) -> bool:
+    def serves(self, name: str, engine: SimEngine) -> bool:
         """Whether it is this engine that has the name."""
         return self._by_name.get(name) is engine
 
-    def add(self, spec: EngineSpec, engine: Engine, clock: Clock) -> None:
+    def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], clock: Clock) -> None:
         """Raises ValueError where another one has the name."""
-        if spec.name in self._by_name:
-            raise ValueError(f"there is an engine {spec.name} already: close it first")
-        self._by_name[spec.name] = engine
-        instances = (*self.fleet.instances, EngineInstance(spec, engine, clock))
-        self.fleet = replace(self.fleet, instances=instances)
+        for spec, engine in engines:
+            if spec.name in self._by_name:
+                raise ValueError(f"there is an engine {spec.name} already: close it first")
+            self._by_name[spec.name] = engine
+        added = (EngineInstance(spec, engine, clock) for spec, engine in engines)
+        self.fleet = replace(self.fleet, instances=(*self.fleet.instances, *added))
 
-    def remove(self, name: str) -> Engine:
+    def remove(self, name: str) -> SimEngine:
         engine = self._by_name.pop(name)
         self.fleet = replace(self.fleet, instances=tuple(it for it in self.fleet.instances if it.id != name))
         if self._route is not None:
@@ -97,7 +98,7 @@ class Placer:
 
     # Requests
 
-    def place(self, request: Request, *, again: bool) -> Engine | None:
+    def place(self, request: Request, *, again: bool) -> SimEngine | None:
         """The engine that it goes to, or None where none holds it. `again`: the policy has been asked about the request
         before, and was told of the return that it follows."""
         route = self._route
@@ -122,7 +123,7 @@ class Placer:
                 request.ask_at = placement.ask_again - since
         return self._by_name[placement.instance]
 
-    def ask_again(self, engine: Engine, now: int) -> None:
+    def ask_again(self, engine: SimEngine, now: int) -> None:
         """Requests that have generated as much as their placement foresaw: the policy says what becomes of them."""
         route = self._route
         assert route is not None
@@ -157,8 +158,10 @@ class Placer:
             route.forget(str(request.number))
         elif request.status != "finished":
             route.forget(owner.trajectory.id)
-        elif owner.last:
+        elif owner.last and owner.trajectory.finished:
             route.finished(owner.trajectory)
+        elif owner.last:  # nobody knows how long it would have become
+            route.forget(owner.trajectory.id)
 
     def refusal(self, request: Request) -> str:
         return f"no engine holds its {request.prompt_tokens} tokens and a turn of {self.fleet.turn_tokens} more"
@@ -168,7 +171,9 @@ class Placer:
         if not isinstance(owner, Caller):
             name = str(request.number)
             prompt = name if request.chain is None or request.chain.parent is None else request.chain.parent.name
-            return route.place(policy.Request(name, prompt, request.prompt_tokens, request.prompt_tokens), self.fleet)
+            return route.place(
+                policy.TurnRequest(name, prompt, request.prompt_tokens, request.prompt_tokens), self.fleet
+            )
         owner.placed_before = owner.generated_before
         asked, returned = owner.routing_request(), None if again else owner.returned()
         if returned is None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Workload
 
@@ -24,7 +24,7 @@ DECISIONS = 4096  # of engines, between two looks at the whole
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Elapsed:
     """How far a simulation has come."""
 
     seconds: float  # of simulated time
@@ -43,7 +43,7 @@ def simulate(
     time_limit: float | None = None,
     seed: int = 0,
     exact: bool = False,
-    progress: Callable[[Moment], None] | None = None,
+    progress: Callable[[Elapsed], None] | None = None,
 ) -> SimulationResult:
     """What becomes of the workload on these engines; `route`, a policy or its name, is needed where there are several.
 
@@ -52,9 +52,9 @@ def simulate(
     of a named policy. `exact` visits every iteration: the same result, slower. `progress` is told every few thousand
     decisions. Raises ValueError where engines, policy and limits do not fit together.
     """
-    watcher = Watcher()
+    watcher = OccupancyRecorder()
     lookout = _Lookout(watcher, progress)
-    cluster = Cluster(
+    cluster = SimCluster(
         engines,
         workload,
         policy_named(route, seed=seed) if isinstance(route, str) else route,
@@ -75,13 +75,13 @@ class _Lookout:
 
     __slots__ = ("_decisions", "_progress", "_watcher", "cluster")
 
-    def __init__(self, watcher: Watcher, progress: Callable[[Moment], None] | None) -> None:
-        self.cluster: Cluster | None = None
+    def __init__(self, watcher: OccupancyRecorder, progress: Callable[[Elapsed], None] | None) -> None:
+        self.cluster: SimCluster | None = None
         self._watcher = watcher
         self._progress = progress
         self._decisions = 0
 
-    def __call__(self, engine: Engine, now: int) -> None:
+    def __call__(self, engine: SimEngine, now: int) -> None:
         self._watcher(engine, now)
         self._decisions += 1
         if self._decisions == DECISIONS:
@@ -89,4 +89,4 @@ class _Lookout:
             assert self.cluster is not None and self._progress is not None
             arrived = len(self.cluster.requests)
             present = sum(len(engine.running) + len(engine.waiting) for engine in self.cluster.engines)
-            self._progress(Moment(seconds(now), arrived, arrived - present))
+            self._progress(Elapsed(seconds(now), arrived, arrived - present))

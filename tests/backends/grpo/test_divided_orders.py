@@ -9,12 +9,12 @@ from fakes.samples import batch
 from msgspec.structs import replace
 
 from libra.backends.grpo.divided_orders import divide, join
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.channel import FromWorker
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.transport.trainer_messages import (
     Commit,
     Entered,
     Follow,
-    FromWorker,
     MeasureTraining,
     Reduced,
     Rendezvous,

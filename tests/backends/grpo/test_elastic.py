@@ -23,14 +23,14 @@ import libra.backends.grpo.elastic
 import libra.backends.grpo.trainer
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.model_part import Inside
-from libra.backends.transport.messages import HostRendezvous, MeasureTraining, Prepare
+from libra.backends.transport.trainer_messages import HostRendezvous, MeasureTraining, Prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEER = """
 import sys
 from libra.backends.grpo.elastic import GradientExchange
-from libra.backends.transport.messages import HostRendezvous, Prepare
+from libra.backends.transport.trainer_messages import HostRendezvous, Prepare
 exchange = GradientExchange()
 exchange.prepare(Prepare(1, 1, 2, "127.0.0.1", "127.0.0.1", int(sys.argv[1])))
 exchange.enter(1)

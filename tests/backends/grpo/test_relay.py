@@ -28,8 +28,8 @@ from libra.backends.grpo.relay import Relay, await_reader
 from libra.backends.grpo.state_stream import RemotePublication, StateRequest, StateStream, Verdict
 from libra.backends.grpo.train_state import FlatLayout, TrainState
 from libra.backends.grpo.training_worker import BehindError, Follower
-from libra.backends.transport.messages import RelayPlace, Serve
 from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.transport.trainer_messages import RelayPlace, Serve
 
 LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay is in the middle when its reader is
 
@@ -40,7 +40,7 @@ from libra.backends.grpo.board import board_layout
 from libra.backends.grpo.gradient_ring import ring_layout
 from libra.backends.grpo.publication import Shape
 from libra.backends.grpo.relay import Relay
-from libra.backends.transport.messages import Serve, StatePlace
+from libra.backends.transport.trainer_messages import Serve, StatePlace
 from libra.backends.transport.shared_vectors import OwnVectors
 board, ring = OwnVectors("board", board_layout(64, "float32")), OwnVectors("ring", ring_layout(64, "float32"))
 place = StatePlace(os.getpid(), board.descriptor, ring.descriptor)

@@ -13,7 +13,7 @@ from fakes.samples import STEPS
 from fakes.stage import Stage, cpu_nanoseconds, is_gone, open_stage, step, steps_beside
 
 from libra.backends.grpo.membership import Patience
-from libra.backends.launch.handles import Handle
+from libra.backends.launch.handle import Handle
 from libra.backends.transport.messages import Precision
 
 pytestmark = pytest.mark.integration

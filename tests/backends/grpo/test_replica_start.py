@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from libra.backends.launch.handles import START_DEADLINE
+from libra.backends.launch.handle import START_DEADLINE
 from libra.backends.transport.channel import PeerChannel
 from libra.backends.transport.messages import Failure
 

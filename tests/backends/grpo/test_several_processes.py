@@ -17,13 +17,12 @@ from msgspec.structs import replace
 
 from libra.backends.grpo.membership import Patience
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.handles import Handle, WorkerFailedError
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.launch.handle import Handle
+from libra.backends.transport.messages import Acknowledged, Precision
+from libra.backends.transport.trainer_messages import (
     Identify,
     LoadCheckpoint,
     MeasureTraining,
-    Precision,
     Publish,
     Published,
     SaveCheckpoint,
@@ -34,6 +33,7 @@ from libra.backends.transport.messages import (
     WarmedUp,
     WarmUp,
 )
+from libra.exec.protocols import WorkerFailedError
 
 pytestmark = pytest.mark.integration
 

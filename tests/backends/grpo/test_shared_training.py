@@ -14,11 +14,12 @@ from msgspec.structs import replace
 import libra.backends.grpo.publication
 from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.joining import JoinError
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import SNAPSHOTS
-from libra.backends.transport.messages import Precision, Reduced, Train
+from libra.backends.transport.messages import Precision
 from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.trainer_messages import Reduced, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,7 +72,7 @@ class MeanOfMeans(GradientExchange):
         return super().add_up(tensor, seconds)
 
 
-def average_means(trainer: Trainer) -> None:
+def average_means(trainer: TrainerProcess) -> None:
     reduce = trainer.reduce
 
     def own_mean(order: Train) -> Reduced:

@@ -15,13 +15,13 @@ from libra.backends.grpo.gradient_ring import SLOTS
 from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
 from libra.backends.grpo.train_state import FlatLayout, TrainState
 from libra.backends.grpo.training_worker import Follower
-from libra.backends.transport.messages import StatePlace
 from libra.backends.transport.shared_vectors import Layout, LayoutError, attach
+from libra.backends.transport.trainer_messages import StatePlace
 
 # Another process: copies the state and the update to it, prints both.
 READER = """
 import json, sys, torch
-from libra.backends.transport.messages import StatePlace
+from libra.backends.transport.trainer_messages import StatePlace
 from libra.backends.grpo.publication import Shape, SharedPublication
 place, shape = json.loads(sys.argv[1])
 publication = SharedPublication(StatePlace(*place), Shape(*shape))

@@ -27,9 +27,9 @@ from msgspec.structs import replace
 
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.grpo import Denominator, micro_batches
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.tiny_model import TokenizerCodec
-from libra.backends.transport.messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
+from libra.backends.transport.trainer_messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
 from libra.backends.transport.weights import WeightBuffer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,14 +47,14 @@ class MeanOfMeans(GradientExchange):
         return super().add_up(tensor, seconds)
 
 
-def alone(model: Path, kind: Denominator, batch: list[Sample]) -> tuple[Trainer, Trained]:
+def alone(model: Path, kind: Denominator, batch: list[Sample]) -> tuple[TrainerProcess, Trained]:
     trainer = make_trainer(model, kind)
     return trainer, train(trainer, order(batch))
 
 
 def shared(
     model: Path, kind: Denominator, shares: list[list[Sample]], exchange: type[GradientExchange] = GradientExchange
-) -> tuple[list[Trainer], list[Trained]]:
+) -> tuple[list[TrainerProcess], list[Trained]]:
     """One step of as many replicas as there are shares."""
     replicas = [make_trainer(model, kind) for _ in shares]
     for replica in replicas:
@@ -63,16 +63,16 @@ def shared(
     return replicas, step_together(replicas, shares)
 
 
-def furthest(one: Trainer, other: Trainer) -> float:
+def furthest(one: TrainerProcess, other: TrainerProcess) -> float:
     """The largest difference of a parameter, in steps of the learning rate: AdamW's first step is about one."""
     return float((parameters(one) - parameters(other)).abs().max()) / RATE
 
 
-def gradients(trainer: Trainer) -> torch.Tensor:
+def gradients(trainer: TrainerProcess) -> torch.Tensor:
     return torch.cat([cast(torch.Tensor, tensor.grad).reshape(-1) for tensor in trainer.part.parameters.values()])
 
 
-def rounding(reference: Trainer, fresh: Trainer) -> torch.Tensor:
+def rounding(reference: TrainerProcess, fresh: TrainerProcess) -> torch.Tensor:
     """By how much each parameter may differ from the reference's after its step, where the samples' gradients are the
     same and are added up in another order. In whatever precision they were computed, they are added up, and stepped on,
     in float32.

@@ -30,8 +30,8 @@ from libra.backends.grpo.membership import (
     Patience,
 )
 from libra.backends.grpo.trainers import DivergedError, Trainers
-from libra.backends.launch.handles import WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Message
+from libra.backends.transport.trainer_messages import (
     TOKEN_BYTES,
     CatchUp,
     Commit,
@@ -42,7 +42,6 @@ from libra.backends.transport.messages import (
     HostRendezvous,
     Identify,
     MeasureTraining,
-    Message,
     Prepare,
     Publish,
     Published,
@@ -53,6 +52,7 @@ from libra.backends.transport.messages import (
     Train,
 )
 from libra.exec.pool import JOIN_BOUNDARIES
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 HOST = "127.0.0.1"
 SHORT = Patience(factor=2.0, floor=0.4, unknown=0.4, grace=0.2)  # for those who are told to hang

@@ -8,8 +8,8 @@ import time
 from fakes.far_end import PATIENCE, connect
 
 from libra.backends.grpo.membership import ask_all
-from libra.backends.launch.handles import Handle
-from libra.backends.transport.messages import Publish, Published
+from libra.backends.launch.handle import Handle
+from libra.backends.transport.trainer_messages import Publish, Published
 
 
 async def test_who_answered_while_the_controller_was_held_up_is_not_lost() -> None:

@@ -20,11 +20,12 @@ import pytest
 from fakes.far_end import PATIENCE
 from fakes.fork_servers import BARE
 
-from libra.backends.launch.cluster import ClusterLauncher, Seat
+from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
-from libra.backends.transport.messages import Failure, LoadWeights, Stop
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.messages import Failure, Stop
 from libra.backends.transport.shared_vectors import Vector
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss
@@ -49,8 +50,8 @@ class LossyNode:
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
         return await self._there(self.node.start(marks))
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
-        return await self._there(self.node.fork(name, seat, controller, token))
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        return await self._there(self.node.fork(name, slot, controller, token))
 
     def kill(self, pid: int) -> None:
         self.node.kill(pid)
@@ -124,7 +125,7 @@ class Failing(LossyNode):
 
 
 LOSSES = 3  # of nodes in one place
-SEATS = [Seat(0, 0), Seat(1, 0), Seat(0, 1)]
+NODE_SLOTS = [NodeSlot(0, 0), NodeSlot(1, 0), NodeSlot(0, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +139,7 @@ Workers = tuple[ClusterLauncher, LossyNodes, WorkerLink, WorkerLink, WorkerLink]
 
 @asynccontextmanager
 async def launched(
-    nodes: LossyNodes, seats: Sequence[Seat] = (Seat(0, 0),), marks: Mapping[str, str] | None = None
+    nodes: LossyNodes, seats: Sequence[NodeSlot] = (NodeSlot(0, 0),), marks: Mapping[str, str] | None = None
 ) -> AsyncIterator[ClusterLauncher]:
     async with ClusterLauncher.open(nodes, seats, marks or {}, LOSSES) as launcher:
         yield launcher
@@ -148,7 +149,7 @@ async def launched(
 @asynccontextmanager
 async def two_nodes(tmp_path: Path) -> AsyncIterator[TwoNodes]:
     nodes = LossyNodes(tmp_path)
-    async with launched(nodes, SEATS) as launcher:
+    async with launched(nodes, NODE_SLOTS) as launcher:
         yield launcher, nodes
 
 
@@ -157,7 +158,7 @@ async def two_nodes(tmp_path: Path) -> AsyncIterator[TwoNodes]:
 async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
     """A trainer on the first node, an engine on the other, and one beside the trainer."""
     nodes = LossyNodes(tmp_path)
-    async with launched(nodes, SEATS) as launcher:
+    async with launched(nodes, NODE_SLOTS) as launcher:
         await launcher.ready()
         yield launcher, nodes, *[await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
 
@@ -266,13 +267,13 @@ async def test_a_fork_server_that_starts_well_and_dies_at_once_is_not_started_fo
 async def test_what_keeps_the_first_nodes_from_starting_is_told(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     mark.write_text("another run's")
-    async with launched(LossyNodes(tmp_path), SEATS, {str(mark): "this run's"}) as launcher:
+    async with launched(LossyNodes(tmp_path), NODE_SLOTS, {str(mark): "this run's"}) as launcher:
         with pytest.raises(LaunchError, match=rf"node 127\.0\.0\.1 does not see {tmp_path} as the controller does"):
             await launcher.ready()
 
 
 async def test_nothing_is_left_when_a_launcher_is_closed(tmp_path: Path) -> None:
-    async with launched(LossyNodes(tmp_path), SEATS) as launcher:
+    async with launched(LossyNodes(tmp_path), NODE_SLOTS) as launcher:
         await launcher.ready()
         processes = [os.pidfd_open((await launcher.spawn(f"w{slot}", slot)).pid) for slot in range(3)]
     for process in processes:
@@ -388,7 +389,7 @@ async def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("libra.backends.launch.node.ForkServer", fork_server)
     nodes = LossyNodes(tmp_path)
     nodes.instead = lambda: LossyNode(ClusterNode(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
-    async with launched(nodes, [Seat(0, 0), Seat(0, 1)]) as launcher:
+    async with launched(nodes, [NodeSlot(0, 0), NodeSlot(0, 1)]) as launcher:
         await launcher.ready()
         for slot in (0, 1):
             link = await launcher.spawn(f"w{slot}", slot)
@@ -415,10 +416,10 @@ class Hanging(LossyNode):
 
     hangs = False
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         if self.hangs:
             await asyncio.get_running_loop().create_future()
-        return await super().fork(name, seat, controller, token)
+        return await super().fork(name, slot, controller, token)
 
     async def gone(self, pid: int) -> None:
         if self.hangs:
@@ -445,7 +446,7 @@ async def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, mon
 class Halfway(LossyNode):
     """Its worker has reached the controller when the order to fork it fails."""
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         self.worker = await asyncio.to_thread(socket.create_connection, controller)
         self.worker.sendall(token)
         await asyncio.sleep(0.05)

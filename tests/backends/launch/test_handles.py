@@ -10,29 +10,24 @@ from contextlib import asynccontextmanager
 import pytest
 from fakes.far_end import PATIENCE, FarEnd, connect, generated, piece, whole
 
-import libra.backends.launch.handles
-from libra.backends.launch.handles import SILENT_LOOKS, EngineHandle, Handle, WorkerFailedError, WorkerLostError
+import libra.backends.vllm.engine_handle
+from libra.backends.launch.handle import SILENT_LOOKS, Handle
 from libra.backends.transport.channel import _frame
-from libra.backends.transport.messages import (
-    Acknowledged,
-    Failure,
+from libra.backends.transport.engine_messages import (
     Fetched,
     Generate,
     Interrupt,
     KVTransfer,
     Loaded,
     LoadWeights,
-    Message,
     Piece,
-    Publish,
-    Published,
-    Ready,
     Save,
-    SaveCheckpoint,
     Saved,
-    StartTrainer,
-    Stop,
 )
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Ready, Stop
+from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 START = StartTrainer("/models/tiny", 1e-3, (0.8, 1.28), "tokens", 1.0, 1.0, 64, "bf16", 0, 0.45, (0,))
 
@@ -421,7 +416,7 @@ async def test_nothing_comes_of_a_turn_after_its_engine_was_given_up(engine: Eng
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow one another as fast as the loop goes."""
-    monkeypatch.setattr(libra.backends.launch.handles, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(libra.backends.vllm.engine_handle, "LOOK_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("looks")
@@ -441,19 +436,19 @@ async def test_an_engine_without_turns_may_be_silent(engine: Engine) -> None:
 
 async def test_any_sign_of_life_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     handle, far, _ = engine
-    monkeypatch.setattr(libra.backends.launch.handles, "SILENT_LOOKS", 2)
+    monkeypatch.setattr(libra.backends.vllm.engine_handle, "SILENT_LOOKS", 2)
     look = asyncio.Event()
     slept: asyncio.Queue[None] = asyncio.Queue()
     real_sleep = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        if seconds != libra.backends.launch.handles.LOOK_SECONDS:
+        if seconds != libra.backends.vllm.engine_handle.LOOK_SECONDS:
             return await real_sleep(seconds)
         slept.put_nowait(None)
         await look.wait()
         look.clear()
 
-    monkeypatch.setattr(libra.backends.launch.handles.asyncio, "sleep", sleep)
+    monkeypatch.setattr(libra.backends.vllm.engine_handle.asyncio, "sleep", sleep)
 
     async def next_look() -> None:
         look.set()
@@ -479,7 +474,7 @@ async def test_an_engine_that_takes_no_weights_is_lost_and_not_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, _, lost = engine
-    monkeypatch.setattr(libra.backends.launch.handles, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(libra.backends.vllm.engine_handle, "LOOK_SECONDS", 0.0)
     with pytest.raises(WorkerLostError, match="engine took no weights in time"):
         await handle.load(LoadWeights(3, 1, 99))
     assert lost == ["engine"]

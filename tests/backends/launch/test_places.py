@@ -8,31 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.backends.launch.cluster import NoRoomError, Seat, SlotOffer, room, seats
+from libra.backends.launch.cluster import NodeSlot, NoRoomError, SlotOffer, node_slots, room
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 12))
 def test_slots_are_spread_as_evenly_as_there_is_room(rooms: list[int], slots: int) -> None:
     if sum(rooms) < slots:
         with pytest.raises(NoRoomError, match=f"{slots} slots are wanted, .* room for {sum(rooms)}"):
-            seats(slots, rooms)
+            node_slots(slots, rooms)
         return
-    found = seats(slots, rooms)
+    found = node_slots(slots, rooms)
     assert len(set(found)) == slots
-    counts = Counter(seat.node for seat in found)
+    counts = Counter(slot.node for slot in found)
     assert sorted(counts) == list(range(len(counts)))
     for node, count in counts.items():
-        assert {seat.number for seat in found if seat.node == node} == set(range(count))
+        assert {slot.number for slot in found if slot.node == node} == set(range(count))
     # Water that fills vessels: no node has two more than another one that is not full.
     level = next(level for level in range(slots + 1) if sum(min(each, level) for each in rooms) >= slots)
     assert all(level - 1 <= count <= level for count in counts.values() if count not in rooms)
     assert sorted(counts.values()) <= sorted(min(each, level) for each in rooms if each)
     width = sum(each > 0 for each in rooms)
-    assert len({seat.node for seat in found[:width]}) == min(width, slots)  # core trainers come first
+    assert len({slot.node for slot in found[:width]}) == min(width, slots)  # core trainers come first
 
 
 def test_core_trainers_are_on_different_nodes() -> None:
-    assert seats(4, [0, 2, 2, 2]) == [Seat(0, 0), Seat(1, 0), Seat(2, 0), Seat(0, 1)]
+    assert node_slots(4, [0, 2, 2, 2]) == [NodeSlot(0, 0), NodeSlot(1, 0), NodeSlot(2, 0), NodeSlot(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,9 @@ import pytest
 
 import libra.backends.transport.channel
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
-from libra.backends.transport.messages import (
-    Acknowledged,
-    Failure,
-    Generate,
-    Interrupt,
-    LoadWeights,
-    Message,
-    Published,
-    Stop,
-)
+from libra.backends.transport.engine_messages import Generate, Interrupt, LoadWeights
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Stop
+from libra.backends.transport.trainer_messages import Published
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.backends.transport.engine_messages import KVBufferPlace
 from libra.backends.transport.kv_buffer import BLOCK_NAME, Filled, OwnFrames, attach
-from libra.backends.transport.messages import KVBufferPlace
 
 FRAMES, BYTES = 3, 192
 FILLED = Filled(transfer=7, version=4, block=bytes(range(BLOCK_NAME)))

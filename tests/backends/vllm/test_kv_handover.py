@@ -11,14 +11,14 @@ import pytest
 from fakes.far_end import PATIENCE, FarEnd, connect, generated, piece
 
 import libra.backends.vllm.kv_handover
-from libra.backends.launch.handles import EngineHandle
-from libra.backends.transport.messages import Fetched, Generate, Interrupt, KVTransfer, Save, Saved
-from libra.backends.vllm.kv_handover import Handover, Handovers, KVHandover
+from libra.backends.transport.engine_messages import Fetched, Generate, Interrupt, KVTransfer, Save, Saved
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.backends.vllm.kv_handover import ContextMove, ContextMoves, KVHandover
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
-from libra.loop.fleet import EngineFleet, ServingEngine
+from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
 from libra.plan.problem import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
@@ -38,7 +38,7 @@ class Scene:
     target: EngineHandle
     target_far: FarEnd
 
-    def begin(self) -> asyncio.Task[tuple[KVTransfer | None, Handover]]:
+    def begin(self) -> asyncio.Task[tuple[KVTransfer | None, ContextMove]]:
         return asyncio.create_task(self.handover.bring(CONTEXT, "salt", self.source, self.target))
 
     async def asked_to_save(self) -> Save:
@@ -46,7 +46,7 @@ class Scene:
         assert isinstance(order, Save)
         return order
 
-    async def saved(self) -> tuple[KVTransfer, Handover]:
+    async def saved(self) -> tuple[KVTransfer, ContextMove]:
         """A context that lies in its frames."""
         brought = self.begin()
         order = await self.asked_to_save()
@@ -156,13 +156,13 @@ async def test_a_turn_that_is_given_up_as_its_context_is_saved_leaves_nothing_le
     await scene.free(FRAMES)
 
 
-def on_its_way(scene: Scene) -> tuple[EngineFleet, Draft]:
+def on_its_way(scene: Scene) -> tuple[ServingFleet, Draft]:
     """A context that the source holds, where the target is the only one to go on."""
-    fleet = EngineFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
+    fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 1, 0, 400),)), scene.handover)
     fleet.add(ServingEngine(scene.target, "any", 400))
-    draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, home=scene.source)
+    draft = Draft("t", Prompt("p", "", ""), 0.0, 0.0, fresh=False, started_at=0.0, kv_engine=scene.source)
     draft.given(list(CONTEXT))
-    draft.at_home = len(CONTEXT)
+    draft.kv_tokens = len(CONTEXT)
     return fleet, draft
 
 
@@ -178,7 +178,7 @@ async def test_an_engine_that_leaves_while_a_context_is_saved_for_it_is_not_sent
     scene.source_far.send(Saved(order.transfer.number, 3))
     await served
     assert scene.target.running == 0 and scene.target_far.nothing_waits()
-    assert turn.change is None and draft.home is scene.source
+    assert turn.change is None and draft.kv_engine is scene.source
     scene.target.close()
     await scene.free(FRAMES)
 
@@ -201,9 +201,9 @@ async def test_kv_is_where_it_was_until_the_next_engine_has_made_something(scene
     scene.target_far.close()
     await served
     if made:
-        assert (draft.home, draft.at_home) == (scene.target, len(CONTEXT) + 2 + len(made))
+        assert (draft.kv_engine, draft.kv_tokens) == (scene.target, len(CONTEXT) + 2 + len(made))
     else:
-        assert (draft.home, draft.at_home) == (scene.source, len(CONTEXT))
+        assert (draft.kv_engine, draft.kv_tokens) == (scene.source, len(CONTEXT))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for(scene: Scene) ->
 
 
 def test_changes_add_up() -> None:
-    changes = Handovers()
-    for change in (Handover(100, 96, 0.5, ""), Handover(40), Handover(64, 32, 0.25, "")):
+    changes = ContextMoves()
+    for change in (ContextMove(100, 96, 0.5, ""), ContextMove(40), ContextMove(64, 32, 0.25, "")):
         changes.add(change)
-    assert changes == Handovers(2, 128, 0.75, 1, 4 + 40 + 32)
+    assert changes == ContextMoves(2, 128, 0.75, 1, 4 + 40 + 32)

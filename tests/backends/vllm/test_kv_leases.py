@@ -7,7 +7,7 @@ import subprocess
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.backends.transport.messages import KVTransfer
+from libra.backends.transport.engine_messages import KVTransfer
 from libra.backends.vllm.kv_handover import KVLeases
 
 

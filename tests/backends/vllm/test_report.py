@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.backends.transport.messages import Generated, Piece
+from libra.backends.transport.engine_messages import Generated, Piece
 from libra.backends.vllm.report import REPORT_SECONDS, Report, Sampled
 
 

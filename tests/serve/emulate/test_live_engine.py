@@ -15,7 +15,7 @@ from virtual_time import run
 from libra.serve.emulate.live_engine import LiveEngine, RefusedError, WallClock
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 
@@ -77,7 +77,7 @@ async def live(spec: EngineSpec, turns: list[Turn], speed: float = 1.0) -> tuple
 
 def simulated(spec: EngineSpec, requests: list[Request], cancelled: dict[int, int]) -> list[Request]:
     """The same requests on an engine that is driven from event to event, with every iteration visited."""
-    engine = Engine(spec.config, spec.cost, exact=True)
+    engine = SimEngine(spec.config, spec.cost, exact=True)
     copies = [
         Request(it.number, it.arrival, it.prompt_tokens, it.output_tokens, chain=Chain("c"), priority=it.priority)
         for it in sorted(requests, key=lambda it: it.number)

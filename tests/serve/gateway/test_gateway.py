@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from serve.stage import Scripted, Stage, staged
 
-from libra.route.policy import Request, ToolReturn
+from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway import health
 from libra.trajectory import Trajectory, Turn
@@ -30,8 +30,8 @@ def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
         status, record = await stage.post("/trajectories/t/finish", {"reward": 0.5, "policy_version": 3})
         assert status == 200
         placed, (asked, returned), learned = (it for it in stage.policy.calls if it != "forget t")
-        assert placed == Request("t", "p", 40, 40, "search")
-        assert asked == Request("t", "p", 40, 75, "search") and returned == ToolReturn("lookup", "error", 15)
+        assert placed == TurnRequest("t", "p", 40, 40, "search")
+        assert asked == TurnRequest("t", "p", 40, 75, "search") and returned == ToolReturn("lookup", "error", 15)
         seconds = learned.turns[0].tool_seconds
         assert 0 <= seconds < 1 and learned.started_at > 0
         turns = (Turn(20, "lookup", "error", 15, seconds), Turn(9, None, None, 0))

@@ -24,13 +24,12 @@ from libra.plan.problem import Allocation, Bucket, Proof, Solution
 from libra.route.admission import Admission
 from libra.sim import cluster as sim_cluster
 from libra.sim.clock import ticks
-from libra.sim.engine.iteration_cost import Batch as Decoding
-from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
 from libra.sim.training_run.episodes import Episodes
-from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import TrainingPrice
 from libra.trajectory import Trajectory, Turn
@@ -140,11 +139,11 @@ class Seen:
     """The cluster of a run, with all its requests; its iterations, and the batches that were trained on."""
 
     iterations: list[Iteration] = field(default_factory=list)
-    clusters: list[sim_cluster.Cluster] = field(default_factory=list)
+    clusters: list[sim_cluster.SimCluster] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
 
     @property
-    def cluster(self) -> sim_cluster.Cluster:
+    def cluster(self) -> sim_cluster.SimCluster:
         (cluster,) = self.clusters
         return cluster
 
@@ -154,7 +153,7 @@ def seeing() -> Iterator[Seen]:
     """The loop's cluster keeps its requests and tells its iterations, and batches are noted: all goes on as without."""
     seen = Seen()
 
-    class Kept(sim_cluster.Cluster):
+    class Kept(sim_cluster.SimCluster):
         def __init__(self, *args: Any, **others: Any) -> None:
             super().__init__(*args, **{**others, "keep": True, "trace": seen.iterations.append})
             seen.clusters.append(self)
@@ -165,11 +164,11 @@ def seeing() -> Iterator[Seen]:
             seen.batches.append(batch)
             return batch
 
-    with patch.object(loop, "Cluster", Kept), patch.object(loop, "Admission", Noted):
+    with patch.object(loop, "SimCluster", Kept), patch.object(loop, "Admission", Noted):
         yield seen
 
 
-def run(system: System, episodes: Episodes, steps: int, **others: Any) -> PostTraining:
+def run(system: System, episodes: Episodes, steps: int, **others: Any) -> SimulatedRun:
     return loop.simulate_posttraining(system, episodes, steps, **others)
 
 
@@ -192,8 +191,8 @@ def cost_of(plan: Plan) -> IterationCost:
 def turn_ticks(cost: IterationCost, prompt: int, generated: int, cached: int = 0) -> int:
     """A turn with an engine to itself: what is not cached of its prompt is computed with the first token, each further
     token attends to all before it and to itself."""
-    now = cost.mixed(Decoding(0), 0, [(prompt - cached, cached)])
+    now = cost.mixed(DecodeBatch(0), 0, [(prompt - cached, cached)])
     for context in range(prompt + 1, prompt + generated):
-        base, slope, _ = cost.line(Decoding(1), context)
+        base, slope, _ = cost.line(DecodeBatch(1), context)
         now += base + slope * context
     return now

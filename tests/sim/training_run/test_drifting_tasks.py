@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from libra.sim.training_run.drifting_tasks import DriftingTasks
-from libra.sim.training_run.prompt_order import prompt_at
+from libra.sim.training_run.episodes import prompt_at
 from libra.sim.training_run.task_shape import LengthClass, TaskShape, ToolOutcome
 from libra.trajectory import Trajectory
 

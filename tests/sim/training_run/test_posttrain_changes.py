@@ -31,12 +31,12 @@ from libra.plan.plan import Plan
 from libra.route.baselines import LeastLoaded, RoundRobin
 from libra.route.bucket import AttainedService
 from libra.route.cmlfq import CMLFQ
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.route.predictor import LengthPredictor
 from libra.sim.clock import seconds, ticks
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run.caller import EpisodeCaller
-from libra.sim.training_run.outcome import PostTraining
+from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory, Turn
 
@@ -64,11 +64,11 @@ class Recording(LeastLoaded):
         self.ended: list[str] = []
         self.gone: list[str] = []
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         self.contexts[request.trajectory_id].append(request.context_tokens)
         return super().place(request, fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         self.returns[request.trajectory_id].append(returned.returned_tokens)
         self.contexts[request.trajectory_id].append(request.context_tokens)
         return super().tool_returned(request, returned, fleet)
@@ -157,25 +157,25 @@ class Counting(AttainedService):
 
     def __init__(self) -> None:
         super().__init__()
-        self.placed: dict[str, Request] = {}  # by trajectory
-        self.outgrown: list[tuple[Request, int, int]] = []  # (as placed, context, limit of the bucket that it leaves)
+        self.placed: dict[str, TurnRequest] = {}  # by trajectory
+        self.outgrown: list[tuple[TurnRequest, int, int]] = []  # as placed, context, limit of its bucket
         self._limits: dict[str, int] = {}
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         self.placed[request.trajectory_id] = request
         return self._noted(request, super().place(request, fleet), fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         self.placed[request.trajectory_id] = request
         return self._noted(request, super().tool_returned(request, returned, fleet), fleet)
 
-    def bucket_overrun(self, request: Request, generated_tokens: int, fleet: Fleet) -> Placement | None:
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         who = request.trajectory_id
         assert request == self.placed[who]
         self.outgrown.append((request, request.context_tokens + generated_tokens, self._limits[who]))
         return self._noted(request, super().bucket_overrun(request, generated_tokens, fleet), fleet)
 
-    def _noted(self, request: Request, placement: Placement | None, fleet: Fleet) -> Placement | None:
+    def _noted(self, request: TurnRequest, placement: Placement | None, fleet: Fleet) -> Placement | None:
         if placement is not None:
             self._limits[request.trajectory_id] = fleet.limits[placement.bucket]
         return placement
@@ -278,7 +278,7 @@ def test_engines_that_are_wanted_again_start_again() -> None:
 # Trainers
 
 
-def trained(first: Plan, *changes: tuple[int, Plan], join: float, steps: int = 7) -> PostTraining:
+def trained(first: Plan, *changes: tuple[int, Plan], join: float, steps: int = 7) -> SimulatedRun:
     """A run that training bounds: the trainer never waits for a batch, only for itself."""
     switch = SwitchCost(engine_start=1.0, trainer_join=join, weight_load=0.0)
     system = System("s", first, LeastLoaded, lambda: Timetable(dict(changes)), switch=switch)

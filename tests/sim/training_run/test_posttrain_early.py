@@ -23,7 +23,7 @@ from posttrain_cases import (
 
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.route.baselines import LeastLoaded
-from libra.route.policy import Fleet, Placement, Request, ToolReturn
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.sim.clock import seconds
 from libra.sim.training_run.system import System
 from libra.sim.training_run.trainer import TrainingPrice
@@ -105,12 +105,12 @@ class Counting(LeastLoaded):
         self.live: Counter[str] = Counter()
         self.most = 0
 
-    def place(self, request: Request, fleet: Fleet) -> Placement | None:
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         self.live[request.trajectory_id] = 1
         self.most = max(self.most, self.live.total())
         return super().place(request, fleet)
 
-    def tool_returned(self, request: Request, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         assert self.live[request.trajectory_id]
         return super().tool_returned(request, returned, fleet)
 

@@ -39,7 +39,7 @@ from libra.plan.plan import Plan, make_plan
 from libra.route.baselines import LeastLoaded, RoundRobin
 from libra.route.catalogue import POLICIES, policy_named
 from libra.sim.clock import ticks
-from libra.sim.engine.iteration_cost import Batch, IterationCost
+from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
@@ -215,7 +215,7 @@ class Alone:
         now, due = 0, list(pauses)
         while due and due[0] <= max(now, start):
             now = max(now, due.pop(0)) + stall
-        now = max(now, start) + self.cost.mixed(Batch(0), 0, [(self.prompt, 0)])
+        now = max(now, start) + self.cost.mixed(DecodeBatch(0), 0, [(self.prompt, 0)])
         for made in range(1, self.generated):
             paused = False
             while due and due[0] <= now:
@@ -223,9 +223,9 @@ class Alone:
                 due.pop(0)
             context = self.prompt + made
             if paused and self.refresh:
-                now += self.cost.mixed(Batch(0), 0, [(context, 0)])
+                now += self.cost.mixed(DecodeBatch(0), 0, [(context, 0)])
             else:
-                base, slope, _ = self.cost.line(Batch(1), context)
+                base, slope, _ = self.cost.line(DecodeBatch(1), context)
                 now += base + slope * context
         return now
 

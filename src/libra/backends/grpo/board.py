@@ -2,8 +2,8 @@
 
 Invariant: the sequence number is odd while the state is being changed and even while it is whole; a change adds two. So
 a copy during which an even number stayed the same is a copy of one whole state (a sequence lock), and the owner never
-waits for those who copy. State `number` is what the number-th change since the start has left; who takes over another
-replica's state goes on from that one's number, so that all processes of a replica count alike, whichever states they
+waits for readers. State `number` is what the number-th change since the start has left; a replica that takes
+over another's state goes on from its number, so that all processes of a replica count alike, whichever states they
 copied on their way. The header holds the checksum of the parameters.
 
 The order of stores that this needs is that of x86. On a machine that reorders them a torn copy of the parameters still
@@ -32,7 +32,7 @@ class StateBoard:
     """The owner's end. The three vectors are tensors of the length that the flat layout says."""
 
     def __init__(self, length: int, dtype: str, signature: int) -> None:
-        import torch  # who only reads a board does without
+        import torch  # a reader of a board does without
 
         self._shared = OwnVectors("libra-state", board_layout(length, dtype))
         self._shared.header[SIGNATURE] = signature

@@ -13,15 +13,14 @@ from typing import cast
 from msgspec.structs import replace
 
 from libra.backends.grpo.joint_step import split_by, split_evenly
-from libra.backends.transport.messages import (
+from libra.backends.transport.channel import FromWorker, ToWorker
+from libra.backends.transport.trainer_messages import (
     Entered,
     Follow,
-    FromWorker,
     MeasureTraining,
     Reduced,
     Serving,
     StateDigest,
-    ToWorker,
     Train,
     Trained,
     TrainingMeasured,
@@ -72,7 +71,7 @@ def join(answers: Sequence[FromWorker]) -> FromWorker:
             ports = [port for serving in servings for port in serving.ports]
             return Serving(ports, _first(serving.failure for serving in servings))
         case StateDigest():
-            return _standing(cast(Sequence[StateDigest], answers))
+            return _digest(cast(Sequence[StateDigest], answers))
         case WarmedUp():
             losses = cast(Sequence[WarmedUp], answers)
             return WarmedUp(sum(each.loss for each in losses), sum(each.tokens for each in losses))
@@ -85,7 +84,7 @@ def _vote(votes: Sequence[Reduced]) -> Reduced:
         version=votes[0].version,
         failure=_first(vote.failure for vote in votes),
         compute_seconds=max(vote.compute_seconds for vote in votes),
-        # Who waits for the others in the exchange is not slow: it takes what it takes the last to come.
+        # Waiting for others in the exchange is not part of it: it takes as long as for the last replica to come.
         exchange_seconds=min(vote.exchange_seconds for vote in votes),
         forward_tokens=sum(vote.forward_tokens for vote in votes),
         generated_tokens=sum(vote.generated_tokens for vote in votes),
@@ -109,15 +108,15 @@ def _measured(measured: Sequence[TrainingMeasured]) -> TrainingMeasured:
     )
 
 
-def _standing(standings: Sequence[StateDigest]) -> StateDigest:
-    numbers = {standing.number for standing in standings}
+def _digest(digests: Sequence[StateDigest]) -> StateDigest:
+    numbers = {digest.number for digest in digests}
     return StateDigest(
         number=numbers.pop() if len(numbers) == 1 else -1,
-        parameter_hash=_hash(standing.parameter_hash for standing in standings),
-        size=sum(standing.size for standing in standings),  # copies of all parts share a way
-        places=[place for standing in standings for place in standing.places],
-        ready=all(standing.ready for standing in standings),
-        behind=_first(standing.behind for standing in standings),
+        parameter_hash=_hash(digest.parameter_hash for digest in digests),
+        size=sum(digest.size for digest in digests),  # copies of all parts share a way
+        places=[place for digest in digests for place in digest.places],
+        ready=all(digest.ready for digest in digests),
+        behind=_first(digest.behind for digest in digests),
     )
 
 

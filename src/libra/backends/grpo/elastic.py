@@ -18,7 +18,7 @@ from threading import Thread
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from libra.backends.transport.messages import FORMING_SECONDS, HostRendezvous, Prepare
+from libra.backends.transport.trainer_messages import FORMING_SECONDS, HostRendezvous, Prepare
 
 FORMING = timedelta(seconds=FORMING_SECONDS)
 

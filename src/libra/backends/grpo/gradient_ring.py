@@ -40,7 +40,7 @@ class GradientRing:
     """The owner's end. `slots` are tensors [length + 1]; the last element is for the denominator."""
 
     def __init__(self, length: int, dtype: str) -> None:
-        import torch  # who only reads a ring does without
+        import torch  # a reader of a ring does without
 
         self._shared = OwnVectors("libra-gradients", ring_layout(length, dtype))
         self._numbers = self._shared.header.reshape(SLOTS, CELLS)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
-from libra.backends.transport.messages import Sample
+from libra.backends.transport.trainer_messages import Sample
 
 Denominator = Literal["tokens", "sequences", "constant"]
 BEHAVIOUR_WEIGHT_CAP = 2.0  # min(pi_prox / mu, 2): truncated importance weight

@@ -12,13 +12,13 @@ import secrets
 import time
 
 from libra.backends.grpo.membership import Boundary, Membership
-from libra.backends.launch.handles import Handle, WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.launch.handle import Handle
+from libra.backends.transport.messages import Message
+from libra.backends.transport.trainer_messages import (
     TOKEN_BYTES,
     CatchUp,
     Follow,
     Identify,
-    Message,
     RelayPlace,
     Serve,
     Serving,
@@ -26,6 +26,7 @@ from libra.backends.transport.messages import (
     StatePlace,
 )
 from libra.exec.pool import JOIN_BOUNDARIES
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 COURTEOUS = 15  # of the `JOIN_BOUNDARIES`: at those it is let in only if it is there at once
 HOLD = 0.02  # seconds that a step boundary waits for a joiner that is nearly there
@@ -92,7 +93,7 @@ class Joiner:
             rank = len(members.cores if self._core else members.replicas)
             present = members.replicas
             self._generation = await members.prepare([*present[:rank], self._replica, *present[rank:]])
-            here = await self._core_standing()
+            here = await self._core_digest()
             self._follows = members.cores[0] if here is not None else None
             if here is not None and self._follows is not follows:
                 places = await self._places(here)
@@ -106,7 +107,7 @@ class Joiner:
         async with self._boundary:
             began = time.monotonic()
             await members.tidy()
-            here = await self._core_standing()
+            here = await self._core_digest()
             if here is None or self._is_stale():
                 return None
             if self._behind:
@@ -179,16 +180,16 @@ class Joiner:
         return [RelayPlace(core.host, port, token) for port in serving.ports]
 
     async def _ask(self, order: Message, deadline: float) -> StateDigest:
-        [standing] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
-        if standing is None:
+        [digest] = await self._membership.ask([(self._replica, order)], StateDigest, deadline=deadline)
+        if digest is None:
             raise WorkerLostError(f"worker {self._replica.name} went away while it joined")
-        return standing
+        return digest
 
-    async def _core_standing(self) -> StateDigest | None:
+    async def _core_digest(self) -> StateDigest | None:
         """None when the core is lost."""
         orders = [(self._membership.cores[0], Identify())]
-        [standing] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
-        return standing
+        [digest] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
+        return digest
 
 
 def _copy_seconds(core: StateDigest) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.backends.transport.messages import Reduced, Sample, Trained
+from libra.backends.transport.trainer_messages import Reduced, Sample, Trained
 
 Item = TypeVar("Item")
 
@@ -63,7 +63,7 @@ def summarise(
         replicas=len(votes),
         wall_seconds=wall_seconds,
         compute_seconds=max(vote.compute_seconds for vote in votes),
-        # Who waits for the others in the exchange is not slow: it takes what it takes the last to come.
+        # Waiting for others in the exchange is not part of it: it takes as long as for the last replica to come.
         exchange_seconds=min(vote.exchange_seconds for vote in votes),
         publish_seconds=publish_seconds,
         forward_tokens=sum(vote.forward_tokens for vote in votes),

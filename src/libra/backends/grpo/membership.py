@@ -1,4 +1,4 @@
-"""Who takes part in training, and in which numbered generation of the gradient exchange.
+"""Which replicas take part in training, and in which numbered generation of the gradient exchange.
 
 Invariant: a generation has a fixed list of replicas, one number that is never used again, and is prepared before it is
 entered. Replicas enter one only between two steps, all of them, or move on to the next one that is prepared.
@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from libra.backends.launch.handles import ANSWER_DEADLINE, SILENT_LOOKS, Handle, WorkerFailedError, WorkerLostError
-from libra.backends.transport.messages import (
+from libra.backends.launch.handle import ANSWER_DEADLINE, SILENT_LOOKS, Handle
+from libra.backends.transport.messages import Acknowledged, Message
+from libra.backends.transport.trainer_messages import (
     FORMING_SECONDS,
-    Acknowledged,
     Enter,
     Entered,
     HostRendezvous,
-    Message,
     Prepare,
     Rendezvous,
 )
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 Reply = TypeVar("Reply", bound=Message)
 _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
@@ -60,8 +60,8 @@ async def ask_all(
 ) -> list[Reply | None]:
     """The answers in the order of the orders; None from a worker that is lost.
 
-    `allowed` gives the seconds that all may take, once the first has answered after so many; `deadline` those until the
-    first answer. Who takes longer, or fails, is declared lost and killed.
+    `allowed` gives the seconds that all may take, from those after which the first answered; `deadline` those until the
+    first answer. A replica that takes longer, or fails, is declared lost and killed.
     """
     began = time.monotonic()
     look, looks = None, SILENT_LOOKS
@@ -107,7 +107,7 @@ def _answer(task: asyncio.Task[Reply], worker: Handle, kill: Callable[[Handle], 
 
 
 class Boundary(asyncio.Lock):
-    """Between two steps: whoever holds it, nobody else makes a step or changes who makes them.
+    """Between two steps: while it is held, nobody else makes a step or changes the membership.
 
     Holding it counts as waiting only while a step is due; otherwise it costs nobody anything.
     """
@@ -151,7 +151,7 @@ class Membership:
     def __init__(self, core: Handle, kill: Callable[[Handle], None], patience: Patience, port: int) -> None:
         self._kill = kill
         self._wanted_port = port
-        self._meeting: tuple[Handle, int] | None = None  # the replica where they meet, and the port
+        self._rendezvous: tuple[Handle, int] | None = None  # the replica where they meet, and the port
         self.patience = patience
         self.cores, self.hybrids = [core], list[Handle]()
         self.prepared = 0  # the newest generation
@@ -200,13 +200,13 @@ class Membership:
 
     async def _meet_at(self, replica: Handle) -> int:
         """The port at which it listens for the others; 0 when it cannot, or is lost."""
-        if self._meeting is None or self._meeting[0] is not replica:
+        if self._rendezvous is None or self._rendezvous[0] is not replica:
             order = HostRendezvous(replica.host, self._wanted_port)
             [meeting] = await self.ask([(replica, order)], Rendezvous, deadline=self.patience.floor)
             if meeting is None or not meeting.port:
                 return 0
-            self._meeting = replica, meeting.port
-        return self._meeting[1]
+            self._rendezvous = replica, meeting.port
+        return self._rendezvous[1]
 
     async def enter(self, generation: int) -> None:
         """All present replicas enter; into a newer generation when that does not come about or somebody is lost on the

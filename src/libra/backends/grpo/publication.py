@@ -14,8 +14,8 @@ import numpy as np
 
 from libra.backends.grpo import board, gradient_ring
 from libra.backends.grpo.gradient_ring import NUMBER, SLOTS, Update
-from libra.backends.transport.messages import StatePlace
 from libra.backends.transport.shared_vectors import LayoutError, Vector, attach
+from libra.backends.transport.trainer_messages import StatePlace
 
 _PAUSE = 0.001  # seconds between two looks at a state that is being changed
 _LOOKS = 30  # in a row: who looks must get back to its own orders
@@ -65,8 +65,8 @@ class Publication(Protocol):
 
 
 class SharedPublication:
-    """The publication of a process on the same machine, through its shared memory. Who copies by its own means asks
-    `holds_state` or `holds_update` afterwards whether it has copied what it was to."""
+    """The publication of a process on the same machine, through its shared memory. A reader with its own way of copying
+    asks `holds_state` or `holds_update` afterwards whether it has copied what it was to."""
 
     def __init__(self, place: StatePlace, shape: Shape) -> None:
         """Raises `LayoutError`, and `OSError` when the process is gone."""

@@ -20,8 +20,8 @@ import msgspec
 from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
 from libra.backends.grpo.state_stream import StateRequest, StateStream, Verdict
 from libra.backends.launch.fork_server_main import die_with
-from libra.backends.transport.messages import Serve, StatePlace
 from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.transport.trainer_messages import Serve, StatePlace
 
 READER_SECONDS = 60.0  # for the reader to come
 GREETING_SECONDS = 5.0  # for one who came, and holds up all others, to say who it is

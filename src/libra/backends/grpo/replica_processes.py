@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from libra.backends.grpo.divided_orders import divide, join
 from libra.backends.grpo.model_part import HOST, Inside, meet
 from libra.backends.launch.fork_server_main import die_with, serve_and_leave
-from libra.backends.transport.channel import PeerChannel, WorkerChannel
-from libra.backends.transport.messages import Failure, FromWorker, ToWorker
+from libra.backends.transport.channel import FromWorker, PeerChannel, ToWorker, WorkerChannel
+from libra.backends.transport.messages import Failure
 
 _CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and its end
 _LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
@@ -147,19 +147,19 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
 
 
 def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Inside:
-    """`meet`, which would wait for one that never comes, on a thread beside a look at who is there."""
-    meeting: Future[Inside] = Future()
+    """`meet` on a thread, since it would wait for a peer that never comes, while this one watches that they live."""
+    formed: Future[Inside] = Future()
 
     def run() -> None:
         try:
-            meeting.set_result(meet(0, processes, store))
-        except Exception as error:  # noqa: BLE001 - the end of a thread: whoever waits raises it
-            meeting.set_exception(error)
+            formed.set_result(meet(0, processes, store))
+        except Exception as error:  # noqa: BLE001 - the end of a thread: the caller raises it
+            formed.set_exception(error)
 
     Thread(target=run, name="meet", daemon=True).start()
-    while not meeting.done():
+    while not formed.done():
         channel.look_for_broken(_LOOK_SECONDS)
-    return meeting.result()
+    return formed.result()
 
 
 def _serve_peer(

@@ -20,8 +20,8 @@ import numpy as np
 
 from libra.backends.grpo.gradient_ring import Update
 from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError, overwritten
-from libra.backends.transport.messages import TOKEN_BYTES, RelayPlace
 from libra.backends.transport.shared_vectors import LayoutError, Vector
+from libra.backends.transport.trainer_messages import TOKEN_BYTES, RelayPlace
 
 # A healthy peer sends a piece in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
 # little longer for a joiner (`Patience.floor`): it is to hear from it that its way to the core broke.
@@ -61,7 +61,7 @@ class StateStream:
         self._send(_GREETING, token.encode(), shape.length, shape.dtype.encode(), shape.signature)
 
     def greeting(self, seconds: float) -> tuple[bytes, Shape]:
-        """Token and shape of the other end, which has so long to send them."""
+        """Token and shape of the other end, which has `seconds` to send them."""
         token, length, dtype, signature = self._receive(_GREETING, seconds)
         return token, Shape(length, dtype.rstrip(b"\0").decode(errors="replace"), signature)
 
@@ -69,7 +69,7 @@ class StateStream:
         self._send(_REQUEST, request, number)
 
     def asked(self, seconds: float) -> tuple[StateRequest, int]:
-        """The next request, which may be so long in coming."""
+        """The next request, which may take `seconds` to come."""
         request, number = self._receive(_REQUEST, seconds)
         return _known(StateRequest, request), number
 

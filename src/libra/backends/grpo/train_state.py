@@ -19,7 +19,7 @@ from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, S
 from libra.backends.grpo.gradient_ring import GradientRing, Update
 from libra.backends.grpo.publication import Publication, Shape, SharedPublication
 from libra.backends.grpo.state_stream import RemotePublication
-from libra.backends.transport.messages import RelayPlace, StatePlace
+from libra.backends.transport.trainer_messages import RelayPlace, StatePlace
 
 _ALIGNMENT = 64  # bytes: a cache line
 

@@ -7,31 +7,29 @@ once; every replica then holds the same parameters, and says so by their hash. U
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
+from libra.backends.grpo.model_files import MODEL, OPTIMISER, load_file, load_or_make, save_files
 from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.launch.pace import Pacer
-from libra.backends.transport.messages import (
+from libra.backends.transport.messages import Tensor
+from libra.backends.transport.trainer_messages import (
     Commit,
     MeasureTraining,
     Reduced,
     Sample,
     StartTrainer,
-    Tensor,
     Train,
     Trained,
     TrainingMeasured,
@@ -40,7 +38,6 @@ from libra.backends.transport.messages import (
 )
 from libra.backends.transport.weights import WeightBuffer, make_layout
 
-_MODEL, _OPTIMISER = "model.safetensors", "optimizer.safetensors"
 _GRADIENT_NORM = 1.0  # clip
 _MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
 _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
@@ -57,7 +54,7 @@ class _Sums:
     prox_gap: float = 0.0
 
 
-class Trainer:
+class TrainerProcess:
     """Its part of the model, optimiser and gradient exchange."""
 
     def __init__(self, start: StartTrainer, descriptor: int, pacer: Pacer, inside: Inside = ALONE) -> None:
@@ -67,7 +64,7 @@ class Trainer:
         torch.manual_seed(start.seed)
         self._dtype, mixed = _ARITHMETIC[start.precision]
         self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
-        model = _load_or_make(Path(start.model_directory), self._dtype).train()
+        model = load_or_make(Path(start.model_directory), self._dtype).train()
         self._config = model.config
         self.part = part_of(model, start.sharding, self._accelerator, inside)
         named = self.part.parameters
@@ -174,29 +171,18 @@ class Trainer:
         return scores
 
     def save(self, directory: Path, optimiser: bool) -> None:
-        """`model.safetensors` and `optimizer.safetensors`, each written whole before it takes its name."""
-        files: dict[str, Mapping[str, torch.Tensor]] = {_MODEL: self.part.parameters}
+        """The model, with its optimiser if wanted; see `model_files`."""
+        tensors = {MODEL: self.part.parameters}
         if optimiser:
-            files[_OPTIMISER] = self.state.optimiser_tensors()
-        if self._inside.leads:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._config.save_pretrained(directory)
-        for name, own in files.items():
-            whole = Gathered(self.part, own)
-            if self._inside.leads:
-                part = directory / f"{name}.part"
-                save_file({key: tensor.contiguous() for key, tensor in whole.items()}, part, metadata={"format": "pt"})
-                part.rename(directory / name)
-            else:
-                for key in whole:
-                    whole[key]
+            tensors[OPTIMISER] = self.state.optimiser_tensors()
+        save_files(directory, self.part, tensors, self._config if self._inside.leads else None)
 
     def load(self, directory: Path) -> None:
-        """Each process takes its part of the files."""
-        with torch.no_grad(), self.state.change():
-            self._take(directory / _MODEL, self.part.parameters)
-            if (directory / _OPTIMISER).exists():
-                self._take(directory / _OPTIMISER, self.state.optimiser_tensors())
+        """The model, with its optimiser where the directory has one."""
+        with self.state.change():
+            load_file(directory / MODEL, self.part, self.part.parameters)
+            if (directory / OPTIMISER).exists():
+                load_file(directory / OPTIMISER, self.part, self.state.optimiser_tensors())
 
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
         """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""
@@ -289,17 +275,3 @@ class Trainer:
         with self._accelerator.autocast():
             logits = self.part.model(input_ids=ids, use_cache=False).logits[:, :-1].to(self._dtype)
         return torch.log_softmax(logits / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-
-    def _take(self, file: Path, own: Mapping[str, torch.Tensor]) -> None:
-        """One tensor of the file after the other, and of each what belongs to this process."""
-        with safe_open(file, framework="pt") as saved:
-            for name, tensor in own.items():
-                tensor.copy_(self.part.own(name, saved.get_tensor(name)))
-
-
-def _load_or_make(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The model of a directory, in this type; with random weights where the directory holds none yet."""
-    if any(directory.glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    config = AutoConfig.from_pretrained(directory)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)

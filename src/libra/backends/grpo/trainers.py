@@ -11,31 +11,64 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from libra.backends.grpo.joining import Joiner, JoinError
 from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
 from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
-from libra.backends.launch.handles import ANSWER_DEADLINE, Handle, WorkerLostError
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
+from libra.backends.transport.messages import Acknowledged, Message, Precision
+from libra.backends.transport.trainer_messages import (
     Commit,
     Discard,
     MeasureTraining,
-    Message,
     Publish,
     Published,
     Reduced,
     Sample,
+    SaveCheckpoint,
+    StartTrainer,
     Train,
     Trained,
     TrainingMeasured,
 )
 from libra.backends.transport.weights import BUFFERS
+from libra.config.run import TrainingConfig
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.exec.ratio import Ratio
+from libra.records.disk import DiskError
 
 Reply = TypeVar("Reply", bound=Message)
 _FREE = 0.001  # seconds in which a step boundary is entered that nobody holds
+
+
+def start_order(
+    model: Path,
+    training: TrainingConfig,
+    *,
+    learning_rate: float,
+    precision: Precision,
+    seed: int,
+    share: float,
+    cores: tuple[int, ...],
+) -> StartTrainer:
+    """What a worker is told that is to train this model. `share`: of one core; `precision`: the chosen one."""
+    return StartTrainer(
+        model_directory=str(model),
+        learning_rate=learning_rate,
+        clip=training.clip,
+        denominator=training.denominator,
+        token_constant=training.token_constant,
+        temperature=training.temperature,
+        micro_batch_tokens=training.micro_batch_tokens,
+        precision=precision,
+        seed=seed,
+        share=share,
+        cores=cores,
+        processes=training.processes,
+        sharding=training.sharding,
+    )
 
 
 class DivergedError(RuntimeError):
@@ -88,7 +121,7 @@ class Trainers:
 
     @property
     def step_allowance(self) -> float:
-        """Seconds in which a step is made, or somebody found who is lost in it, as far as one can tell."""
+        """Seconds within which a step is made, or a replica found to be lost in it, as far as one can tell."""
         return self._patience.beside(self._longest_step) if self._longest_step else self._patience.unknown
 
     async def join(self, replica: Handle, core: bool = False) -> float:
@@ -206,12 +239,12 @@ class Trainers:
         )
 
     async def _discard(self) -> None:
-        """Everyone who is left forgets the gradient."""
+        """All remaining replicas forget the gradient."""
         orders = [(replica, Discard()) for replica in self.replicas()]
         await self._members.ask(orders, Acknowledged, deadline=self._patience.floor)
 
     async def _commit(self, version: int, votes: list[Reduced], began: float) -> StepResult:
-        """Everyone steps. Who is lost from here on does not undo the step: its gradient is in the sum."""
+        """All replicas step. Losing one from here on does not undo the step: its gradient is in the sum."""
         buffer = version % BUFFERS
         orders = [
             (replica, Commit(version, buffer if rank == 0 else -1)) for rank, replica in enumerate(self.replicas())
@@ -226,7 +259,7 @@ class Trainers:
         if answers[0] is not None:
             checksum, publish_seconds = answers[0].checksum, answers[0].publish_seconds
             self.publisher = orders[0][0]
-        else:  # who was to publish is lost
+        else:  # the replica that was to publish is lost
             asked = time.monotonic()
             checksum = await self.publish(version, buffer)
             publish_seconds = time.monotonic() - asked
@@ -236,3 +269,14 @@ class Trainers:
         self._step_seconds = time.monotonic() - began
         self._longest_step = max(self._longest_step, self._step_seconds)
         return summarise(votes, done[0], checksum, buffer, self._step_seconds, publish_seconds)
+
+
+async def save_weights(trainers: Trainers, directory: Path, optimiser: bool) -> None:
+    """A core replica writes what it holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file
+    then."""
+    try:
+        await trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
+    except WorkerFailedError as error:  # it was alive, and could not do it
+        for part in directory.glob("*.part"):
+            part.unlink(missing_ok=True)  # it takes space that somebody may need now
+        raise DiskError(directory, OSError(0, str(error))) from None

@@ -16,18 +16,18 @@ from libra.backends.grpo.publication import OverrunError, Publication, Unreachab
 from libra.backends.grpo.relay import Relay
 from libra.backends.grpo.replica_processes import Channel, serve_together
 from libra.backends.grpo.train_state import TrainState
-from libra.backends.grpo.trainer import Trainer
+from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.launch.pace import Pacer
-from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.channel import FromWorker, ToWorker, WorkerChannel
+from libra.backends.transport.messages import Acknowledged, Ready, Stop
+from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.transport.trainer_messages import (
     CatchUp,
     Commit,
     Discard,
     Enter,
     Entered,
     Follow,
-    FromWorker,
     HostRendezvous,
     Identify,
     LoadCheckpoint,
@@ -35,7 +35,6 @@ from libra.backends.transport.messages import (
     Prepare,
     Publish,
     Published,
-    Ready,
     Rendezvous,
     SaveCheckpoint,
     Score,
@@ -44,12 +43,9 @@ from libra.backends.transport.messages import (
     Serving,
     StartTrainer,
     StateDigest,
-    Stop,
-    ToWorker,
     Train,
     WarmUp,
 )
-from libra.backends.transport.shared_vectors import LayoutError
 
 SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
 SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
@@ -135,7 +131,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
         threads = len(start.cores) // start.processes
         if threads > 1:
             torch.set_num_threads(threads)
-        trainer = Trainer(start, descriptor, Pacer(start.share / start.processes, start.cores), inside)
+        trainer = TrainerProcess(start, descriptor, Pacer(start.share / start.processes, start.cores), inside)
         channel.send(Ready(time.monotonic() - began, trainer.layout, trainer.buffer_bytes))
         TrainingWorker(channel, trainer).run()
 
@@ -148,7 +144,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
 class TrainingWorker:
     """One process of a replica."""
 
-    def __init__(self, channel: Channel, trainer: Trainer) -> None:
+    def __init__(self, channel: Channel, trainer: TrainerProcess) -> None:
         self._channel, self._trainer = channel, trainer
         self._follower: Follower | None = None
         self._behind = ""  # why it ceased to follow
@@ -183,7 +179,7 @@ class TrainingWorker:
             case Enter():
                 return self._enter(message)
             case Identify():
-                return self._standing()
+                return self._digest()
             case Serve():
                 return self._serve(message)
             case Follow():
@@ -234,7 +230,7 @@ class TrainingWorker:
         except (LayoutError, OSError) as error:
             self._behind = f"the core's state cannot be read: {error}"
         self._keep_up()
-        return self._standing()
+        return self._digest()
 
     def _catch_up(self, order: CatchUp) -> StateDigest:
         ends = time.monotonic() + order.seconds
@@ -242,7 +238,7 @@ class TrainingWorker:
             time.sleep(_LOOK_SECONDS)
             self._keep_up()
         ready = self._trainer.exchange.formed(order.generation, max(0.0, ends - time.monotonic()))
-        return self._standing(ready)
+        return self._digest(ready)
 
     def _keep_up(self) -> None:
         if self._follower is None:
@@ -253,7 +249,7 @@ class TrainingWorker:
             self._follower, self._behind = None, str(error)
         self._trainer.pace()
 
-    def _standing(self, ready: bool = False) -> StateDigest:
+    def _digest(self, ready: bool = False) -> StateDigest:
         state = self._trainer.state
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 

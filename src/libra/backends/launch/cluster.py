@@ -19,7 +19,7 @@ from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
 from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
 from libra.backends.launch.reception import Reception
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.exec.background import raise_in_loop
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
@@ -38,7 +38,7 @@ class SlotOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class NodeSlot:
     """A slot: the `number`th on node `node` of those that are used."""
 
     node: int
@@ -53,7 +53,7 @@ def room(offers: Sequence[SlotOffer], share: float, most: int | None) -> list[in
     return [each if most is None else min(each, most) for each in rooms]
 
 
-def seats(slots: int, rooms: Sequence[int]) -> list[Seat]:
+def node_slots(slots: int, rooms: Sequence[int]) -> list[NodeSlot]:
     """Where each slot is. Nodes without room, or not needed, are left out and the others numbered in order. Raises
     `NoRoomError`."""
     if sum(rooms) < slots:
@@ -61,7 +61,7 @@ def seats(slots: int, rooms: Sequence[int]) -> list[Seat]:
     rounds = [(node, number) for number in range(slots) for node, each in enumerate(rooms) if number < each]
     chosen = rounds[:slots]
     used = sorted({node for node, _ in chosen})
-    return [Seat(used.index(node), number) for node, number in chosen]
+    return [NodeSlot(used.index(node), number) for node, number in chosen]
 
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
@@ -91,20 +91,20 @@ class _Place:
 
 
 class ClusterLauncher:
-    """See `Launcher` for its verbs. `seats` are the slots; `marks` are files that every node must see; a place that
-    loses `most_losses` nodes within an hour, those that do not start included, is given up."""
+    """See `Launcher` for its verbs. `slots` say where each slot is; `marks` are files that every node must see. A place
+    that loses `most_losses` nodes within an hour, those that do not start included, is given up."""
 
     def __init__(
         self,
         nodes: Nodes,
-        seats: Sequence[Seat],
+        slots: Sequence[NodeSlot],
         reception: Reception,
         marks: Mapping[str, str],
         most_losses: int,
     ) -> None:
-        self._nodes, self._seats, self._reception, self._marks = nodes, seats, reception, marks
+        self._nodes, self._slots, self._reception, self._marks = nodes, slots, reception, marks
         self._most_losses = most_losses
-        self._places = [_Place(number) for number in range(1 + max(seat.node for seat in seats))]
+        self._places = [_Place(number) for number in range(1 + max(slot.node for slot in slots))]
         self._keepers: list[asyncio.Task[None]] = []
         self._copies = WeightCopies()
         self.slots_changed: Callable[[], None] = lambda: None
@@ -112,11 +112,11 @@ class ClusterLauncher:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, nodes: Nodes, seats: Sequence[Seat], marks: Mapping[str, str], most_losses: int
+        cls, nodes: Nodes, slots: Sequence[NodeSlot], marks: Mapping[str, str], most_losses: int
     ) -> AsyncIterator[ClusterLauncher]:
         """A launcher that is starting; closed on the way out."""
         async with Reception.open(nodes.host) as reception:
-            launcher = cls(nodes, seats, reception, marks, most_losses)
+            launcher = cls(nodes, slots, reception, marks, most_losses)
             launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
             for keeper in launcher._keepers:
                 keeper.add_done_callback(raise_in_loop)
@@ -148,14 +148,14 @@ class ClusterLauncher:
         return max(place.facts.import_seconds for place in self._places)
 
     async def spawn(self, name: str, slot: int) -> WorkerLink:
-        place, seat = self._place(slot), self._seats[slot]
+        place, number = self._place(slot), self._slots[slot].number
         node, generation = place.node, place.generation
         if node is None:
             raise ForkError(f"worker {name} cannot start: {place.why}, and no other has slot {slot}")
         with self._reception.expect() as (token, arrival):
             try:
                 async with asyncio.timeout(_FORK_SECONDS):
-                    pid = await node.fork(name, seat.number, self._reception.address, token)
+                    pid = await node.fork(name, number, self._reception.address, token)
             except (LaunchError, OSError) as error:
                 why = str(error) or "it does not answer"
                 raise ForkError(f"worker {name} cannot start on node {place.facts.host}: {why}") from None
@@ -211,7 +211,7 @@ class ClusterLauncher:
         return link.node, None
 
     def _place(self, slot: int) -> _Place:
-        return self._places[self._seats[slot].node]
+        return self._places[self._slots[slot].node]
 
     def _place_of(self, link: WorkerLink) -> _Place | None:
         return next((place for place in self._places if link in place.links), None)

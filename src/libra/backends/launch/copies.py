@@ -1,6 +1,6 @@
 """Weights from the node that published them to the nodes of other engines.
 
-Invariant: who asks for weights on a node gets them whole, or an error; never older ones. A node is sent a version once,
+Invariant: weights are brought to a node whole, or with an error; never older ones. A node is sent a version once,
 however many of its engines ask, and the source is read once for all nodes.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from libra.backends.launch.launcher import CopyError, SourceLostError
 from libra.backends.launch.node import NodeLostError, RemoteNode
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.weights import WeightUpdateError
 
 COPY_SECONDS = 120.0  # for each end of a copy

@@ -90,7 +90,7 @@ class ForkServer:
     async def fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:
         """A worker at the other end of `connection`, which is closed here; returns its process id. Raises `ForkError`,
         and `LaunchError` where no worker can be forked any more."""
-        # Whoever gives up waiting leaves an answer behind, which has to be read: the next would take it for its own.
+        # The answer to a caller that gives up waiting has to be read: the next caller would take it for its own.
         return await asyncio.shield(asyncio.create_task(self._fork(name, connection, environment)))
 
     async def _fork(self, name: str, connection: socket.socket, environment: Mapping[str, str]) -> int:

@@ -22,7 +22,9 @@ from typing import Any, NoReturn, Protocol
 
 from libra.backends.arithmetic import Bf16Speed, probe
 from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.messages import Failure, Message, StartEngine, StartTrainer
+from libra.backends.transport.engine_messages import StartEngine
+from libra.backends.transport.messages import Failure, Message
+from libra.backends.transport.trainer_messages import StartTrainer
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -1,4 +1,4 @@
-"""What the rest of a run needs of whoever starts its worker processes.
+"""What a run needs of the launcher that starts its worker processes.
 
 Invariant: a worker is known by its link, since a process id means something on one machine only. Every process that a
 launcher started is gone when it is closed.

@@ -16,7 +16,7 @@ from libra.backends.environment import hardware_name
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.messages import LoadWeights
+from libra.backends.transport.engine_messages import LoadWeights
 
 
 class LocalLauncher:

@@ -35,7 +35,7 @@ class NodeFacts:
 
 
 class ClusterNode:
-    """`devices` are the accelerators that this process may use, one for each seat; none where seats are CPU slots."""
+    """`devices` are the accelerators that this process may use, one for each slot; none where slots are CPU slots."""
 
     def __init__(self, host: str, logs: Path, name: str, devices: tuple[str, ...] = ()) -> None:
         self._host, self._logs, self._name, self._devices = host, logs, name, devices
@@ -55,11 +55,11 @@ class ClusterNode:
         cores = tuple(sorted(os.sched_getaffinity(0)))
         return NodeFacts(self._host, cores, hardware_name(), self._fork_server.pid, seconds, self._fork_server.bf16)
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
         """A worker that speaks with the controller, which knows it by the token. Returns its process id. Raises
         `ForkError`, `LaunchError`, `OSError`."""
         connection = await asyncio.to_thread(_connect, controller, token)
-        environment = {"CUDA_VISIBLE_DEVICES": self._devices[seat]} if self._devices else {}
+        environment = {"CUDA_VISIBLE_DEVICES": self._devices[slot]} if self._devices else {}
         return await self._started.fork(name, connection, environment)
 
     def kill(self, pid: int) -> None:
@@ -127,7 +127,7 @@ class RemoteNode(Protocol):
     """A `ClusterNode` elsewhere; its verbs are described there."""
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts: ...
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int: ...
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int: ...
     def kill(self, pid: int) -> None: ...
     async def gone(self, pid: int) -> None: ...
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra.backends.launch.cluster import ClusterLauncher, NoRoomError, Seat, SlotOffer, room, seats
+from libra.backends.launch.cluster import ClusterLauncher, NodeSlot, NoRoomError, SlotOffer, node_slots, room
 from libra.backends.launch.launcher import LaunchError, SourceLostError
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.config.cache import cache_directory
@@ -58,8 +58,8 @@ class RayNode:
             ) from None
         return facts
 
-    async def fork(self, name: str, seat: int, controller: tuple[str, int], token: bytes) -> int:
-        pid: int = await _answer(self._actor.fork.remote(name, seat, controller, token))
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        pid: int = await _answer(self._actor.fork.remote(name, slot, controller, token))
         return pid
 
     def kill(self, pid: int) -> None:
@@ -107,7 +107,7 @@ def _reason(error: Exception) -> str:
 
 
 class RayNodes:
-    """See `Nodes`. `counts` are the seats of each bundle, and `kind` with `each` what one of them takes."""
+    """See `Nodes`. `counts` are the slots of each bundle, and `kind` with `each` what one of them takes."""
 
     def __init__(self, host: str, group: Any, counts: Sequence[int], kind: str, each: float, logs: Path) -> None:
         self.host = host
@@ -131,8 +131,8 @@ class RayNodes:
 @contextlib.asynccontextmanager
 async def connected(
     address: str | None, slots: int, share: float, most: int | None, logs: Path
-) -> AsyncIterator[tuple[RayNodes, list[Seat]]]:
-    """The nodes for so many slots in the Ray cluster at `address`, or in one that is started here for as long; see
+) -> AsyncIterator[tuple[RayNodes, list[NodeSlot]]]:
+    """The nodes for this many slots in the Ray cluster at `address`, or in one that is started here for as long; see
     `places` for `share` and `most`. Raises `LaunchError`."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -140,10 +140,10 @@ async def connected(
         offers, here = _offers()
         rooms = room(offers, share, most)
         try:
-            found = seats(slots, rooms)
+            found = node_slots(slots, rooms)
         except NoRoomError as error:
             raise LaunchError(f"cluster.slots: {error}, {_words(offers, rooms)}; use fewer, or add nodes") from None
-        counts = [count for _, count in sorted(Counter(seat.node for seat in found).items())]
+        counts = [count for _, count in sorted(Counter(slot.node for slot in found).items())]
         kind, each = ("GPU", 1.0) if any(offer.gpus >= 1 for offer in offers) else ("CPU", share)
         group = placement_group([{kind: _amount(count, each)} for count in counts], strategy="SPREAD")
         try:
@@ -214,9 +214,9 @@ async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[Clust
         async with (
             connected(cluster.ray_address, cluster.slots, cluster.share, cluster.slots_per_node, logs) as (
                 nodes,
-                seats,
+                slots,
             ),
-            ClusterLauncher.open(nodes, seats, marks, cluster.losses_per_hour) as launcher,
+            ClusterLauncher.open(nodes, slots, marks, cluster.losses_per_hour) as launcher,
         ):
             yield launcher
 

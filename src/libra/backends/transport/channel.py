@@ -13,7 +13,12 @@ import struct
 
 import msgspec
 
-from libra.backends.transport.messages import FromWorker, Message, ToWorker
+from libra.backends.transport.engine_messages import EngineAnswer, EngineOrder
+from libra.backends.transport.messages import Acknowledged, Failure, Message, Ready, Stop
+from libra.backends.transport.trainer_messages import TrainerAnswer, TrainerOrder
+
+ToWorker = EngineOrder | TrainerOrder | Stop
+FromWorker = EngineAnswer | TrainerAnswer | Ready | Acknowledged | Failure
 
 _LENGTH = struct.Struct("!I")
 LARGEST_FRAME = 256 << 20  # bytes; a longer one is a broken peer, not a message

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from libra.backends.transport.messages import KVBufferPlace
+from libra.backends.transport.engine_messages import KVBufferPlace
 
 BLOCK_NAME = 32  # bytes: vLLM names a block by the SHA-256 of all tokens up to its end, and of its salt
 

@@ -19,10 +19,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from libra.backends.launch.pace import Pacer
 from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.engine_messages import (
     EngineMeasured,
-    Failure,
     Fetched,
     Generate,
     HandoverMeasured,
@@ -32,12 +30,11 @@ from libra.backends.transport.messages import (
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    Ready,
     Save,
     Saved,
     StartEngine,
-    Stop,
 )
+from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Report, Sampled

@@ -29,8 +29,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
+from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.backends.transport.kv_buffer import Filled, attach
-from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.cost.engine_facts import BLOCK_TOKENS
 
 if TYPE_CHECKING:

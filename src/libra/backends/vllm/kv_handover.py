@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.backends.launch.handles import EngineHandle
+from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.backends.transport.kv_buffer import OwnFrames
-from libra.backends.transport.messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
+from libra.backends.vllm.engine_handle import EngineHandle
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
@@ -33,7 +33,7 @@ class KVLeases:
         return len(self._free)
 
     def lease(self, blocks: int) -> KVTransfer | None:
-        """A transfer of so many frames, the ones that were last in use first; None: there are not so many."""
+        """A transfer of this many frames, those last in use first; None where fewer are free."""
         if blocks > self.free:
             return None
         self._transfers += 1
@@ -62,7 +62,7 @@ SAVE_SECONDS = 2.0  # an engine that has not saved a context by then is not wait
 
 
 @dataclass(slots=True)
-class Handover:
+class ContextMove:
     """How a context came to another engine. `seconds` are those from the request for its KV until the other engine
     took it: of such a turn alone, others go on meanwhile."""
 
@@ -73,7 +73,7 @@ class Handover:
 
 
 @dataclass(slots=True)
-class Handovers:
+class ContextMoves:
     """Sums over contexts that changed engines."""
 
     handed_over: int = 0
@@ -82,7 +82,7 @@ class Handovers:
     computed: int = 0
     computed_tokens: int = 0
 
-    def add(self, change: Handover) -> None:
+    def add(self, change: ContextMove) -> None:
         if change.handed_tokens > 0:
             self.handed_over += 1
             self.handed_seconds += change.seconds
@@ -110,17 +110,17 @@ class KVHandover:
         self._profile = profile
 
     def may_pay(self, tokens: int) -> bool:
-        """Whether a context of so many tokens, or a shorter one, may be handed over. What pays for one pays for all
+        """Whether a context of at most this many tokens may be handed over. What pays for one pays for all
         that are longer; while costs are not known it may."""
         return self._profile is None or handover_pays(self._profile, tokens)
 
     async def bring(
         self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
-    ) -> tuple[KVTransfer | None, Handover]:
+    ) -> tuple[KVTransfer | None, ContextMove]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
         returns. What is told of the change is complete when that request has its first token."""
         blocks = len(tokens) // BLOCK_TOKENS
-        change = Handover(len(tokens))
+        change = ContextMove(len(tokens))
         transfer = self._lease(blocks, source, target, change)
         if transfer is None:
             return None, change
@@ -152,7 +152,7 @@ class KVHandover:
         target.fetched(transfer.number).add_done_callback(done)
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
-    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: Handover) -> KVTransfer | None:
+    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: ContextMove) -> KVTransfer | None:
         """Room for a context, where it is to be handed over."""
         if source.lost:
             change.why = "the engine was gone"

@@ -1,4 +1,4 @@
-"""What an engine has to tell: tokens since it last told, counters since it started.
+"""The reports of an engine: tokens since the last one, counters since the start.
 
 Invariant: each token is told once, in the order in which its turn got it and under the weight version that it was
 sampled with; a turn's end is told with its last token or after it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from libra.backends.transport.messages import Generated, Piece
+from libra.backends.transport.engine_messages import Generated, Piece
 
 # Seconds between two reports of an engine at work. What a killed engine has not told is generated again: at most this
 # much of each turn, a few tokens. A report of 16 turns is 1.5 kB, encoded in 2 us and decoded in 10 us.

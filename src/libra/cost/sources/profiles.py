@@ -26,11 +26,11 @@ from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
 from libra.cost.sources.grid_file import load_calibration, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
+from libra.cost.sources.roofline import node_roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, tables
 from libra.hardware import cluster as clusters
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
-from libra.plan.options.engines import node_roofline, tensor_degrees
 
 _LEAST_SHARE = 0.05  # of its data sheet that a GPU reaches in matrix products; CPUs are below it
 
@@ -70,12 +70,15 @@ def _profile(
 
 
 def _require_same_device(calibration: Calibration, nodes: NodeClass, source: str) -> None:
-    """Raises `ConfigError` unless the calibration is of the nodes' GPU: by name, or where Libra does not know the name,
-    by a rate that its data sheet allows."""
+    """Raises `ConfigError` unless the calibration is of the nodes' GPU: by name, or where neither is a name that Libra
+    knows, by a rate that the GPU's data sheet allows."""
     gpu = nodes.gpu
-    if gpu.name in GPUS:
-        same = re.search(rf"\b{re.escape(gpu.name)}\b", calibration.device, re.IGNORECASE) is not None
-    else:
+
+    def named(name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", calibration.device, re.IGNORECASE) is not None
+
+    same = named(gpu.name)
+    if not same and gpu.name not in GPUS and not any(map(named, GPUS)):
         same = _LEAST_SHARE * gpu.flops <= calibration.linear_flops.median <= gpu.flops
     if not same:
         raise ConfigError(

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from libra.config.recipe import Recipe
 from libra.cost.grid import Array, EngineGrid, EngineProfile, Table
 from libra.cost.sources.rates import Calibration, Rates, rates
-from libra.hardware.cluster import GPU
+from libra.hardware.cluster import GPU, NodeClass
 from libra.hardware.model import ModelSpec
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -28,6 +29,26 @@ CHUNKS = tuple(2**power for power in range(4, 15))
 PREFIXES = (0, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
 DTYPES = {1: "fp8", 2: "bf16"}
 PCIE = 64e9  # bytes/s of PCIe 5 with 16 lanes, one direction: what is not faster is no NVLink
+
+
+def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
+    """Tensor-parallel degrees of an engine: powers of two that divide the node's GPUs and the model's heads."""
+    powers = [2**k for k in range(nodes.gpus.bit_length()) if nodes.gpus % 2**k == 0]
+    return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
+
+
+def node_roofline(
+    nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
+) -> EngineProfile:
+    """The roofline of every degree of an engine on these nodes, with measured rates where there is a calibration."""
+    return roofline(
+        nodes.gpu,
+        model,
+        tensor_degrees(model, nodes),
+        dtype_bytes=recipe.rollout_weight_bytes,
+        intra_bandwidth=nodes.intra_bandwidth,
+        calibration=calibration,
+    )
 
 
 def roofline(

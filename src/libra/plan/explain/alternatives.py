@@ -83,7 +83,7 @@ def without_strays(problem: Problem) -> Problem:
 
 def _without_longest(problem: Problem) -> Problem:
     """The problem in which engines have their work, and no trajectory takes longer than its share of it."""
-    engines = tuple(replace(option, generates=0.0, waits=0.0) for option in problem.engines)
+    engines = tuple(replace(option, generates=(), waits=()) for option in problem.engines)
     return replace(problem, engines=engines, expected=(False,) * len(problem.expected))
 
 

@@ -55,13 +55,13 @@ def _why(
     assert training is not None  # it fits
     step = price(problem, allocation).step
     left = (1 + problem.staleness) * step - fixed_seconds(problem, training)
-    least = min(max(option.residence[0], option.alone) for option in engines)
+    least = min(max(option.residence[0], option.alone(0)) for option in engines)
     if least > left:
         return "latency", (
             f"too slow there: the longest trajectory of a bucket takes {least:,.2f} s even by itself, and a step of"
             f" {step:,.2f} s leaves it {left:,.2f} s"
         )
-    stall, alone = min((option.stall, option.alone) for option in engines)
+    stall, alone = min((option.stall, option.alone(0)) for option in engines)
     return "rollout", (
         f"too slow there: of a step of {step:,.2f} s, loading new weights takes {stall:,.2f} s and the longest"
         f" trajectory {alone:,.2f} s by itself; the rest is too little for the shortest class"

@@ -39,19 +39,20 @@ class RangeTable:
         work = np.zeros((len(problem.engines), most_rows, classes))
         for o, option in enumerate(problem.engines):
             work[o, : len(option.work)] = option.work
-        refresh = np.array([option.refresh for option in problem.engines])[:, None, :]
-        self._work = _asked(work, routers)
-        self._refresh = _asked(refresh, routers)
-        self._refreshes = bool(refresh.any())
+        self._work = _asked(work, routers).max(axis=1)  # [option, router, first, last]
+        self._refresh = self._rows("refresh", routers)
+        self._refreshes = bool(self._refresh.any())
         residence = np.array([option.residence for option in problem.engines]) * np.array(problem.expected)
         self._residence = _longest(residence)
         self._residences = np.unique(self._residence)
-        self._stall, self._generates, self._waits = (
-            np.array(seconds)[:, None, None]
-            for seconds in zip(*((o.stall, o.generates, o.waits) for o in problem.engines), strict=True)
-        )
-        fills = np.array([option.fills or (0.0,) * classes for option in problem.engines])
-        self._least = np.maximum(1.0, np.ceil(_sums(fills) * (1 - _SLACK)))  # engines with room for the range
+        self._stall = np.array([option.stall for option in problem.engines])[:, None, None]
+        most_lines = max(1, max(len(option.generates) for option in problem.engines))
+        self._generates, self._waits = np.zeros((2, most_lines, len(problem.engines), 1, classes))
+        for o, option in enumerate(problem.engines):
+            for line, (generates, waits) in enumerate(zip(option.generates, option.waits, strict=True)):
+                self._generates[line, o, 0], self._waits[line, o, 0] = generates, waits
+        self._forgets = np.flatnonzero([bool(option.refill) for option in problem.engines])
+        self._refill, self._filled = (self._rows(it, routers)[self._forgets] for it in ("refill", "kv_occupancy"))
         self._possible = self._ranges_held()
 
     def engines(self, training: TrainingOption, step: float) -> Counts:
@@ -65,10 +66,27 @@ class RangeTable:
         if self._refreshes:
             asked = asked + self._refresh / step
         with np.errstate(divide="ignore", invalid="ignore"):
-            count = np.maximum(self._least, np.ceil(asked / usable * (1 - _SLACK)))
+            count = asked.max(axis=1) / usable
+            if len(self._forgets):
+                forgotten = self._forgetting(asked[self._forgets], usable[self._forgets, None]).max(axis=1)
+                count[self._forgets] = np.maximum(count[self._forgets], forgotten)
+            count = np.maximum(1.0, np.ceil(count * (1 - _SLACK)))
         kept = self._possible & (usable > 0) & (self._residence <= limit)
         count = np.where(kept & (count < NEVER), count, NEVER)
         return np.array([count[options].min(axis=0) for options in self._options]).astype(np.int64)
+
+    def _forgetting(self, asked: Floats, usable: Floats) -> Floats:
+        """[option, router, first, last] engines n whose caches forget: all returns, or as many as n forget, the larger
+        root of  usable * n^2 - (asked - refill) * n - refill * filled = 0."""
+        linear = asked - self._refill
+        root = linear + np.sqrt(linear**2 + 4 * usable * self._refill * self._filled)
+        return np.asarray(np.minimum(asked + self._refill, root / 2) / usable)
+
+    def _rows(self, field: str, routers: Floats) -> Floats:
+        """[option, router, first, last] what ranges ask for of one row of prices; 0 of options without."""
+        nothing = (0.0,) * len(self.problem.peaks)
+        rows = np.array([getattr(option, field) or nothing for option in self.problem.engines])
+        return _asked(rows[:, None, :], routers)[:, 0]
 
     def rank(self, training: TrainingOption, step: float) -> float:
         """Training options of equal rank leave `engines` the same table."""
@@ -82,15 +100,16 @@ class RangeTable:
         return (1 + self.problem.staleness) * step * (1 + _SLACK) - fixed_seconds(self.problem, training)
 
     def _usable(self, limit: float, step: float) -> Floats:
-        """[option, 1, 1] seconds that an engine may work in a step whose trajectories take at most `limit`; not above 0
-        where it keeps no step. More of them the longer the step is."""
-        if self.problem.synchronous:
-            return np.asarray(limit - self._stall - self._generates - self._waits)
-        if not self.problem.shared:
-            return np.asarray(step - self._stall)
-        left = limit - self._waits
+        """[option, 1, last] seconds that an engine may work in a step whose trajectories take at most `limit`; not
+        above 0 where it keeps no step. More of them the longer the step is."""
+        within = limit - self._stall if self.problem.synchronous else step  # seconds over which the work is spread
+        left = (within if self.problem.synchronous else limit) - self._waits  # [line, option, 1, last] to generate in
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(left > 0, step - self._stall - self._generates * step / left, -np.inf)
+            slowed = np.where(self._generates > 0, self._generates * within / left, 0.0)
+        usable = np.where((left > 0) | ((left == 0) & (self._generates == 0)), within - slowed, -np.inf).min(axis=0)
+        if self.problem.synchronous:
+            return np.asarray(usable)
+        return np.asarray(usable - self._stall)
 
     def _ranges_held(self) -> NDArray[np.bool_]:
         """[option, first, last] whether the range exists and the option holds its longest context."""
@@ -145,16 +164,16 @@ def make_allocation(
 
 
 def _asked(costs: Floats, routers: Floats) -> Floats:
-    """[option, first, last] the largest, over rows and routers, of what the range's bucket is asked for.
+    """[option, row, router, first, last] what the range's bucket is asked for.
 
     `costs` is [option, row, class]. A bucket gets its classes' work as far as the router brings it there; the first
     one also gets all that goes astray.
     """
     rows = costs[:, :, None, :] * routers  # [option, row, router, class]
     strays = (costs[:, :, None, :] * (1 - routers)).sum(axis=-1)
-    sums = _sums(rows)  # [option, row, router, first, last]
+    sums = _sums(rows)
     sums[..., 0, :] += strays[..., None]
-    return np.asarray(sums.max(axis=(1, 2)))
+    return sums
 
 
 def _sums(costs: Floats) -> Floats:

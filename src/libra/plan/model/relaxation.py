@@ -208,8 +208,9 @@ def ample_step(problem: Problem) -> float:
     train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
     generate = max(
         option.stall
-        + option.alone
+        + max(map(option.alone, range(len(problem.peaks))))
         + max(sum(row) for row in option.work)
+        + sum(option.refill)
         + math.sqrt(sum(option.refresh))
         + max(option.residence)
         for option in problem.engines

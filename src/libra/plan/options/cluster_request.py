@@ -13,13 +13,14 @@ from typing import Literal
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.grid import EngineProfile
+from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.classes import check_classes, reach
-from libra.plan.options.engines import RejectedEngine, engine_kv_tokens, engine_options, most_buckets, tensor_degrees
+from libra.plan.options.engines import RejectedEngine, engine_kv_tokens, engine_options, most_buckets
 from libra.plan.options.layouts import Layouts, Rejected, training_layouts
 from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
@@ -108,7 +109,6 @@ class ClusterRequest:
             recall_known=tuple(dict.fromkeys((routers[0], foreseeing))),
             recall_possible=tuple(dict.fromkeys((*routers, foreseeing))),
             staleness=recipe.staleness,
-            batched=True,
             colocated=colocated,
             switch=self.switch_seconds if colocated else 0.0,
             most_buckets=most_buckets(recipe, classes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from libra.config.recipe import Recipe
 from libra.cost.collectives import fabric
@@ -18,30 +19,26 @@ from libra.cost.engine_memory import kv_tokens
 from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
 from libra.cost.rollout import (
     EngineTiming,
-    Longest,
-    batch_alone,
     batch_work,
-    longest_alone,
+    longest_of,
+    longest_upto,
     refill_seconds,
+    refills,
     secant_timings,
 )
-from libra.cost.sources.rates import Calibration
-from libra.cost.sources.roofline import roofline
+from libra.cost.sources.roofline import tensor_degrees
 from libra.cost.transfer import weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
 from libra.plan.problem import EngineOption
 
-# Shares of tool returns that find their context gone, at most, that options are priced for; with 1 all of them do.
-_EVICTED = (0.0, 0.125, 0.25, 0.5, 1.0)
 # Of batches that overlap, one that waits for a long trajectory gives time to those behind it: with 0 each waits for its
 # own, with 1 all of them for the same one. Chosen between, not fitted.
 _SHARED_WAIT = 1 / 3
-# Times as long as alone that generation takes beside overlapping batches: as on engines that are half busy. Chosen; it
-# says which trajectory is the longest and how much is unfinished beside it, not what either takes.
-_SLOWED = 2.0
-_TOLD_APART = 0.04  # relative: longest trajectories whose seconds are as near share an option
+# Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
+# the one before: tools hardly count there.
+_SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +47,6 @@ class RejectedEngine:
 
     shape: str
     reason: str
-
-
-def tensor_degrees(model: ModelSpec, nodes: NodeClass) -> tuple[int, ...]:
-    """Tensor-parallel degrees of an engine: powers of two that divide the node's GPUs and the model's heads."""
-    powers = [2**k for k in range(nodes.gpus.bit_length()) if nodes.gpus % 2**k == 0]
-    return tuple(tp for tp in powers if model.tp_refusal(tp) is None)
 
 
 def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
@@ -77,20 +68,6 @@ def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int
     )
 
 
-def node_roofline(
-    nodes: NodeClass, model: ModelSpec, recipe: Recipe, calibration: Calibration | None = None
-) -> EngineProfile:
-    """The roofline of every degree of an engine on these nodes, with measured rates where there is a calibration."""
-    return roofline(
-        nodes.gpu,
-        model,
-        tensor_degrees(model, nodes),
-        dtype_bytes=recipe.rollout_weight_bytes,
-        intra_bandwidth=nodes.intra_bandwidth,
-        calibration=calibration,
-    )
-
-
 def engine_options(
     model: ModelSpec,
     nodes: NodeClass,
@@ -103,7 +80,7 @@ def engine_options(
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
     All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
-    as many as memory lasts for, and options of a degree differ in the longest class that they are priced for.
+    as many as memory lasts for. Options of a degree differ in the numbers of sequences near which they are priced.
     """
     options: list[EngineOption] = []
     rejected: list[RejectedEngine] = []
@@ -150,21 +127,18 @@ def _shape_options(
     weights = model.parameters * recipe.rollout_weight_bytes
     stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
     seats = min(int(kv / shortest), grid.batches[-1])
-    lines = iteration_lines(grid, seats, contexts=(shortest, longest), kv_tokens=float(kv))
+    lines = iteration_lines(grid, seats, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(seats, recipe.batch, int(kv / max(1.0, mean))))
     return [
-        option
+        _batch_option(near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, factors)
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
-        for option in _batch_options(
-            near, recipe, classes, shape, nodes.name, grid.tp, seats, kv, holds, stall, factors
-        )
     ]
 
 
-def _batch_options(
+def _batch_option(
     timing: EngineTiming,
     recipe: Recipe,
     classes: Sequence[TrajectoryClass],
@@ -176,86 +150,59 @@ def _batch_options(
     holds: int,
     stall: float,
     factors: BatchFactors,
-) -> list[EngineOption]:
-    """Options for each class that may be the longest of a bucket, as far as these take different times, and for each
-    share of contexts that caches may forget, as far as fewer engines forget more."""
+) -> EngineOption:
+    """The option of one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
-    factors = factors.at(recipe.staleness)
-    # A plan lets all its buckets end together, so the last trajectory is the longest of as many more draws. How many
-    # buckets it has is not known yet: the geometric mean of the fewest and the most.
-    more = math.sqrt(most_buckets(recipe, classes)) * batches**_SHARED_WAIT
-    draws = [more * count for count in expected]
-    slowed = _SLOWED if recipe.staleness else 1.0
-    alone = [batch_alone(timing, cls, count, factors, slowed) for count, cls in zip(draws, classes, strict=True)]
+    draws = [batches**_SHARED_WAIT * count for count in expected]
+    longest = [longest_of(timing, cls, count, factors) for count, cls in zip(draws, classes, strict=True)]
     # By Little's law, count * stay / step trajectories of a class are under way.
-    stay = [batch_alone(timing, cls, 1.0, factors) for cls in classes]
     refresh = [0.0] * len(classes)
     if recipe.kv_on_update == "refresh" and recipe.staleness:
-        for j, (count, cls) in enumerate(zip(expected, classes, strict=True)):
+        for j, (count, cls, its) in enumerate(zip(expected, classes, longest, strict=True)):
             refill = refill_seconds(timing, cls)
             # Of the contexts that are alive at an update, those in their last turn are spared.
-            refresh[j] = count * stay[j].seconds * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
+            stay = its.generates + its.waits
+            refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again = min(max(0.0, cls.turns - 1), float(batches)) * refill
-            alone[j] = replace(alone[j], generates=alone[j].generates + again)
-    upto = [longest_alone(alone[: last + 1], draws[: last + 1], slowed) for last in range(len(classes))]
-    unfinished = _unfinished_tokens(recipe, classes, _alive(recipe, stay, upto[-1], slowed))
-    one_holds = (level for level, share in enumerate(_EVICTED) if sum(unfinished) <= (1 + share) * kv)
-    evictions = _EVICTED[: 1 + next(one_holds, len(_EVICTED) - 1)]
-    tops: list[int] = []
-    for last in reversed(range(len(classes))):
-        if not tops or upto[last].seconds < (1 - _TOLD_APART) * upto[tops[-1]].seconds:
-            tops.append(last)
-    works: list[tuple[int, float, tuple[tuple[float, ...], ...]]] = []
-    for top in tops:
-        # What others generate while the longest trajectory waits for a tool does not delay it. But where batches
-        # overlap it delays the next one, and that the tools' seconds are not slowed is in the price.
-        spared = 0.0 if recipe.staleness or not upto[top].waits else upto[top].waits / upto[top].seconds
-        for evicted in evictions:
-            rows = [
-                [count * row for row in batch_work(timing, cls, kv, spared, evicted, factors)]
-                for count, cls in zip(expected, classes, strict=True)
-            ]
-            works.append((top, evicted, tuple(zip(*rows, strict=True))))
-    # What is longer than an option's longest class takes no less than this, whichever other option it has.
-    by_one = batches * (max(sum(row) for _, _, work in works for row in work) + stall)
-    return [
-        EngineOption(
-            shape=shape,
-            pool=pool,
-            devices=devices,
-            seats=seats,
-            holds=holds,
-            stall=stall,
-            work=work,
-            refresh=tuple(refresh),
-            residence=tuple(it.seconds if j <= top else by_one + it.seconds for j, it in enumerate(upto)),
-            generates=upto[top].generates,
-            waits=upto[top].waits,
-            # With the most that is priced, a context is always gone, or all of them fit one engine.
-            fills=() if evicted == evictions[-1] else tuple(tokens / ((1 + evicted) * kv) for tokens in unfinished),
-        )
-        for top, evicted, work in reversed(works)
+            longest[j] = replace(its, generates=its.generates + again)
+    upto = [longest_upto([its.seconds(slowed) for its in longest], draws) for slowed in _SLOWED]
+    lines = _chords(upto)
+    work = [
+        [count * row for row in batch_work(timing, cls, kv, factors)]
+        for count, cls in zip(expected, classes, strict=True)
     ]
-
-
-def _alive(recipe: Recipe, stay: Sequence[Longest], longest: Longest, slowed: float) -> tuple[float, ...]:
-    """[class] share of the time that a trajectory of a batch is unfinished, if batches follow each other as fast as
-    the longest lets them. All of a batch that is the only one are there at first."""
-    most = slowed * longest.generates + longest.waits
-    if not recipe.staleness or not most:
-        return (1.0,) * len(stay)
-    return tuple(min(1.0, (slowed * it.generates + it.waits) / most) for it in stay)
-
-
-def _unfinished_tokens(recipe: Recipe, classes: Sequence[TrajectoryClass], alive: Sequence[float]) -> tuple[float, ...]:
-    """[class] tokens of context of all that is under way.
-
-    Caches forget what was used least recently. In a batch that is served in turns that is what is needed next, so soon
-    after not all of it fits anything that is needed is gone: of (1 + x) times as much as fits, a share x.
-    """
-    batches = (1 + recipe.staleness) * recipe.batch
-    return tuple(
-        its * batches * cls.share * cls.context_sum / cls.generated if cls.generated else 0.0
-        for its, cls in zip(alive, classes, strict=True)
+    option = EngineOption(
+        shape=shape,
+        pool=pool,
+        devices=devices,
+        seats=seats,
+        holds=holds,
+        stall=stall,
+        work=tuple(zip(*work, strict=True)),
+        refresh=tuple(refresh),
+        residence=upto[0],
+        generates=tuple(generates for generates, _ in lines),
+        waits=tuple(waits for _, waits in lines),
     )
+    refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
+    if not any(refill_all):
+        return option
+    # Whatever the staleness: of batches that overlap most trajectories are finished while the longest go on.
+    caches = [
+        count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
+        for count, cls in zip(expected, classes, strict=True)
+    ]
+    return replace(option, refill=tuple(refill_all), kv_occupancy=tuple(caches))
+
+
+def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """(generates, waits) of [class] for each line through the seconds [slowed][class] of two neighbours in `_SLOWED`.
+    Seconds are convex, so between its neighbours a line is above the others."""
+    found: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+    for (low, before), (high, after) in pairwise(zip(_SLOWED, upto, strict=True)):
+        generates = tuple((more - less) / (high - low) for less, more in zip(before, after, strict=True))
+        waits = tuple(max(0.0, seconds - low * rate) for seconds, rate in zip(before, generates, strict=True))
+        if not found or any(not math.isclose(a, b, rel_tol=1e-9) for a, b in zip(generates, found[-1][0], strict=True)):
+            found.append((generates, waits))
+    return found

@@ -7,11 +7,16 @@ problem and report the price computed here, so prediction, comparison and explan
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libra.plan.problem import Allocation, Bottleneck, Bucket, EngineOption, Prediction, Problem, TrainingOption
+import numpy as np
+from numpy.typing import NDArray
 
-_ROOM = 1e-9  # relative: what just fits must not need an engine more for rounding
+from libra.plan.problem import Allocation, Bottleneck, EngineOption, Prediction, Problem, TrainingOption
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +146,23 @@ def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice
 
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
-    """Each bucket of an allocation that fits, with the seats under which it delays the step least."""
+    """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
     training = training_option(problem, allocation)
     assert training is not None
     tried = problem.current is not None and ranges(problem.current) == ranges(allocation)
+    routers = np.array(problem.recall_known if tried else problem.recall_possible)
+    peaks = np.array(problem.peaks)
     found = []
     for bucket in allocation.buckets:
-        members = [j for j, peak in enumerate(problem.peaks) if bucket.above < peak <= bucket.up_to]
+        own = (peaks > bucket.above) & (peaks <= bucket.up_to)
+        served = routers * own + (1 - routers if bucket.above == 0 else 0.0)  # [router, class] shares of work
         candidates = [
-            _bucket_price(problem, training, option, bucket, members, tried)
+            _bucket_price(problem, training, option, bucket.engines, served, own)
             for option in problem.engines
-            if option.shape == bucket.shape and option.holds >= bucket.up_to and _has_room(option, bucket, members)
+            if option.shape == bucket.shape and option.holds >= bucket.up_to
         ]
         found.append(min(candidates, key=lambda c: max(c.load, bucket_latency(problem, training, c))))
     return tuple(found)
-
-
-def _has_room(option: EngineOption, bucket: Bucket, members: list[int]) -> bool:
-    """Whether the caches of the bucket's engines hold as much as the option is priced for."""
-    filled = math.fsum(option.fills[j] for j in members) if option.fills else 0.0
-    return filled <= bucket.engines * (1 + _ROOM)
 
 
 def fixed_seconds(problem: Problem, training: TrainingOption) -> float:
@@ -176,62 +178,75 @@ def bucket_latency(problem: Problem, training: TrainingOption, bucket: BucketPri
 
 
 def _bucket_price(
-    problem: Problem, training: TrainingOption, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
+    problem: Problem, training: TrainingOption, option: EngineOption, engines: int, served: Floats, own: Bools
 ) -> BucketPrice:
-    load, squared = _asked(problem, option, bucket, members, tried)
-    longest = max((option.residence[j] for j in members if problem.expected[j]), default=0.0)
     fixed = fixed_seconds(problem, training)
-    if not problem.shared:
-        # Synchronous steps last as long as their load and what follows it; others can be as short as their load.
-        waits = fixed if problem.synchronous else 0.0
-        load += option.alone if problem.synchronous else 0.0
-        return BucketPrice(option, _refreshed(load, squared, waits), longest, longest)
-    batches = 1 + problem.staleness
-    step = _shared_step(load, squared, option.generates, option.waits + fixed, batches)
-    step = max(step, (longest + fixed) / batches)
-    # What never generates is never slowed. Else a step has no time but for what its longest trajectory takes.
-    residence = batches * step - fixed if option.generates else max(longest, option.waits)
-    load += squared / step if squared else 0.0
-    return BucketPrice(option, load, residence, max(longest, option.alone))
+    members = np.flatnonzero(own).tolist()
+    longest = max((option.residence[j] for j in members if problem.expected[j]), default=0.0)
+    lines = option.lines(members[-1]) if members else ()
+    alone = max(longest, option.alone(members[-1])) if members else longest
+    loads = _loads(option, engines, served)
+    step = max(load.shortest_step(option, lines, fixed, problem.staleness) for load in loads)
+    late = (longest + fixed) / (1 + problem.staleness)
+    if problem.synchronous:
+        return BucketPrice(option, step - fixed, alone, alone)
+    step = max(step, late)
+    # Where others slow the longest trajectory, the shortest step has no time but for what it takes.
+    slowed = any(generates for generates, _ in lines)
+    residence = (1 + problem.staleness) * step - fixed if slowed else alone
+    return BucketPrice(option, max(load.at(step) for load in loads) + option.stall, residence, alone)
 
 
-def _asked(
-    problem: Problem, option: EngineOption, bucket: Bucket, members: list[int], tried: bool
-) -> tuple[float, float]:
-    """Seconds of a step that each engine is busy, and the seconds squared of refresh, to be divided by the step's."""
-    first = bucket.above == 0
-    routers = problem.recall_known if tried else problem.recall_possible
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Seconds of a step T in which an engine works: `seconds + squared / T`, new weights left out."""
 
-    def total(costs: tuple[float, ...], reach: tuple[float, ...]) -> float:
-        own = sum([costs[j] * reach[j] for j in members])
-        return sum([cost * (1 - part) for cost, part in zip(costs, reach, strict=True)]) + own if first else own
+    seconds: float
+    squared: float = 0.0  # refresh
 
-    work = max(total(row, reach) for row in option.work for reach in routers)
-    squared = max(total(option.refresh, reach) for reach in routers) if any(option.refresh) else 0.0
-    return work / bucket.engines + option.stall, squared / bucket.engines
+    def at(self, step: float) -> float:
+        return self.seconds + (self.squared / step if self.squared else 0.0)
+
+    def shortest_step(
+        self, option: EngineOption, lines: Sequence[tuple[float, float]], fixed: float, staleness: int
+    ) -> float:
+        """The shortest step in which the engine does this and no trajectory is late; see `libra.plan.problem`.
+
+        The shorter the step, the more is asked of it by what is divided by it: found by bisection, to the last bit.
+        """
+
+        def at(seconds: float) -> float:
+            if staleness == 0:
+                rollout = max([_root(seconds, generates, waits, 1) for generates, waits in lines], default=seconds)
+                return rollout + option.stall + fixed
+            load = seconds + option.stall
+            ends = [_root(load, generates, waits + fixed, 1 + staleness) for generates, waits in lines]
+            return max([load, *ends])
+
+        short = at(self.seconds)
+        if not self.squared:
+            return short
+        long = short + math.sqrt(self.squared)
+        while at(self.seconds + self.squared / long) > long:
+            long *= 2
+        while short < (middle := (short + long) / 2) < long:
+            late = at(self.seconds + self.squared / middle) > middle
+            short, long = (middle, long) if late else (short, middle)
+        return long
 
 
-def _refreshed(load: float, squared: float, waits: float) -> float:
-    """The smallest x with  x >= load + squared / (x + waits)."""
-    return load if squared == 0 else (load - waits + math.sqrt((load + waits) ** 2 + 4 * squared)) / 2
+def _loads(option: EngineOption, engines: int, served: Floats) -> list[_Load]:
+    """What one engine of a bucket is asked for by each router; `served` is [router, class]."""
+    work = (served @ np.array(option.work).T).max(axis=1)
+    squared = served @ np.array(option.refresh)
+    if option.refill:
+        filled, again = served @ np.array(option.kv_occupancy), served @ np.array(option.refill)
+        work = work + again * np.clip(filled / engines - 1, 0.0, 1.0)
+    return [_Load(*pair) for pair in zip((work / engines).tolist(), (squared / engines).tolist(), strict=True)]
 
 
-def _shared_step(load: float, squared: float, generates: float, follows: float, batches: int) -> float:
-    """The smallest step T with  (batches * T - follows) * (T - load - squared / T) >= generates * T, no factor below 0.
-
-    Without `squared` that is the larger root of a quadratic. With it the step is no more than its root longer, and the
-    shorter the step, the more is asked of it: so it is found by bisection, to the last bit.
-    """
-
-    def at(load: float) -> float:
-        work, rest = batches * load, follows + generates
-        root = math.sqrt((work - follows) ** 2 + generates * (generates + 2 * (work + follows)))
-        return (work + rest + root) / (2 * batches)
-
-    short = at(load)
-    if squared == 0:
-        return short
-    long = short + math.sqrt(squared)
-    while short < (middle := (short + long) / 2) < long:
-        short, long = (middle, long) if at(load + squared / middle) > middle else (short, middle)
-    return long
+def _root(load: float, generates: float, follows: float, batches: int) -> float:
+    """The smallest T with  (batches * T - follows) * (T - load) >= generates * T, no factor below 0."""
+    # The discriminant, as a sum of what is not negative.
+    root = (batches * load - follows) ** 2 + generates * (generates + 2 * (batches * load + follows))
+    return (batches * load + follows + generates + math.sqrt(root)) / (2 * batches)

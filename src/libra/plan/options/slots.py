@@ -47,7 +47,7 @@ class EngineShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SlotCounts:
     """Healthy devices by what they may do: `core` always train, `rollout` always generate, `hybrid` do either."""
 
     core: int
@@ -63,7 +63,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StepWorkload:
     """What one optimiser step needs, drawn from the tracked distribution."""
 
     trajectories: int  # B: trajectories trained on in one step
@@ -95,10 +95,10 @@ class Workload:
 class SlotRequest:
     __pydantic_config__ = STRICT
 
-    fleet: Fleet
+    fleet: SlotCounts
     shapes: tuple[EngineShape, ...]
     profile: DeviceProfile
-    workload: Workload
+    workload: StepWorkload
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
     kind: Literal["slots"] = "slots"
 

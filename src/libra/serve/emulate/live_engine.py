@@ -13,7 +13,7 @@ from itertools import count
 from libra.sim.clock import seconds, ticks
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 
 _STREAM_SECONDS = 0.02  # between two pieces of a stream
@@ -57,7 +57,7 @@ class LiveEngine:
         self.spec = spec
         self.prompt_tokens = self.generated_tokens = 0  # of requests that have ended
         self._clock = clock
-        self._engine = Engine(spec.config, spec.cost)
+        self._engine = SimEngine(spec.config, spec.cost)
         self._numbers = count()
         self._ends: dict[Request, asyncio.Future[None]] = {}
         self._firsts: dict[Request, asyncio.Future[None]] = {}  # of those whose first token somebody waits for

@@ -15,7 +15,7 @@ from itertools import count
 
 from aiohttp import AddrInfoType, ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
 
-from libra.route.policy import Placement, Policy, Request, ToolReturn
+from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
 from libra.serve.gateway.bodies import TurnBody, read_finish, read_turn, reported_return, with_field
 from libra.serve.gateway.config import GatewayConfig
 from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
@@ -145,7 +145,7 @@ class Gateway:
         path: str,
         raw: bytes,
         body: TurnBody,
-        turn: Request,
+        turn: TurnRequest,
         returned: ToolReturn | None,
         room: int,
     ) -> Relayed:
@@ -182,7 +182,7 @@ class Gateway:
             return Relayed(lost.answer)
         raise _UnavailableError(f"tried on {self._config.max_attempts} engines, each of which failed: {lost}")
 
-    async def _place(self, turn: Request, returned: ToolReturn | None, room: int) -> Placement:
+    async def _place(self, turn: TurnRequest, returned: ToolReturn | None, room: int) -> Placement:
         until = self._loop.time() + self._config.wait_seconds
         while True:
             fleet = self.upstreams.fleet(room)

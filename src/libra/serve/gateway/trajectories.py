@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from libra.route.policy import Request, ToolReturn
+from libra.route.policy import ToolReturn, TurnRequest
 from libra.trajectory import ToolStatus, Trajectory, Turn
 
 UNKNOWN_TOOL = "unknown"
@@ -34,7 +34,7 @@ class _Live:
     turns: list[Turn] = field(default_factory=list)
     context: int = 0  # after the last answered turn
     generated: int | None = None  # by that turn, until the next one says what followed it
-    in_flight: Request | None = None
+    in_flight: TurnRequest | None = None
     placed: bool = False  # the policy has seen the tool return before that one
 
 
@@ -50,7 +50,7 @@ class Trajectories:
 
     def begin(
         self, id: str, prompt_id: str, task: str, context: int, returned: ReportedReturn | None, now: float
-    ) -> tuple[Request, ToolReturn | None]:
+    ) -> tuple[TurnRequest, ToolReturn | None]:
         """The turn and the tool return before it, as the policy is to be asked. Raises ValueError while another turn
         of the trajectory is in flight."""
         live = self._live.pop(id, None)
@@ -64,7 +64,7 @@ class Trajectories:
             tokens = max(0, context - live.context) if what.tokens is None else what.tokens
             live.turns.append(Turn(live.generated, what.tool, what.status, tokens, now - live.touched))
             live.generated, live.placed = None, False
-        turn = Request(id, live.prompt_id, live.prompt_tokens, context, live.task)
+        turn = TurnRequest(id, live.prompt_id, live.prompt_tokens, context, live.task)
         live.in_flight, live.touched = turn, now
         if not live.turns or live.placed:
             return turn, None
@@ -72,12 +72,12 @@ class Trajectories:
         assert last.tool is not None and last.status is not None
         return turn, ToolReturn(last.tool, last.status, last.returned_tokens)
 
-    def placed(self, turn: Request) -> None:
+    def placed(self, turn: TurnRequest) -> None:
         """The policy has been asked."""
         if (live := self._of(turn)) is not None:
             live.placed = True
 
-    def answered(self, turn: Request, context: int, generated: int, now: float) -> None:
+    def answered(self, turn: TurnRequest, context: int, generated: int, now: float) -> None:
         """The engine counted `context` prompt tokens and generated `generated`."""
         if (live := self._of(turn)) is None:
             return
@@ -86,12 +86,12 @@ class Trajectories:
             live.prompt_tokens = context
         live.context, live.generated, live.in_flight, live.touched = context + generated, generated, None, now
 
-    def failed(self, turn: Request) -> None:
+    def failed(self, turn: TurnRequest) -> None:
         """It was not answered: the next turn is this one, asked again."""
         if (live := self._of(turn)) is not None:
             live.in_flight = None
 
-    def _of(self, turn: Request) -> _Live | None:
+    def _of(self, turn: TurnRequest) -> _Live | None:
         """None: its trajectory has been forgotten, even if another one of the same name has begun."""
         live = self._live.get(turn.trajectory_id)
         return live if live is not None and live.in_flight is turn else None

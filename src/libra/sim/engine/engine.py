@@ -20,7 +20,7 @@ from libra.sim.engine.running import complete, fill, nothing_fits, schedule
 from libra.sim.engine.scheduler import Pause, Scheduler
 
 
-class Engine(Scheduler):
+class SimEngine(Scheduler):
     """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Protocol
 
-from libra.sim.engine.iteration_cost import Batch
+from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
 
 
@@ -23,7 +23,7 @@ class Generation(Protocol):
     context: int  # sum of the tokens that they attend to in the next iteration, the new ones too
     asks: list[tuple[int, int, Request]]
 
-    def batch(self, requests: int) -> Batch:
+    def batch(self, requests: int) -> DecodeBatch:
         """What the next iteration decodes if so many requests are in it."""
         ...
 
@@ -90,7 +90,7 @@ class Generation(Protocol):
 
 
 _KEPT = 1024
-_BATCHES = [Batch(requests) for requests in range(_KEPT)]  # one is asked for at every event
+_BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
 
 
 class Even:
@@ -112,8 +112,8 @@ class Even:
         self._stalled: set[Request] = set()  # in the next iteration they generate nothing
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
 
-    def batch(self, requests: int) -> Batch:
-        return _BATCHES[requests] if requests < _KEPT else Batch(requests)
+    def batch(self, requests: int) -> DecodeBatch:
+        return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
 
     def add(self, request: Request) -> None:
         iteration, tokens = self.iteration, request.target

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from libra.cost.grid import EngineGrid
 from libra.sim.clock import TICKS
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import UNLIMITED, Batch, Chunk
+from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch
 
 _MEMORY = 1 << 16  # distinct chunks remembered
 
@@ -81,7 +81,7 @@ class GridCost:
         self._grid = grid
         self._overhead = overhead
         self._captures = config.capture_sizes
-        self._lines: dict[Batch, tuple[list[int], list[tuple[int, int, int]]]] = {}
+        self._lines: dict[DecodeBatch, tuple[list[int], list[tuple[int, int, int]]]] = {}
         most = config.max_num_batched_tokens
         padded = [_padded(tokens, config.capture_sizes) for tokens in range(most + 1)]
         linear = _linear_layers(grid, padded[-1])
@@ -90,14 +90,14 @@ class GridCost:
         self._attention: Callable[[Chunk], int] = lru_cache(_MEMORY)(self._attention_ticks)
         self._request = round(overhead.request * TICKS)
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         lines = self._lines.get(batch)
         if lines is None:
             lines = self._lines[batch] = self._make_lines(batch)
         limits, pieces = lines
         return pieces[bisect_right(limits, context)]
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         requests = batch.requests
         decoded = tokens = requests * batch.tokens_each
         ticks: int = 0
@@ -115,7 +115,7 @@ class GridCost:
             seconds += self._grid.decode_seconds(padded, context / padded) + self._draft_seconds(batch)
         return max(1, round(overhead.beside(seconds, requests + len(chunks)) * TICKS))
 
-    def _make_lines(self, batch: Batch) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def _make_lines(self, batch: DecodeBatch) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Limits of context between the pieces, and the pieces, as `line` gives them."""
         requests = batch.requests
         padded = _padded(requests, self._captures)
@@ -144,7 +144,7 @@ class GridCost:
                 )
         return limits, pieces
 
-    def _draft_seconds(self, batch: Batch) -> float:
+    def _draft_seconds(self, batch: DecodeBatch) -> float:
         """What the linear layers take longer for the drafts that are verified."""
         linear = self._linear
         return float(linear[batch.requests * batch.tokens_each] - linear[batch.requests]) / TICKS

@@ -18,7 +18,7 @@ Chunk = tuple[int, int]  # prefill of one request: (new tokens, tokens of its co
 UNLIMITED = 1 << 62
 
 
-class Batch(NamedTuple):
+class DecodeBatch(NamedTuple):
     """The requests of an iteration that decode. Each has `tokens_each` tokens in it: one, or with it the drafts that
     are verified."""
 
@@ -34,14 +34,14 @@ class Batch(NamedTuple):
 class IterationCost(Protocol):
     """`context` is the sum of the tokens that the requests of the batch attend to, the new ones too."""
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         """(base, slope, limit): an iteration that only decodes takes `base + slope * context` ticks, > 0.
 
         This holds from the given context up to `limit` (exclusive). The batch has 1 request or more.
         """
         ...
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         """Ticks > 0 of an iteration with one prefill chunk or more. The batch may be empty."""
         ...
 
@@ -61,12 +61,12 @@ class AffineCost:
         if self.step < 1:
             raise ValueError(f"AffineCost.step is {self.step} ticks; an iteration takes 1 or more")
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         requests, tokens_each = batch
         base = self.step + (self.per_sequence + self.per_new_token * (tokens_each - 1)) * requests
         return base, self.per_context_token, UNLIMITED
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         base, slope, _ = self.line(batch, context)
         ticks = base + slope * context
         for new, before in chunks:
@@ -89,8 +89,8 @@ class TurnCost:
         )
         self._per_turn = ticks(cost.per_turn)
 
-    def line(self, batch: Batch, context: int) -> tuple[int, int, int]:
+    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
         return self._affine.line(batch, context)
 
-    def mixed(self, batch: Batch, context: int, chunks: Sequence[Chunk]) -> int:
+    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         return self._affine.mixed(batch, context, chunks) + self._per_turn * len(chunks)

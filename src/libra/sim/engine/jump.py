@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from libra.sim.engine.iteration_cost import Batch, IterationCost
+from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration, Piece, Scheduler
 
@@ -107,7 +107,7 @@ def _tell(state: Scheduler) -> None:
 # The arithmetic
 
 
-def stretch(cost: IterationCost, now: int, batch: Batch, context: int, steps: int) -> tuple[list[Piece], int]:
+def stretch(cost: IterationCost, now: int, batch: DecodeBatch, context: int, steps: int) -> tuple[list[Piece], int]:
     """Pieces in which the ticks of an iteration grow evenly, and the tick at which `steps` >= 1 iterations end."""
     pieces: list[Piece] = []
     before, decoding = 0, batch.requests

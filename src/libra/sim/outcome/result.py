@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.outcome.engine_series import EngineSeries
 from libra.sim.outcome.request_columns import RequestColumns, request_columns
-from libra.sim.outcome.watcher import Watcher
+from libra.sim.outcome.watcher import OccupancyRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SimulationResult:
         return max(0, last - self.start)
 
 
-def result_of(cluster: Cluster, watcher: Watcher | None = None) -> SimulationResult:
+def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> SimulationResult:
     """The result of a cluster that has run. `watcher` is the one that it was given as `watch`: it adds the peaks and
     the series over time. Raises ValueError for a cluster that has not run to its end."""
     return SimulationResult(
@@ -69,7 +69,7 @@ def result_of(cluster: Cluster, watcher: Watcher | None = None) -> SimulationRes
     )
 
 
-def _engine(spec: EngineSpec, engine: Engine) -> EngineResult:
+def _engine(spec: EngineSpec, engine: SimEngine) -> EngineResult:
     return EngineResult(
         name=spec.name,
         bucket=spec.bucket,

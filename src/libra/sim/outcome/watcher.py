@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from libra.sim.engine.engine import Engine
+from libra.sim.engine.engine import SimEngine
 from libra.sim.outcome.engine_series import EngineSeries
 
 MOST_ROWS = 50_000  # of all engines together, about 20 MB
 
 
-class Watcher:
+class OccupancyRecorder:
     """The `watch` of one cluster. A row is of as many of an engine's decisions as it takes to stay within `most_rows`
     rows in all (or four an engine, where that is more), the same number for all engines."""
 
@@ -27,7 +27,7 @@ class Watcher:
         self._decisions = 1  # in a row
         self._engines: dict[int, _Seen] = {}
 
-    def __call__(self, engine: Engine, now: int) -> None:
+    def __call__(self, engine: SimEngine, now: int) -> None:
         seen = self._engines.get(engine.index)
         if seen is None:
             seen = self._engines[engine.index] = _Seen(now)
@@ -108,7 +108,7 @@ class _Seen:
         self.running = self.waiting = self.held = 0
         self.held_ticks = self.events = self.steps = 0
 
-    def look(self, engine: Engine, now: int) -> None:
+    def look(self, engine: SimEngine, now: int) -> None:
         self.tick = now
         self.running = len(engine.running)
         self.waiting = len(engine.waiting)
@@ -117,7 +117,7 @@ class _Seen:
         self.events = engine.events
         self.steps = engine.steps
 
-    def last(self, engine: Engine, now: int) -> None:
+    def last(self, engine: SimEngine, now: int) -> None:
         """What was seen lasted until `now`; where several iterations were decided at once, their blocks came one by
         one, and the engine knows for how long they were held."""
         span = now - self.tick

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from libra.route import policy
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
-from libra.sim.workload.caller import Caller
-from libra.sim.workload.calls import Call
+from libra.sim.workload.caller import Call, Caller
 from libra.trajectory import Trajectory, Turn
 
 

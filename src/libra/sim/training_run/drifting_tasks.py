@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.sim.training_run.prompt_order import prompt_at
+from libra.sim.training_run.episodes import prompt_at
 from libra.sim.training_run.task_shape import TaskShape, ToolOutcome
 from libra.trajectory import Trajectory, Turn, truncate
 

@@ -21,19 +21,19 @@ from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.handover import KVMoves
 from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.episodes import Episodes
-from libra.sim.training_run.outcome import PlanChange, PostTraining, StepRecord
+from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
-from libra.sim.training_run.trainer import Trainer, training_nodes
+from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.calls import calls
+from libra.sim.workload.caller import calls
 from libra.trajectory import Trajectory
 
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
@@ -44,9 +44,9 @@ def simulate_posttraining(
     episodes: Episodes,
     steps: int,
     *,
-    progress: Callable[[StepRecord], None] | None = None,
+    progress: Callable[[SimulatedStep], None] | None = None,
     exact: bool = False,
-) -> PostTraining:
+) -> SimulatedRun:
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
     Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
@@ -77,7 +77,7 @@ class _Run:
         system: System,
         episodes: Episodes,
         steps: int,
-        progress: Callable[[StepRecord], None] | None,
+        progress: Callable[[SimulatedStep], None] | None,
         exact: bool,
     ) -> None:
         request = system.request
@@ -94,7 +94,7 @@ class _Run:
         self._live: dict[str, EpisodeCaller] = {}  # by trajectory: unfinished
         self._requests: dict[str, Request] = {}  # by trajectory: its latest
         self._finished: list[Trajectory] = []  # since the last decision
-        self._trained: list[StepRecord] = []
+        self._trained: list[SimulatedStep] = []
         self._changes: list[PlanChange] = []
         self._decided_at = (0, 0)  # version and tick of the latest decision
         self._expected = system.plan.predicted.step  # seconds of a step
@@ -105,8 +105,8 @@ class _Run:
         self._stall = weight_sync(request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, link).stall
         kv_bytes = request.model.kv_bytes_per_token(self._recipe.kv_bytes)
 
-        def cluster(specs: tuple[EngineSpec, ...]) -> Cluster:
-            return Cluster(
+        def cluster(specs: tuple[EngineSpec, ...]) -> SimCluster:
+            return SimCluster(
                 specs,
                 self,
                 self._policy,
@@ -121,15 +121,17 @@ class _Run:
 
         self._service = Service(system, cluster)
         self._cluster = self._service.cluster
-        self._trainer = Trainer(system, self._admission, self._cluster, lambda: self._service.devices, self._stepped)
+        self._trainer = SimulatedTrainer(
+            system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
+        )
 
-    def outcome(self) -> PostTraining:
+    def outcome(self) -> SimulatedRun:
         cluster = self._cluster
         cluster.at(0, self._fill)
         cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
-        return PostTraining(
+        return SimulatedRun(
             system=self._system.name,
             steps=tuple(self._trained),
             changes=tuple(self._changes),
@@ -246,7 +248,7 @@ class _Run:
 
     # Versions
 
-    def _stepped(self, step: StepRecord, now: int) -> None:
+    def _stepped(self, step: SimulatedStep, now: int) -> None:
         """The optimiser has made a version; its weights go to the engines while the trainer goes on."""
         self._trained.append(step)
         if self._progress is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class SimulatedStep:
     """One optimiser step."""
 
     version: int  # that it made
@@ -40,11 +40,11 @@ class PlanChange:
 
 
 @dataclass(frozen=True, slots=True)
-class PostTraining:
+class SimulatedRun:
     """One simulated run."""
 
     system: str
-    steps: tuple[StepRecord, ...]
+    steps: tuple[SimulatedStep, ...]
     changes: tuple[PlanChange, ...]
     seconds: float  # until the last step's weights were published
     engine_seconds: float  # device seconds in which engines were in service

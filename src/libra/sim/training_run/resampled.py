@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from libra.sim.training_run.prompt_order import prompt_at
+from libra.sim.training_run.episodes import prompt_at
 from libra.trajectory import Trajectory, truncate
 
 _STREAM = 0x73616D706C6573  # sets these draws apart from others of the same seed

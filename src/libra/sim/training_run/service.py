@@ -12,7 +12,7 @@ from functools import partial
 
 from libra.plan.plan import Plan
 from libra.sim.clock import ticks
-from libra.sim.cluster import Cluster
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run.system import System
@@ -21,7 +21,7 @@ from libra.sim.training_run.system import System
 class Service:
     """Engines of a plan in a cluster that is made by `make` with the first ones."""
 
-    def __init__(self, system: System, make: Callable[[tuple[EngineSpec, ...]], Cluster]) -> None:
+    def __init__(self, system: System, make: Callable[[tuple[EngineSpec, ...]], SimCluster]) -> None:
         self._system = system
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
         self._ticks, self._counted_until = 0, 0  # device ticks of engines in service, until which tick

@@ -27,8 +27,8 @@ from libra.plan.plan import Plan
 from libra.plan.problem import TrainingOption
 from libra.route.admission import Admission
 from libra.sim.clock import seconds, ticks
-from libra.sim.cluster import Cluster
-from libra.sim.training_run.outcome import StepRecord
+from libra.sim.cluster import SimCluster
+from libra.sim.training_run.outcome import SimulatedStep
 from libra.sim.training_run.system import System
 from libra.trajectory import Trajectory
 
@@ -82,10 +82,10 @@ class _Step:
     trajectories: list[Trajectory] = field(default_factory=list)
     training: float = 0.0  # seconds
 
-    def record(self, ended: float, waited: float, generating_devices: int) -> StepRecord:
+    def record(self, ended: float, waited: float, generating_devices: int) -> SimulatedStep:
         batch = self.trajectories
         stale = [self.version - 1 - trajectory.policy_version for trajectory in batch]
-        return StepRecord(
+        return SimulatedStep(
             version=self.version,
             started=seconds(self.began),
             ended=ended,
@@ -102,7 +102,7 @@ class _Step:
         )
 
 
-class Trainer:
+class SimulatedTrainer:
     """Trains on what admission gives, and calls `stepped` with each step when it is made.
 
     With `early_gradients` a batch is trained on in parts, as its groups are complete, and only the last part follows
@@ -113,9 +113,9 @@ class Trainer:
         self,
         system: System,
         admission: Admission[Trajectory],
-        cluster: Cluster,
+        cluster: SimCluster,
         generating_devices: Callable[[], int],
-        stepped: Callable[[StepRecord, int], None],
+        stepped: Callable[[SimulatedStep, int], None],
     ) -> None:
         plan = system.plan
         assert plan.layout is not None
@@ -190,7 +190,7 @@ class Trainer:
             self._price = replace(self._price, nodes=training_nodes(plan))
         self.layout, self.option = new, training_option_of(plan)
 
-    def _made(self, record: StepRecord, now: int) -> None:
+    def _made(self, record: SimulatedStep, now: int) -> None:
         self._busy = False
         self._idle_since = now
         self._stepped(record, now)

@@ -17,8 +17,7 @@ import numpy as np
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
 from libra.sim.workload.arrivals import Arrivals, AtOnce
-from libra.sim.workload.caller import TrajectoryCaller
-from libra.sim.workload.calls import UNKNOWN_TOOL_SECONDS, Call, calls
+from libra.sim.workload.caller import UNKNOWN_TOOL_SECONDS, Call, TrajectoryCaller, calls
 from libra.trajectory import Trajectory
 
 Kept = Literal["prompt", "last prompt"]

@@ -1,29 +1,24 @@
-"""The controller's view of its workers: awaitable verbs over a channel.
+"""The controller's view of a rollout engine: turns, KV for other engines, weights, and whether it goes on.
 
-Invariant: when a worker goes away, everything that waits for it fails at once with `WorkerLostError`; no caller waits
-for ever and none is told success. What an engine reported of a turn was handed on as it came, and nothing comes after
-the turn's end. A worker that says what nobody asked for is given up, and what comes from one that was is dropped.
+Invariant: what an engine reported of a turn was handed on as it came, and nothing comes after the turn's end. When the
+engine goes away, all its turns fail at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
-
+from libra.backends.launch.handle import SILENT_LOOKS, Handle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.transport.messages import (
-    Acknowledged,
+from libra.backends.transport.channel import FromWorker
+from libra.backends.transport.engine_messages import (
     EngineMeasured,
-    Failure,
     Fetched,
-    FromWorker,
     Generate,
     Generated,
     HandoverMeasured,
@@ -32,129 +27,18 @@ from libra.backends.transport.messages import (
     LoadWeights,
     MeasureEngine,
     MeasureHandover,
-    Message,
     Piece,
-    Ready,
     Save,
     Saved,
-    StartEngine,
-    StartTrainer,
-    Stop,
 )
 from libra.exec.background import raise_in_loop
-from libra.exec.protocols import WorkerFailedError as WorkerFailedError
-from libra.exec.protocols import WorkerLostError as WorkerLostError
+from libra.exec.protocols import WorkerLostError
 
-START_DEADLINE = 120.0  # seconds from the order to readiness
-ANSWER_DEADLINE = 300.0  # seconds for any other order
-
-# A worker that owes an answer is looked at so many times. Looks are counted, not seconds: a controller that was held up
-# itself (stopped, or waiting for a disk) looks less often, and finds the answer that came meanwhile.
-SILENT_LOOKS = 20
 # An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
 # most seconds; one that is silent at all looks, so far apart, hangs, or is too slow to wait for.
 LOOK_SECONDS = 1.0
 
-Reply = TypeVar("Reply", bound=Message)
 Answer = TypeVar("Answer", Saved, Fetched)
-
-
-class Handle:
-    """Orders with one answer each, answered in turn; `on_lost` is called once when the worker goes away."""
-
-    def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
-        self.name, self.link = link.name, link
-        self.node, self.host = link.node, link.host
-        self._channel = link.channel
-        self._on_lost = on_lost
-        # The orders that have no answer yet, oldest first. One whose asker was cancelled stays: its answer still comes.
-        self._asked: deque[asyncio.Future[FromWorker | None]] = deque()
-        self._order = asyncio.Lock()
-        self.lost = False
-        self._stopping = False  # its end is no loss
-        self._reader = asyncio.create_task(self._read(), name=f"read {link.name}")
-        self._reader.add_done_callback(raise_in_loop)
-
-    async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
-        """Send an order and wait for its answer. Raises `WorkerLostError`, `WorkerFailedError`, `TimeoutError`."""
-        async with self._order:
-            if self.lost:
-                raise WorkerLostError(f"worker {self.name} is gone")
-            asked: asyncio.Future[FromWorker | None] = asyncio.get_running_loop().create_future()
-            self._asked.append(asked)
-            self._channel.send(message)
-            for _ in range(SILENT_LOOKS):
-                await asyncio.wait([asked], timeout=deadline / SILENT_LOOKS)
-                if asked.done():
-                    break
-            else:
-                why = f"no answer to {type(message).__name__} in {deadline:.0f} s"
-                self.declare_lost(why)
-                raise TimeoutError(f"worker {self.name}: {why}")
-            answer = asked.result()
-        if answer is None:
-            raise WorkerLostError(f"worker {self.name} went away during {type(message).__name__}")
-        if isinstance(answer, Failure):
-            raise WorkerFailedError(f"worker {self.name}: {answer.error}")
-        if not isinstance(answer, reply):
-            raise TypeError(f"worker {self.name} answered {type(message).__name__} with {type(answer).__name__}")
-        return answer
-
-    async def start(self, message: StartEngine | StartTrainer) -> Ready:
-        return await self.ask(message, Ready, START_DEADLINE)
-
-    async def stop(self) -> None:
-        """End the worker; a worker that is already gone is stopped."""
-        self._stopping = True
-        try:
-            await self.ask(Stop(), Acknowledged, 10.0)
-        except (WorkerLostError, TimeoutError):
-            pass
-        self.close()
-
-    def close(self) -> None:
-        if not self.lost:
-            self.lost = True
-            self._fail_waiters()
-        self._reader.cancel()
-        self._channel.close()
-
-    def _receive(self, message: FromWorker) -> None:
-        if self._asked:
-            asked = self._asked.popleft()
-            if not asked.done():
-                asked.set_result(message)
-        elif isinstance(message, Failure):  # its last words
-            self.declare_lost(f"it failed: {message.error}")
-        else:
-            self.declare_lost(f"it sent {type(message).__name__}, which nobody had asked for")
-
-    def _fail_waiters(self) -> None:
-        for asked in self._asked:
-            if not asked.done():
-                asked.set_result(None)
-
-    async def _read(self) -> None:
-        latest: FromWorker | None = None
-        try:
-            while not self.lost:  # what one that was given up still says is an answer to nobody
-                latest = await self._channel.receive()
-                self._receive(latest)
-        except ConnectionError as error:
-            # Who fails at an order says so and ends; whoever asked may not have heard of the one before the other.
-            self.declare_lost(f"it failed: {latest.error}" if isinstance(latest, Failure) else str(error))
-        except msgspec.MsgspecError as error:
-            self.declare_lost(f"it sent what is not a message: {error}")
-
-    def declare_lost(self, why: str) -> None:
-        """Take the worker for gone; once, and not when it was told to stop."""
-        if self.lost:
-            return
-        self.lost = True
-        self._fail_waiters()
-        self._channel.close()  # should the process still run, this ends it
-        if not self._stopping:
-            self._on_lost(self.name, why)
 
 
 @dataclass(frozen=True, slots=True)

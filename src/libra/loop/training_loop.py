@@ -1,28 +1,27 @@
-"""One post-training run: asynchronous GRPO on workers that Libra divides between generating and training.
+"""The steps of a post-training run: asynchronous GRPO on workers that Libra divides between generating and training.
 
-Invariant: the trainer waits for complete groups and never drops one; weights are published before the next batch is
-taken. What finishes, and what a batch takes, is on file before it counts, so a run that was interrupted goes on from
-its checkpoint: it replays the steps after it, from the very batches that they were made of, and takes up the groups
-that were under way.
+Invariant: weights are published before the next batch is taken. A run that was interrupted goes on from its checkpoint:
+it replays the steps after it, from the batches that they were made of, and takes up the groups that were under way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 from statistics import fmean
 
 from libra.backends.grpo.joint_step import StepResult
-from libra.config.run import ConfigError, RunConfig
-from libra.environments.protocol import Environment, Prompt
+from libra.config.run import RunConfig
+from libra.environments.protocol import Prompt
 from libra.exec.journal import CheckpointWritten, Journal
-from libra.loop.batch import StepBatch, make_batch, quantile
+from libra.loop.batch import StepBatch, StepTimes, make_batch, step_record
 from libra.loop.checkpoint import RunState, save_checkpoint
 from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.groups import Groups, episode_id
+from libra.loop.interrupted import Recorded
 from libra.loop.observations import EngineWork, Observations
 from libra.loop.process_controller import RunExecutor
-from libra.loop.recorder import Recorded, Recorder
+from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.tally import EngineCounters
@@ -30,19 +29,17 @@ from libra.plan.transition import describe
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 from libra.report.live import Display, RunView
-from libra.route.admission import Admission
 
 _RECENT_STEPS = 10  # over which the shown reward is averaged
 
 
-class PostTraining:
+class TrainingLoop:
     """The reinforcement-learning loop between the first and the last evaluation. `history` and `recorded` are what an
     interrupted run left."""
 
     def __init__(
         self,
         config: RunConfig,
-        environment: Environment,
         prompts: Sequence[Prompt],
         executor: RunExecutor,
         rollout: Rollout,
@@ -57,7 +54,7 @@ class PostTraining:
         history: History,
         recorded: Recorded,
     ) -> None:
-        self._config, self._environment, self._prompts = config, environment, prompts
+        self._config = config
         self._executor, self._rollout, self._observations, self._controller = (
             executor,
             rollout,
@@ -66,21 +63,24 @@ class PostTraining:
         )
         self._recorder, self._journal, self._episodes = recorder, journal, episodes
         self._display, self._started, self._history, self._recorded = display, started, history, recorded
-        training = config.training
-        self._admission: Admission[Episode] = Admission(
-            training.prompts_per_step, training.samples_per_prompt, training.max_staleness, history.version
-        )
         self._step = history.step
-        self._groups_started = history.version * training.prompts_per_step + len(history.groups)
-        self._progress = asyncio.Event()
-        self._running: set[asyncio.Task[None]] = set()
-        self._failure: Exception | None = None
+        self._groups = Groups(
+            config.training,
+            config.seed,
+            prompts,
+            rollout,
+            recorder,
+            episodes,
+            history,
+            lambda episode: self._observe([episode]),
+            lambda: controller.periods.predicted_seconds,
+        )
         self._generated = 0
         self._engine_counters = counters
         self._rewards: list[float] = []
         self._checkpoint_seconds = 0.0  # since the last step, as is the next
         self._held_seconds = 0.0  # for which a checkpoint had to wait
-        controller.changed = self._progress.set
+        controller.changed = self._groups.progress.set
 
     @property
     def step(self) -> int:
@@ -90,7 +90,7 @@ class PostTraining:
     @property
     def started_trajectories(self) -> int:
         """Of all sessions of the run, as the next."""
-        return self._groups_started * self._config.training.samples_per_prompt
+        return self._groups.started * self._config.training.samples_per_prompt
 
     @property
     def trained_trajectories(self) -> int:
@@ -105,7 +105,7 @@ class PostTraining:
             await self._replay_steps()
             self._controller.begin(self._step)
             self._recorder.phase(Phase.WAITING)
-            self._take_up_groups()
+            self._groups.take_up()
             ended = self._begin_steps()
             while self._step < self._config.training.steps:
                 ended = await self._one_step(ended)
@@ -114,9 +114,7 @@ class PostTraining:
             await self._controller.finish()
         finally:
             await self._controller.cancel()
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._groups.cancel()
             self._controller.close()
 
     # --- what an interrupted run left --------------------------------------------------------------------------------
@@ -130,7 +128,7 @@ class PostTraining:
         for group in self._history.groups:
             for index in range(self._config.training.samples_per_prompt):
                 if index not in group.episodes:
-                    policy.forget(_episode_id(group.number, index))
+                    policy.forget(episode_id(group.number, index))
 
     async def _replay_steps(self) -> None:
         """The steps after the checkpoint. Only a step whose record is missing, the last one, is recorded."""
@@ -147,17 +145,7 @@ class PostTraining:
             f"replayed steps {self._history.step + 1} to {self._step}, from their own trajectories",
             ended - began,
         )
-        await self._checkpoint()  # so that nothing is made a third time
-
-    def _take_up_groups(self) -> None:
-        """Groups that were under way go on, with the episodes that have finished."""
-        for group in self._history.groups:
-            try:
-                self._admission.resume(_group_name(group.number), group.started_at, group.episodes.values())
-            except ValueError as error:
-                raise ConfigError(f"training: {error}; resume with the file that the run was started with") from None
-            missing = set(range(self._config.training.samples_per_prompt)) - set(group.episodes)
-            self._run_episodes(group.number, group.started_at, sorted(missing))
+        await self._checkpoint()  # so that nothing is replayed twice
 
     def _begin_steps(self) -> float:
         """What was before is of no step; returns when the first one begins."""
@@ -170,19 +158,18 @@ class PostTraining:
 
     async def _one_step(self, last_end: float) -> float:
         """Wait for a batch and train on it; returns when the step ended."""
-        self._feed()
-        while not self._admission.ready():
-            self._progress.clear()
+        self._groups.feed()
+        while not self._groups.ready:
+            self._groups.progress.clear()
             self._require_sound()  # of what happened before the wait, too: it wakes nobody any more
             if self._controller.urgent:
                 self._controller.at_boundary()
-            await self._progress.wait()
+            await self._groups.progress.wait()
         self._require_sound()
-        groups = self._admission.take()
-        self._episodes.taken(self._step + 1, [_group_number(name) for name, _ in groups])
+        groups = self._groups.take(self._step + 1)
         on_disk = asyncio.create_task(self._episodes.sync())
         try:
-            ended = await self._train_on(make_batch(episodes for _, episodes in groups), last_end)
+            ended = await self._train_on(make_batch(groups), last_end)
         finally:
             await on_disk
         self._controller.stepped(self._step, ended - last_end)
@@ -202,8 +189,7 @@ class PostTraining:
         loads = await self._executor.processes.publish(result.version, result.buffer, result.checksum)
         self._step += 1
         if self._step > self._history.version:
-            self._admission.publish(result.version)
-            self._feed()
+            self._groups.publish(result.version)
         self._observations.observe_training(result, len(batch.episodes))
         self._observations.observe_engines(self._gained())
         if not replayed:
@@ -211,12 +197,13 @@ class PostTraining:
         ended = self._recorder.now()
         spent = self._recorder.take_device_seconds(ended)
         if self._step > self._recorded.step:
-            self._record(batch, result, loads, last_end, trained_at, stepped_at, ended, spent)
+            times = StepTimes(last_end, trained_at, stepped_at, ended, self._checkpoint_seconds, self._held_seconds)
+            self._record(batch, result, times, loads, spent)
         self._checkpoint_seconds = self._held_seconds = 0.0
         return ended
 
     def _gained(self) -> EngineWork:
-        """What the engines did since the last call."""
+        """The engines' work since the last call."""
         return self._engine_counters.gained(self._executor.processes.fleet.instances())
 
     async def _between_steps(self) -> None:
@@ -225,61 +212,12 @@ class PostTraining:
             await self._checkpoint()
         self._controller.at_boundary()
 
-    def _feed(self) -> None:
-        """Start as many groups as staleness admits and the run still needs."""
-        training = self._config.training
-        while self._admission.may_start() and self._groups_started < training.steps * training.prompts_per_step:
-            number = self._groups_started
-            self._groups_started += 1
-            version = self._admission.published
-            self._episodes.started(number, version)
-            self._admission.start(_group_name(number))
-            self._run_episodes(number, version, range(training.samples_per_prompt))
-        self._recorder.hold_back(self._groups_started < training.steps * training.prompts_per_step)
-
-    def _run_episodes(self, group: int, started_at: int, indices: Sequence[int]) -> None:
-        self._recorder.tally.started(len(indices))
-        prompt, due = self._prompt(group), self._due(started_at)
-        for index in indices:
-            task = asyncio.create_task(self._run_episode(group, index, prompt, due))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-
-    def _due(self, started_at: int) -> float:
-        """When a group that was started under this version is needed, at the latest: for the batch after those that
-        staleness lets be made meanwhile."""
-        batches = started_at + 1 + self._config.training.max_staleness - self._admission.published
-        return self._recorder.now() + batches * (self._controller.periods.predicted_seconds or 0.0)
-
-    def _prompt(self, number: int) -> Prompt:
-        """Prompts in a new order each epoch."""
-        epoch, index = divmod(number, len(self._prompts))
-        order = list(range(len(self._prompts)))
-        random.Random(f"epoch:{self._config.seed}:{epoch}").shuffle(order)
-        return self._prompts[order[index]]
-
-    async def _run_episode(self, group: int, index: int, prompt: Prompt, due: float) -> None:
-        temperature = self._config.training.temperature
-        try:
-            episode = await self._rollout.episode(_episode_id(group, index), prompt, due, temperature)
-            self._episodes.finished(group, index, episode)
-            self._admission.finish(_group_name(group), episode)
-            self._recorder.episode(episode)
-            self._observe([episode])
-        except Exception as error:  # noqa: BLE001 - the end of a task: `run` raises it
-            self._failure = error  # at once: no checkpoint may count an episode that is not written down everywhere
-            self._progress.set()
-            return
-        if self._admission.ready():
-            self._progress.set()
-
     def _observe(self, episodes: Sequence[Episode]) -> None:
         limits = [bucket.up_to for bucket in self._executor.processes.fleet.allocation.buckets]
         self._observations.observe(episodes, limits)
 
     def _require_sound(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._groups.require_sound()
         self._executor.processes.trainers.require_core()
         self._controller.require_sound()
 
@@ -310,54 +248,19 @@ class PostTraining:
         self._recorder.event("checkpoint", None, f"wrote {path.name}", self._checkpoint_seconds)
 
     def _record(
-        self,
-        batch: StepBatch,
-        result: StepResult,
-        loads: Sequence[float],
-        last_end: float,
-        trained_at: float,
-        stepped_at: float,
-        ended: float,
-        spent: Seconds,
+        self, batch: StepBatch, result: StepResult, times: StepTimes, loads: Sequence[float], spent: Seconds
     ) -> None:
-        stale = batch.staleness(result.version)
-        contexts = sorted(episode.trajectory.final_context for episode in batch.episodes)
-        tokens = self._rollout.generated_tokens
-        allocation = self._executor.allocation()
-        record = StepRecord(
-            step=self._step,
-            time=ended,
-            version=result.version,
-            step_seconds=ended - last_end,
+        tokens, allocation = self._rollout.generated_tokens, self._executor.allocation()
+        record = step_record(
+            batch,
+            result,
+            times,
+            loads,
             generate_seconds=self._engine_counters.busiest_seconds,
-            train_seconds=result.wall_seconds - result.exchange_seconds - result.publish_seconds,
-            exchange_seconds=result.exchange_seconds,
-            publish_seconds=result.publish_seconds + (ended - stepped_at),
-            load_seconds=fmean(loads) if loads else 0.0,
-            wait_seconds=trained_at - last_end - self._checkpoint_seconds - self._held_seconds,
-            checkpoint_seconds=self._checkpoint_seconds,
-            held_seconds=result.held_seconds + self._held_seconds,
-            redone_seconds=result.redone_seconds,
-            reward_mean=fmean(episode.reward for episode in batch.episodes),
-            groups=batch.groups,
-            groups_without_signal=batch.without_signal,
-            trajectories=len(batch.episodes),
             generated_tokens=max(0, tokens - self._generated),
-            trained_tokens=result.forward_tokens,
-            staleness_mean=fmean(stale),
-            staleness_max=max(stale),
-            staleness=tuple(stale.count(versions) for versions in range(max(stale) + 1)),
-            behaviour_weight_mean=result.behaviour_weight_mean,
-            prox_gap_mean=result.prox_gap_mean,
-            clip_share=result.clip_share,
-            grad_norm=result.gradient_norm,
-            context_p50=quantile(contexts, 0.5),
-            context_p90=quantile(contexts, 0.9),
-            context_p99=quantile(contexts, 0.99),
-            turns_mean=fmean(len(episode.trajectory.turns) for episode in batch.episodes),
             predicted_seconds=self._controller.periods.predicted_seconds,
             allocation=describe(allocation) if allocation is not None else "",
-            roles=dict(self._recorder.roles),
+            roles=self._recorder.roles,
             device_seconds=spent,
         )
         self._generated = tokens
@@ -380,15 +283,3 @@ class PostTraining:
             phase=f"step {record.step_seconds:.2f} s, training waits {record.wait_seconds:.2f} s",
             messages=tuple(self._recorder.messages),
         )
-
-
-def _group_name(number: int) -> str:
-    return f"g{number}"
-
-
-def _group_number(name: str) -> int:
-    return int(name.removeprefix("g"))
-
-
-def _episode_id(group: int, index: int) -> str:
-    return f"{_group_name(group)}-{index}"

@@ -1,0 +1,156 @@
+"""Messages between the controller and a rollout engine.
+
+Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), KV lies in a buffer
+(`kv_buffer.py`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from libra.backends.transport.messages import Dtype, Message, Tensor
+
+# --- from the controller ---------------------------------------------------------------------------------------------
+
+
+class KVBufferPlace(msgspec.Struct, frozen=True):
+    """Where KV is handed over: a file that process `pid` holds open, of `frames` blocks of KV."""
+
+    pid: int
+    descriptor: int  # of that process
+    frames: int
+    frame_bytes: int
+
+
+class StartEngine(Message, frozen=True):
+    """Become a rollout engine."""
+
+    model_directory: str
+    max_model_len: int
+    max_num_seqs: int
+    dtype: Dtype
+    kv_cache_bytes: int
+    layout: tuple[Tensor, ...]
+    buffer_bytes: int
+    seed: int
+    share: float  # of one core that this device may use
+    cores: tuple[int, ...]
+    refresh_kv: bool  # salt the prefix cache with the weight version
+    kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
+
+
+class KVTransfer(msgspec.Struct, frozen=True):
+    """KV of a context's first blocks, one in each of these frames."""
+
+    number: int
+    frames: list[int]
+
+
+class Generate(Message, frozen=True):
+    """One turn, or what is left of it. Generation stops at `stop_token` or after `max_tokens`."""
+
+    id: str
+    tokens: list[int]
+    max_tokens: int
+    temperature: float
+    stop_token: int
+    priority: int
+    salt: str | None = None  # a private prefix-cache namespace: a request that must not see old KV
+    transfer: KVTransfer | None = None  # KV of its context that another engine has put down; answered by `Fetched`
+    seed: int | None = None  # of this request's sampling; None: the engine draws on from where it is
+
+
+class Interrupt(Message, frozen=True):
+    """Stop a turn where it is. Its last piece and its end are reported like those of any other."""
+
+    id: str
+
+
+class Save(Message, frozen=True):
+    """Put down the KV that is held of this context, whole blocks from its beginning on; answered by `Saved`. Turns go
+    on meanwhile."""
+
+    tokens: list[int]
+    salt: str | None  # that of its `Generate`
+    transfer: KVTransfer
+
+
+class LoadWeights(Message, frozen=True):
+    version: int
+    buffer: int
+    checksum: int
+
+
+class MeasureEngine(Message, frozen=True):
+    """Time iterations at these (sequences, context tokens each), `repeats` times in turn."""
+
+    points: list[tuple[int, int]]
+    repeats: int
+
+
+class MeasureHandover(Message, frozen=True):
+    """Time saving contexts of these tokens into the transfer's frames, and fetching them from there, `repeats` times in
+    turn. The prefix cache is empty afterwards."""
+
+    contexts: list[int]
+    repeats: int
+    transfer: KVTransfer
+
+
+# --- from a worker ---------------------------------------------------------------------------------------------------
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn generated since the piece before, all with one version of the weights."""
+
+    turn: str  # id of its `Generate`
+    version: int
+    tokens: list[int]
+    logprobs: list[float]  # one per token
+
+
+class Generated(Message, frozen=True):
+    """What an engine generated since it last said so, and its counters since it started. Comes every
+    `report.REPORT_SECONDS` while it has work, and at once when a turn ends."""
+
+    pieces: list[Piece]  # those of one turn in order
+    ended: list[str]  # turns that generate no more; all their pieces have come
+    busy_seconds: float  # wall seconds with work, messages, loads and pacing included
+    prefilled_tokens: int  # prompt tokens computed, prefix-cache hits excluded
+    iterations: int
+    generated_tokens: int
+
+
+class Saved(Message, frozen=True):
+    """What was ordered with this transfer is done: its first `blocks` frames are filled."""
+
+    transfer: int
+    blocks: int
+
+
+class Fetched(Message, frozen=True):
+    """The frames of this transfer are not needed any more; `tokens` of the context were taken from them."""
+
+    transfer: int
+    tokens: int
+
+
+class Loaded(Message, frozen=True):
+    version: int
+    seconds: float
+
+
+class EngineMeasured(Message, frozen=True):
+    """Mean seconds of one iteration per kind: (sequences, context tokens in all, prefilled tokens, seconds)."""
+
+    iterations: list[tuple[float, float, float, float]]
+
+
+class HandoverMeasured(Message, frozen=True):
+    """(tokens, seconds to save and to fetch them) per context."""
+
+    contexts: list[tuple[int, float]]
+
+
+EngineOrder = StartEngine | Generate | Interrupt | Save | LoadWeights | MeasureEngine | MeasureHandover
+EngineAnswer = Generated | Saved | Fetched | Loaded | EngineMeasured | HandoverMeasured

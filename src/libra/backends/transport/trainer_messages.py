@@ -1,0 +1,262 @@
+"""Messages between the controller and a training replica.
+
+Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), gradients through a process group
+(`elastic.py`), and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from libra.backends.transport.messages import Message, Precision, Sharding
+
+# --- from the controller ---------------------------------------------------------------------------------------------
+
+
+class StartTrainer(Message, frozen=True):
+    """Become a training replica."""
+
+    model_directory: str
+    learning_rate: float
+    clip: tuple[float, float]
+    denominator: str
+    token_constant: float
+    temperature: float  # of sampling: the policy that is trained is softmax(logits / temperature)
+    micro_batch_tokens: int
+    precision: Precision
+    seed: int
+    share: float  # of one core, that its processes have together
+    cores: tuple[int, ...]
+    processes: int = 1
+    sharding: Sharding = "none"
+
+
+class MeasureTraining(Message, frozen=True):
+    """Time steps on samples of these lengths, `repeats` times in turn; the state is put back afterwards."""
+
+    batches: list[list[int]]
+    repeats: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """What training needs of one trajectory. The four lists have one entry per token."""
+
+    id: str
+    tokens: list[int]
+    generated: list[bool]  # the loss mask: True where the policy wrote the token
+    logprobs: list[float]  # of the behaviour policy, 0 where not generated
+    versions: list[int]  # weight version that generated the token, -1 where none did
+    advantage: float
+
+
+class Train(Message, frozen=True):
+    """Back-propagate this replica's share of a batch and add the gradients of all replicas up; then await the verdict.
+
+    `sequences` and `tokens` are this replica's part of the loss denominator: they count every trajectory of the batch,
+    also those whose group gave no signal and that are therefore not sent.
+    """
+
+    version: int  # the version that this step makes
+    samples: list[Sample]
+    sequences: int
+    tokens: int
+    patience: float  # seconds to wait for the other replicas
+
+
+class Commit(Message, frozen=True):
+    """All replicas hold the summed gradient of this version: take the optimiser step."""
+
+    version: int
+    publish_to: int  # buffer index; -1: this replica does not publish
+
+
+class Discard(Message, frozen=True):
+    """The step is not made: forget the gradient that awaits a verdict. The state is what it was before `Train`."""
+
+
+# To form a membership: all replicas are told within milliseconds, and one that has not come by then will not come. A
+# replica that is told to enter waits no longer than this for the others.
+FORMING_SECONDS = 20.0
+
+
+class HostRendezvous(Message, frozen=True):
+    """Listen where replicas meet to form memberships; answered by `Rendezvous`."""
+
+    host: str  # address of this replica's node to listen at
+    port: int  # 0: any free one
+
+
+class Prepare(Message, frozen=True):
+    """Form the membership of `size` replicas in which this one is number `rank`, beside the present one."""
+
+    generation: int
+    rank: int
+    size: int
+    address: str  # of this replica's node: the others reach it there
+    host: str  # where the replicas meet: at number 0, which listens there
+    port: int  # 0: it cannot
+
+
+class Enter(Message, frozen=True):
+    """Exchange gradients in the prepared membership from now on. A replica that follows a core ceases to."""
+
+    generation: int
+
+
+class StatePlace(msgspec.Struct, frozen=True, tag=True):
+    """Where one process of a replica publishes its part of the state, on its own node: two files that process `pid`
+    holds open."""
+
+    pid: int
+    board: int  # file descriptors of that process
+    ring: int
+
+
+TOKEN_BYTES = 32  # of ASCII
+
+
+class RelayPlace(msgspec.Struct, frozen=True, tag=True):
+    """Where a replica's state is read from another node: a relay that listens for one reader, who knows the token."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Serve(Message, frozen=True):
+    """Let the reader that shows this token copy the published state to another node, until it has joined or gone."""
+
+    host: str  # address of this replica's node to listen at
+    token: str
+    cores: tuple[int, ...]  # of this node, on which the relay may run
+
+
+class Identify(Message, frozen=True):
+    """Say which state this replica holds."""
+
+
+class Follow(Message, frozen=True):
+    """Become what is published there, and keep up with it until `Enter`; answer when level with it."""
+
+    places: list[StatePlace | RelayPlace]  # one for each process of the replica
+
+
+class CatchUp(Message, frozen=True):
+    """Answer when level with state `number` of the core that is followed and ready to enter membership `generation`, or
+    after `seconds`."""
+
+    number: int
+    generation: int
+    seconds: float
+
+
+class WarmUp(Message, frozen=True):
+    """Supervised steps on demonstrations: (tokens, generated mask) per sequence."""
+
+    batch: list[tuple[list[int], list[bool]]]
+    learning_rate: float
+
+
+class Publish(Message, frozen=True):
+    version: int
+    buffer: int
+
+
+class SaveCheckpoint(Message, frozen=True):
+    directory: str
+    optimiser: bool  # with its moments, to continue from; without, just the model
+
+
+class LoadCheckpoint(Message, frozen=True):
+    directory: str
+
+
+class Score(Message, frozen=True):
+    """Log-probs of these sequences under the current weights at the temperature of sampling, for the check against the
+    engines."""
+
+    sequences: list[list[int]]
+
+
+# --- from a worker ---------------------------------------------------------------------------------------------------
+
+
+class TrainingMeasured(Message, frozen=True):
+    """(tokens, seconds of forward and backward) per batch, and mean seconds of what comes once a step."""
+
+    batches: list[tuple[int, float]]
+    step_seconds: float  # clip, optimiser, hash
+    exchange_seconds: float
+    failure: str = ""  # why nothing was measured; empty where it was
+
+
+class Reduced(Message, frozen=True):
+    """This replica's vote on a step. Sums over its generated tokens unless said otherwise."""
+
+    version: int
+    failure: str  # why it does not hold the summed gradient; empty where it does
+    compute_seconds: float
+    exchange_seconds: float
+    forward_tokens: int
+    generated_tokens: int
+    clipped: float  # tokens whose ratio was clipped
+    behaviour_weight: float  # sum of min(pi_prox / mu, cap)
+    prox_gap: float  # sum of |log pi_prox - log mu|
+
+
+class Trained(Message, frozen=True):
+    """One step done."""
+
+    version: int
+    checksum: int  # of the published weights; 0 where nothing was published
+    parameter_hash: int
+    publish_seconds: float
+    gradient_norm: float  # of the exchanged gradient, before clipping
+
+
+class WarmedUp(Message, frozen=True):
+    loss: float
+    tokens: int
+
+
+class Published(Message, frozen=True):
+    version: int
+    checksum: int
+
+
+class Rendezvous(Message, frozen=True):
+    port: int  # 0: it cannot listen, and tells why when it enters a membership
+
+
+class Entered(Message, frozen=True):
+    generation: int
+    failure: str  # why the membership did not come about; empty where it did
+
+
+class StateDigest(Message, frozen=True):
+    """Which state a replica holds."""
+
+    number: int  # as the core counts that is or was followed, or else this replica; -1: none
+    parameter_hash: int
+    size: int  # bytes of the parameters that its processes hold; a moment of AdamW and a gradient are as large
+    places: list[StatePlace]  # one for each process of the replica
+    ready: bool = False  # to enter the membership that was asked for
+    behind: str = ""  # why it ceased to follow
+
+
+class Serving(Message, frozen=True):
+    ports: list[int]  # one for each process of the replica
+    failure: str  # why nobody can read it there; empty where the relay listens
+
+
+class Scored(Message, frozen=True):
+    logprobs: list[list[float]]  # per token after the first
+
+
+TrainerOrder = (
+    StartTrainer | MeasureTraining | Train | Commit | Discard | HostRendezvous | Prepare | Enter | Serve | Identify
+    | Follow | CatchUp | WarmUp | Publish | SaveCheckpoint | LoadCheckpoint | Score
+)  # fmt: skip
+TrainerAnswer = (
+    TrainingMeasured | Reduced | Trained | WarmedUp | Published | Rendezvous | Entered | StateDigest | Serving | Scored
+)

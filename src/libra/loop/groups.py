@@ -1,0 +1,141 @@
+"""Groups of episodes under way: which prompts are sampled, when each group may start, and which the next batch takes.
+
+Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
+counts, and so is which batch took it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+from libra.config.run import ConfigError, TrainingConfig
+from libra.environments.protocol import Prompt
+from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.recorder import Recorder
+from libra.loop.rollout import Episode, Rollout
+from libra.route.admission import Admission
+
+
+class Groups:
+    """`finished` is told of every episode; `predicted` gives the seconds of a step, None while nobody knows."""
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        seed: int,
+        prompts: Sequence[Prompt],
+        rollout: Rollout,
+        recorder: Recorder,
+        episodes: EpisodeFile,
+        history: History,
+        finished: Callable[[Episode], None],
+        predicted: Callable[[], float | None],
+    ) -> None:
+        self._training, self._seed, self._prompts = training, seed, prompts
+        self._rollout, self._recorder, self._episodes, self._history = rollout, recorder, episodes, history
+        self._finished, self._predicted = finished, predicted
+        self._admission: Admission[Episode] = Admission(
+            training.prompts_per_step, training.samples_per_prompt, training.max_staleness, history.version
+        )
+        self.started = history.version * training.prompts_per_step + len(history.groups)  # of all sessions of the run
+        self.progress = asyncio.Event()  # a batch may be ready, or something has failed
+        self._running: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
+
+    def require_sound(self) -> None:
+        """Raise what an episode raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def take_up(self) -> None:
+        """Groups that an interrupted run had under way go on, with the episodes that have finished."""
+        for group in self._history.groups:
+            try:
+                self._admission.resume(_name(group.number), group.started_at, group.episodes.values())
+            except ValueError as error:
+                raise ConfigError(f"training: {error}; resume with the file that the run was started with") from None
+            missing = set(range(self._training.samples_per_prompt)) - set(group.episodes)
+            self._run(group.number, group.started_at, sorted(missing))
+
+    def feed(self) -> None:
+        """Start as many groups as staleness admits and the run still needs."""
+        needed = self._training.steps * self._training.prompts_per_step
+        while self._admission.may_start() and self.started < needed:
+            number = self.started
+            self.started += 1
+            version = self._admission.published
+            self._episodes.started(number, version)
+            self._admission.start(_name(number))
+            self._run(number, version, range(self._training.samples_per_prompt))
+        self._recorder.hold_back(self.started < needed)
+
+    def publish(self, version: int) -> None:
+        """Engines generate with this version from now on, so more groups may start."""
+        self._admission.publish(version)
+        self.feed()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the groups of the next batch have finished."""
+        return self._admission.ready()
+
+    def take(self, step: int) -> list[list[Episode]]:
+        """The episodes of this step's batch, by group."""
+        groups = self._admission.take()
+        self._episodes.taken(step, [_number(name) for name, _ in groups])
+        return [episodes for _, episodes in groups]
+
+    async def cancel(self) -> None:
+        """End all episodes where they are."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _run(self, group: int, started_at: int, indices: Sequence[int]) -> None:
+        self._recorder.tally.started(len(indices))
+        prompt, due = self._prompt(group), self._due(started_at)
+        for index in indices:
+            task = asyncio.create_task(self._episode(group, index, prompt, due))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _due(self, started_at: int) -> float:
+        """When a group that was started under this version is needed, at the latest: for the batch after those that
+        staleness lets be made meanwhile."""
+        batches = started_at + 1 + self._training.max_staleness - self._admission.published
+        return self._recorder.now() + batches * (self._predicted() or 0.0)
+
+    def _prompt(self, number: int) -> Prompt:
+        """Prompts in a new order each epoch."""
+        epoch, index = divmod(number, len(self._prompts))
+        order = list(range(len(self._prompts)))
+        random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
+        return self._prompts[order[index]]
+
+    async def _episode(self, group: int, index: int, prompt: Prompt, due: float) -> None:
+        try:
+            episode = await self._rollout.episode(episode_id(group, index), prompt, due, self._training.temperature)
+            self._episodes.finished(group, index, episode)
+            self._admission.finish(_name(group), episode)
+            self._recorder.episode(episode)
+            self._finished(episode)
+        except Exception as error:  # noqa: BLE001 - the end of a task: `require_sound` raises it
+            self._failure = error  # at once: no checkpoint may count an episode that is not written down everywhere
+            self.progress.set()
+            return
+        if self._admission.ready():
+            self.progress.set()
+
+
+def episode_id(group: int, index: int) -> str:
+    return f"{_name(group)}-{index}"
+
+
+def _name(number: int) -> str:
+    return f"g{number}"
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("g"))

@@ -1,0 +1,137 @@
+"""The directory of a run: whose it is, whether a run can start or go on in it, and its `config.json`.
+
+Invariant: a process that writes or deletes anything in a run directory holds its lock. The system releases it when
+the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from libra.config.run import ConfigError, RunConfig
+from libra.loop.checkpoint import latest_checkpoint
+from libra.records.disk import write_whole, writing
+from libra.route.catalogue import policy_restored
+
+_LOCK = "lock"  # the file's name; it holds the process id, stays when the run ends, and means nothing then
+_RESUMED_AS_STARTED = (
+    (None, "seed"),
+    ("environment", "kind"),
+    ("environment", "train_prompts"),
+    ("training", "prompts_per_step"),
+    ("training", "samples_per_prompt"),
+    ("training", "precision"),
+)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, which is made where there is none. Raises `ConfigError` where another process
+    holds it, `DiskError` where the file cannot be made."""
+    path = directory / _LOCK
+    lock = FileLock(path, mode=0o644, blocking=False, fallback_to_soft=False)
+    try:
+        with writing(path):
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except Timeout:
+                owner = path.read_text(errors="replace").strip() or "unknown"
+                raise ConfigError(
+                    f"name: process {owner} is running in {directory}; wait for it, stop it, or give another --name"
+                ) from None
+            path.write_text(f"{os.getpid()}\n")
+        yield
+    finally:
+        lock.release()
+
+
+def prepare_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> RunConfig:
+    """Empty the run directory if `overwrite`; `config.json` marks it as a run's from its first moment. The caller holds
+    its lock. The directory is checked again: another run may have begun and ended since. Returns the configuration of
+    the run: one that is resumed keeps the arithmetic that `auto` once chose. Raises `ConfigError`, `DiskError`."""
+    directory = config.run_directory
+    check_run_directory(config, resume, overwrite)
+    if overwrite:
+        with writing(directory):
+            # The file that marks it as a run's goes last: an interrupted --overwrite can be repeated.
+            for path in sorted(_files(directory), key=lambda path: path.name == "config.json"):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if resume and config.training.precision == "auto":
+        chosen = json.loads((directory / "config.json").read_text())["training"]["precision"]
+        config = config if chosen == "auto" else config.computing_in(chosen)
+    record_config(config)
+    return config
+
+
+def record_config(config: RunConfig) -> None:
+    """Raises `DiskError`."""
+    write_whole(config.run_directory / "config.json", config.model_dump_json(indent=1) + "\n")
+
+
+def check_run_directory(config: RunConfig, resume: bool, overwrite: bool) -> None:
+    """Whether a run can start, or go on, in its directory. Raises `ConfigError`."""
+    directory = config.run_directory
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite contradict each other: one goes on from what the other deletes")
+    nearest = next(
+        parent
+        for parent in (directory, *directory.absolute().parents)
+        if os.path.exists(parent)  # noqa: PTH110 - Path.exists raises where one may not even look
+    )
+    if not nearest.is_dir() or not _writable(nearest):
+        raise ConfigError(f"directory: {directory} cannot be written; give a directory that you may write to")
+    used = directory.is_dir() and bool(_files(directory))
+    if resume and not used:
+        raise ConfigError(f"name: there is no run to resume in {directory}; start it without --resume")
+    if resume:
+        path, state = latest_checkpoint(directory)
+        _check_resumed(config, directory / "config.json")
+        try:
+            policy_restored(config.routing.policy, state.policy)
+        except ValueError as error:
+            raise ConfigError(f"routing.policy: {path}: {error}") from None
+    if used and overwrite and not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"name: {directory} holds files but no run, so --overwrite would delete something else; give another --name"
+        )
+    if used and not resume and not overwrite:
+        raise ConfigError(f"name: {directory} holds an earlier run; use --resume, --overwrite, or another --name")
+
+
+def _check_resumed(config: RunConfig, started_with: Path) -> None:
+    """Groups that are under way must mean the same prompts and be of the same size, and replayed steps must be the ones
+    that were made."""
+    before = json.loads(started_with.read_text())
+    now = config.model_dump(mode="json")
+    for section, key in _RESUMED_AS_STARTED:
+        old, new = (before, now) if section is None else (before[section], now[section])
+        if old[key] != new[key] and new[key] != "auto":  # which keeps what it chose then
+            name = key if section is None else f"{section}.{key}"
+            raise ConfigError(
+                f"{name}: the run was started with {old[key]} and cannot go on with {new[key]}; give the same, or start"
+                " again with --overwrite"
+            )
+
+
+def _files(directory: Path) -> list[Path]:
+    """What a run has left in its directory; the lock says nothing of that."""
+    return [path for path in directory.iterdir() if path.name != _LOCK]
+
+
+def _writable(directory: Path) -> bool:
+    """Whether a file can really be made there: root passes every permission bit, and a read-only disk none."""
+    probe = directory / f".libra-probe-{os.getpid()}"
+    try:
+        probe.touch()
+    except OSError:
+        return False
+    probe.unlink()
+    return True
