@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `exec` is not installed")
 
+from libra.backends.arithmetic import probe  # noqa: E402
 from libra.backends.calibration import Sizes, calibrate_device  # noqa: E402
 from libra.cost.sources.rates import Measured  # noqa: E402
 from libra.cost.sources.roofline import roofline  # noqa: E402
@@ -40,7 +41,7 @@ def test_a_device_is_measured_in_full() -> None:
     measured = [getattr(calibration, field.name) for field in fields(calibration)]
     assert sum(isinstance(value, Measured) for value in measured) == 8  # each of which refuses what is not positive
     assert calibration.torch == torch.__version__
-    assert calibration.dtype == "float32"
+    assert calibration.dtype in (["bfloat16"] if probe("cpu").instructions else ["bfloat16", "float32"])
     assert date.fromisoformat(calibration.date).year >= 2026
     # Two layers of 2 norms, QKV and output, gated MLP; both embeddings and the last norm.
     assert calibration.training_parameters == 2 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 96) + 2 * 50 * 64 + 64

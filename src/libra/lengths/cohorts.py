@@ -1,4 +1,4 @@
-"""The evidence before it is weighed: trajectories in cohorts by start version, and in bins by final context.
+"""The evidence before it is weighed: trajectories in cohorts by start version, and in cells by work and context.
 
 Invariant: within a cohort nothing depends on the order of arrival, so that adding two cohorts is having seen both;
 the one exception is the opening cohort, whose trajectories are forgotten one by one as they arrive.
@@ -7,7 +7,7 @@ the one exception is the opening cohort, whose trajectories are forgotten one by
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from libra.trajectory import Trajectory
 
 OCTAVES = 32  # bins reach contexts of 2**32 tokens
+WORK_OCTAVES = 48  # and work of 2**48 prefilled tokens, some 900 years
+# What takes a trajectory's time, in prefilled tokens. Assumed: engines prefill 10,000 tokens and decode 50 tokens of a
+# sequence in a second. Estimates hardly change where they are four times slower, or twice as fast: what counts is which
+# of two trajectories takes longer (`benchmarks.tracking`).
+GENERATED, SECOND = 200, 10_000
 RECENT = 4  # drift compares the tracker with one that forgets this many times faster
 # A trajectory of weight w counts with these powers of w: to be averaged, by the two memories, and for the variances of
 # such averages.
@@ -86,103 +91,153 @@ def final_context(trajectory: Trajectory) -> int:
     return max(1, trajectory.peak_context)
 
 
-def place(trajectory: Trajectory, bins_per_octave: int) -> tuple[int, float]:
-    """The bin of the final context, and the part of that bin, in the logarithm, that lies below it. Raises
-    ValueError for a context that no bin holds."""
-    context = final_context(trajectory)
+def work(sums: Sums) -> float:
+    """How long a trajectory has been at it, on engines of one speed, in prefilled tokens; 1 at least.
+
+    Trajectories that started together have had the same time, so it is time that decides which of them are seen to
+    finish. Wall time would do while engines keep their speed. They slow down with load, for all at once: this clock
+    slows down with them.
+    """
+    return max(1.0, sums.prefill + GENERATED * sums.generated + SECOND * sums.tool_seconds)
+
+
+class Cell(NamedTuple):
+    """Trajectories of like work and context: bins of the logarithm."""
+
+    work: int
+    context: int
+
+
+def place(trajectory: Trajectory, sums: Sums, bins_per_octave: int) -> tuple[Cell, float]:
+    """Where a trajectory is, and the part of the work bin, in the logarithm, that it has behind it. Raises ValueError
+    for a context that no bin holds."""
+    context = sums.final_context
     if context >= 2**OCTAVES:
         raise ValueError(f"trajectory {trajectory.id} holds {context} tokens; at most 2**{OCTAVES} - 1 are tracked")
-    part, bin_ = math.modf(math.log2(context) * bins_per_octave)
-    return int(bin_), part
+    part, bin_ = math.modf(math.log2(work(sums)) * bins_per_octave)
+    last = WORK_OCTAVES * bins_per_octave - 1
+    return Cell(min(int(bin_), last), int(math.log2(context) * bins_per_octave)), part
+
+
+class Table:
+    """Rows of numbers by cell, as one array."""
+
+    def __init__(self, width: int) -> None:
+        self._rows: dict[Cell, int] = {}
+        self._cells = np.zeros((8, 2), dtype=np.int64)
+        self._values = np.zeros((8, width))
+
+    def add(self, cell: Cell, values: Array) -> None:
+        row = self._rows.setdefault(cell, len(self._rows))
+        if row == len(self._values):
+            self._cells = np.concatenate((self._cells, np.zeros_like(self._cells)))
+            self._values = np.concatenate((self._values, np.zeros_like(self._values)))
+        self._cells[row] = cell
+        self._values[row] += values
+
+    @property
+    def cells(self) -> NDArray[np.int64]:
+        """[row, work and context bin]"""
+        return self._cells[: len(self._rows)]
+
+    @property
+    def values(self) -> Array:
+        """[row, column]"""
+        return self._values[: len(self._rows)]
+
+    def items(self) -> list[tuple[Cell, Array]]:
+        """In order of the cells."""
+        return [(cell, self._values[row]) for cell, row in sorted(self._rows.items())]
+
+    def absorb(self, other: Table) -> None:
+        for cell, values in other.items():
+            self.add(cell, values)
+
+    def without(self, rows: NDArray[np.bool_]) -> Table:
+        kept = Table(self._values.shape[1])
+        for cell, row in self._rows.items():
+            if not rows[row]:
+                kept.add(cell, self._values[row])
+        return kept
+
+
+COUNTS = slice(0, len(POWERS))  # columns of a table of finished trajectories
+SUMS = slice(len(POWERS), len(POWERS) + len(Sums._fields))
 
 
 @dataclass(slots=True)
 class Cohort:
     """The trajectories that started with one version, or a few neighbouring ones."""
 
-    finished: int
-    counts: Array  # [bin, one of `POWERS`] finished trajectories; differ only in the opening cohort
-    sums: Array  # [bin, field of `Sums`] of the finished ones
-    peaks: Array  # [bin] tokens: the longest finished one
-    running: Array  # [bin] unfinished trajectories
-    passed: Array  # [bin] sum over them of the part of the bin they have passed
+    bins: int  # of the context
+    finished: int = 0
+    # Columns: finished trajectories by `POWERS` (they differ only in the opening cohort), and the fields of `Sums`.
+    table: Table = field(default_factory=lambda: Table(SUMS.stop))
+    # Columns: unfinished trajectories, and the sum over them of the part of the work bin they have behind them.
+    running: Table = field(default_factory=lambda: Table(2))
+    peaks: Array = field(init=False)  # [context bin] tokens: the longest finished one
 
-    @classmethod
-    def empty(cls, bins: int) -> Cohort:
-        return cls(
-            0,
-            np.zeros((bins, len(POWERS))),
-            np.zeros((bins, len(Sums._fields))),
-            np.zeros(bins),
-            np.zeros(bins),
-            np.zeros(bins),
-        )
+    def __post_init__(self) -> None:
+        self.peaks = np.zeros(self.bins)
 
-    def add(self, bin_: int, sums: Sums) -> None:
+    @property
+    def counts(self) -> Array:
+        """[row of `table`, one of `POWERS`]"""
+        return self.table.values[:, COUNTS]
+
+    @property
+    def sums(self) -> Array:
+        """[row of `table`, field of `Sums`]"""
+        return self.table.values[:, SUMS]
+
+    def add(self, cell: Cell, sums: Sums) -> None:
         """One finished trajectory."""
         self.finished += 1
-        self.counts[bin_] += 1
-        self.sums[bin_] += sums
-        self.peaks[bin_] = max(self.peaks[bin_], sums.final_context)
+        self.table.add(cell, np.array((*[1.0] * len(POWERS), *sums)))
+        self.peaks[cell.context] = max(self.peaks[cell.context], sums.final_context)
 
-    def add_running(self, bin_: int, part: float) -> None:
-        """One unfinished trajectory, `part` of the way through its bin."""
-        self.running[bin_] += 1
-        self.passed[bin_] += part
+    def add_running(self, cell: Cell, part: float) -> None:
+        """One unfinished trajectory, `part` of the way through its work bin."""
+        self.running.add(cell, np.array((1.0, part)))
 
     def forget(self, keep: float) -> None:
         """Let every finished trajectory weigh `keep` times what it did."""
-        self.counts *= keep**POWERS
-        self.sums *= keep
+        self.counts[:] *= keep**POWERS
+        self.sums[:] *= keep
         faded = self.counts[:, 0] < _NOTHING
-        self.counts[faded] = 0
-        self.sums[faded] = 0
-        self.peaks[faded] = 0
+        if faded.any():
+            self.table = self.table.without(faded)
+            self.peaks[np.setdiff1d(np.arange(self.bins), self.table.cells[:, 1])] = 0
 
     def absorb(self, other: Cohort) -> None:
         """Add all of `other`."""
         self.finished += other.finished
-        self.counts += other.counts
-        self.sums += other.sums
+        self.table.absorb(other.table)
+        self.running.absorb(other.running)
         self.peaks = np.maximum(self.peaks, other.peaks)
-        self.running = self.running + other.running
-        self.passed = self.passed + other.passed
 
     def clear_running(self) -> None:
-        self.running[:] = 0
-        self.passed[:] = 0
+        self.running = Table(2)
 
     @property
     def started(self) -> float:
-        return self.finished + float(self.running.sum())
+        return self.finished + float(self.running.values[:, 0].sum())
 
     def snapshot(self) -> dict[str, Any]:
-        """As JSON values: the bins that hold anything; `sums` in the order of `Sums`."""
-        bins = np.flatnonzero((self.counts[:, 0] > 0) | (self.running > 0))
+        """As JSON values: cells as (work bin, context bin, columns...), peaks as (context bin, tokens)."""
         return {
             "finished": self.finished,
-            "bins": [
-                {
-                    "bin": int(bin_),
-                    "peak": int(self.peaks[bin_]),
-                    "counts": self.counts[bin_].tolist(),
-                    "running": float(self.running[bin_]),
-                    "passed": float(self.passed[bin_]),
-                    "sums": self.sums[bin_].tolist(),
-                }
-                for bin_ in bins
-            ],
+            "cells": [[*cell, *values.tolist()] for cell, values in self.table.items()],
+            "running": [[*cell, *values.tolist()] for cell, values in self.running.items()],
+            "peaks": [[int(bin_), int(self.peaks[bin_])] for bin_ in np.flatnonzero(self.peaks)],
         }
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any], bins: int) -> Cohort:
-        cohort = cls.empty(bins)
-        cohort.finished = snapshot["finished"]
-        for saved in snapshot["bins"]:
-            bin_ = saved["bin"]
-            cohort.peaks[bin_] = saved["peak"]
-            cohort.counts[bin_] = saved["counts"]
-            cohort.running[bin_] = saved["running"]
-            cohort.passed[bin_] = saved["passed"]
-            cohort.sums[bin_] = saved["sums"]
+        cohort = cls(bins, snapshot["finished"])
+        for table, saved in ((cohort.table, snapshot["cells"]), (cohort.running, snapshot["running"])):
+            for work_bin, bin_, *values in saved:
+                table.add(Cell(work_bin, bin_), np.array(values))
+        for bin_, peak in snapshot["peaks"]:
+            cohort.peaks[bin_] = peak
         return cohort

@@ -7,6 +7,7 @@ the same trajectories.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,24 +16,29 @@ from numpy.typing import NDArray
 
 from libra.lengths import survival
 from libra.lengths.classes import Distribution
-from libra.lengths.cohorts import POWERS, Cohort
+from libra.lengths.cohorts import COUNTS, OCTAVES, POWERS, SUMS, Cohort, Sums, Table
 
 FORGOTTEN = 1e-3  # trajectories: a bin whose share is worth less than this is left out, with its largest context
 
+_LOG = Sums._fields.index("log_context")
+
 Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`."""
+class WeighedCohorts:
+    """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory weighs
+    for itself and for the running ones that it stands for (`survival.lift`)."""
 
     weights: Array  # [cohort] of its newest trajectory
     finished: Array  # [bin, power]
-    running: Array  # [bin, power]
-    passed: Array  # [bin, power]
+    ended: Array  # [bin, power] with the running ones that no finished one tells more about
     sums: Array  # [bin, field] of the finished ones
     peaks: Array  # [bin] tokens: the longest finished one
-    risk: Array  # [bin, power] those that could have finished there
+    risk: Array  # [bin, power] that end there or later
+    by_work: Array  # [work bin] share of all trajectories that end there
+    log_contexts: Array  # [work bin] mean logarithm of the final context of those
     drift: survival.Drift
 
     @property
@@ -53,22 +59,19 @@ class Evidence:
         squares = float(self.finished[:, square].sum())
         return float(self.finished[:, weight].sum()) ** 2 / squares if squares else 0.0
 
-    def shares(self) -> Array:
-        """[bin] share of all trajectories whose final context will be there; they sum to 1."""
-        weight, _ = self.memory
-        return survival.shares(self.finished[:, weight], self.running[:, weight], self.passed[:, weight])
-
     def distribution(self, ahead: Cohort, bins_per_octave: int) -> Distribution:
         """The bins that are not forgotten. What a trajectory of some length is like is taken from the slow memory, as
         it changes less than how many there are; in a bin that only running ones have reached, from `ahead`."""
         weight, square = self.memory
-        shares = self.shares()
-        started = float((self.finished[:, weight] + self.running[:, weight]).sum())
-        kept = np.flatnonzero(shares * started >= FORGOTTEN)
+        ended = self.ended[:, weight]
+        kept = np.flatnonzero(ended >= FORGOTTEN)
+        ahead_counts, ahead_sums = np.zeros(ahead.bins), np.zeros_like(self.sums)
+        np.add.at(ahead_counts, ahead.table.cells[:, 1], ahead.counts[:, 0])
+        np.add.at(ahead_sums, ahead.table.cells[:, 1], ahead.sums)
         finished = self.finished[kept, weight] > 0
-        counts = np.where(finished, self.finished[kept, 0], ahead.counts[kept, 0])
-        sums = np.where(finished[:, None], self.sums[kept], ahead.sums[kept])
-        share = shares[kept] / shares[kept].sum()
+        counts = np.where(finished, self.finished[kept, 0], ahead_counts[kept])
+        sums = np.where(finished[:, None], self.sums[kept], ahead_sums[kept])
+        share = ended[kept] / ended[kept].sum()
         return Distribution(
             shares=share,
             sums=sums * (share / counts)[:, None],
@@ -81,24 +84,71 @@ class Evidence:
         )
 
 
-def weigh(cohorts: Sequence[Cohort], half_life: float) -> Evidence:
-    """`cohorts` in order of their versions, the opening one first."""
+def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
+    """`cohorts` in order of their versions, the opening one first.
+
+    Who finishes is a matter of time, not of length: the product limit goes by work, and final contexts are marks of
+    what it finds. What outlives all that finished is put where it is now (Efron 1967), and so are those that have grown
+    longest: no trajectory tells more.
+    """
     started = np.array([cohort.started for cohort in cohorts])
     behind = np.cumsum(started[::-1])[::-1] - started
     weights = np.exp2(-behind / half_life)
     powers = weights[:, None] ** POWERS
-    counts = np.array([cohort.counts for cohort in cohorts])
-    finished = np.einsum("cbp,cp->bp", counts, powers)
-    running = np.einsum("cb,cp->bp", np.array([cohort.running for cohort in cohorts]), powers)
-    passed = np.einsum("cb,cp->bp", np.array([cohort.passed for cohort in cohorts]), powers)
-    risk = survival.at_risk(finished, running, passed)
-    return Evidence(
+    bins = cohorts[0].bins
+
+    of_finished, cells, values = _rows([cohort.table for cohort in cohorts])
+    finished = values[:, COUNTS] * powers[of_finished]
+    sums = values[:, SUMS] * weights[of_finished, None]
+    of_running, running_cells, values = _rows([cohort.running for cohort in cohorts])
+    running, passed = (column[:, None] * powers[of_running] for column in values.T)
+    furthest = np.concatenate((cells, running_cells)).max(axis=0)
+    no_more = (running_cells == furthest).any(axis=1)
+    ends = np.concatenate((finished, running[no_more]))
+    end_cells = np.concatenate((cells, running_cells[no_more]))
+
+    work_bins = int(furthest[0]) + 1
+    finished_by_work = _summed(cells[:, 0], finished, work_bins)
+    running_by_work, passed_by_work = (_summed(running_cells[:, 0], each, work_bins) for each in (running, passed))
+    drift = survival.drift(finished_by_work, survival.at_risk(finished_by_work, running_by_work, passed_by_work))
+
+    still, still_passed = (_summed(running_cells[~no_more, 0], each[~no_more], work_bins) for each in (running, passed))
+    by_work = _summed(end_cells[:, 0], ends, work_bins)
+    slow, fast = (survival.lift(by_work[:, m], still[:, m], still_passed[:, m]) for m in (0, 1))
+    factors = np.column_stack((slow, fast, slow**2, slow * fast, fast**2))
+    ends *= factors[end_cells[:, 0]]
+    finished_by_context = _summed(cells[:, 1], ends[: len(finished)], bins)
+    ended = _summed(end_cells[:, 1], ends, bins)
+    risk = np.cumsum(ended[::-1], axis=0)[::-1]
+
+    memory = ends[:, int(drift.drifted)]
+    # A running one that ends in its bin is taken to be in the middle of it.
+    log_contexts = (end_cells[:, 1] + 0.5) * math.log(2) * OCTAVES / bins
+    log_contexts[: len(finished)] = sums[:, _LOG] / finished[:, 0]
+    shares = np.bincount(end_cells[:, 0], memory, work_bins)
+    logs = np.bincount(end_cells[:, 0], memory * log_contexts, work_bins)
+    return WeighedCohorts(
         weights=weights,
-        finished=finished,
-        running=running,
-        sums=np.einsum("cbf,c->bf", np.array([cohort.sums for cohort in cohorts]), weights),
-        passed=passed,
+        finished=finished_by_context,
+        ended=ended,
+        sums=_summed(cells[:, 1], sums * slow[cells[:, 0], None], bins),
         peaks=np.max([cohort.peaks for cohort in cohorts], axis=0),
         risk=risk,
-        drift=survival.drift(finished, risk),
+        by_work=shares / shares.sum(),
+        log_contexts=np.divide(logs, shares, out=np.zeros(work_bins), where=shares > 0),
+        drift=drift,
     )
+
+
+def _rows(tables: Sequence[Table]) -> tuple[Indices, Indices, Array]:
+    """[row] the number of its table, [row, work and context bin], and [row, column], of all tables. In order of the
+    cells: sums must not depend on what came first."""
+    of_table = np.repeat(np.arange(len(tables)), [len(table.values) for table in tables])
+    cells = np.concatenate([table.cells for table in tables])
+    order = np.lexsort(cells.T)
+    return of_table[order], cells[order], np.concatenate([table.values for table in tables])[order]
+
+
+def _summed(bins: Indices, rows: Array, size: int) -> Array:
+    """[bin, column] sums of the rows of each bin."""
+    return np.column_stack([np.bincount(bins, column, size) for column in rows.T])

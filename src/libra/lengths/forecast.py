@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.lengths.classes import TrajectoryClass
-from libra.lengths.cohorts import OCTAVES, Cohort, Sums
-from libra.lengths.evidence import Evidence
+from libra.lengths.cohorts import Cohort, Sums
+from libra.lengths.evidence import WeighedCohorts
 
 DAMPING = 0.9  # each version ahead continues the trend by this much of the one before (Gardner & McKenzie 1985)
 TREND_MEMORY = 4  # a trend is seen over this many half-lives of the rest: a small change between noisy levels
@@ -35,7 +35,7 @@ class Trend:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class LengthForecast:
     """The workload some versions ahead."""
 
     classes: tuple[TrajectoryClass, ...]
@@ -43,21 +43,22 @@ class Forecast:
     error: float  # standard error of the logarithm of the forecast level of the lengths; about their relative error
 
 
-def cohort_levels(cohorts: Sequence[Cohort], evidence: Evidence) -> Array:
+def cohort_levels(cohorts: Sequence[Cohort], evidence: WeighedCohorts) -> Array:
     """[cohort] mean logarithm of the final context.
 
-    A running trajectory enters with the mean over all that outlive what it has come to (one step of Buckley & James
+    A running trajectory enters with the mean over all that take more work than it has had (one step of Buckley & James
     1979), which knows of no trend: weigh a cohort by how much of it has finished.
     """
-    shares = evidence.shares()
-    counts = evidence.finished[:, 0]
-    middles = (np.arange(len(counts)) + 0.5) * math.log(2) * OCTAVES / len(counts)  # where none has finished
-    logs = np.divide(evidence.sums[:, _LOG], counts, out=middles, where=counts > 0)
+    shares, logs = evidence.by_work, evidence.log_contexts
     # On average half of its own bin is behind a running trajectory.
     outliving = np.cumsum(shares[::-1])[::-1] - shares / 2
     total = np.cumsum((shares * logs)[::-1])[::-1] - shares * logs / 2
     expected = np.divide(total, outliving, out=logs.copy(), where=outliving > 0)
-    return np.array([(c.sums[:, _LOG].sum() + (c.running * expected).sum()) / c.started for c in cohorts])
+    levels = []
+    for cohort in cohorts:
+        to_come = cohort.running.values[:, 0] @ expected[cohort.running.cells[:, 0]]
+        levels.append((cohort.sums[:, _LOG].sum() + to_come) / cohort.started)
+    return np.array(levels)
 
 
 def fit(versions: Array, levels: Array, weights: Array) -> Trend:
@@ -110,13 +111,13 @@ def project(
     steps: float,
     level_error: float,
     longest: int | None,
-) -> Forecast:
+) -> LengthForecast:
     """The classes, tracked from evidence that is `age` versions old, `steps` versions from now; trend past and trend to
     come count alike, save that the latter is damped: DAMPING + DAMPING**2 + ... versions. Whether a trend goes on is
     not known, so what the damping takes away is part of the error."""
     damped = DAMPING * (1 - DAMPING**steps) / (1 - DAMPING)
     scale = math.exp(trend.slope * (age + damped))
-    return Forecast(
+    return LengthForecast(
         classes=tuple(scaled(cls, scale, longest) for cls in classes),
         scale=scale,
         error=math.hypot(level_error, (age + steps) * trend.error, (steps - damped) * trend.slope),

@@ -1,7 +1,7 @@
-"""How many trajectories outlive each length, when some are still running, and whether that has changed.
+"""What trajectories that have finished say about those that are still running, and whether their lengths have changed.
 
-Invariant: a trajectory that is still running counts among those that could have finished at every length it has
-passed, and at no other. Where none is running, a share is the plain weighted histogram's.
+Invariant: a trajectory that is still running counts among those that could have finished wherever it has been, and
+nowhere else. Where none is running, a share is the plain weighted histogram's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Whether recent trajectories end at other lengths than the older ones."""
+    """Whether recent trajectories end after other work (`cohorts.work`) than the older ones."""
 
     distance: float  # largest difference between the two, in units of the share of trajectories
     threshold: float  # exceeded by chance in at most `FALSE_ALARM_RATE` of looks
@@ -48,14 +48,18 @@ def outlived(ending: Array) -> Array:
     return np.concatenate(([1.0], np.cumprod(1 - ending)[:-1]))
 
 
-def shares(finished: Array, running: Array, passed: Array) -> Array:
-    """[bin] share of all trajectories whose final length will be in each bin; they sum to 1.
+def lift(finished: Array, running: Array, passed: Array) -> Array:
+    """[bin] how many trajectories each one that finishes in a bin stands for: itself, and its share of those that were
+    lost from sight before it, by weight.
 
-    What outlives all that finished is put where the longest running one is now (Efron 1967): no trajectory tells more.
+    That is the inverse of the probability of still being seen there (Robins & Rotnitzky 1992), estimated by the product
+    limit: the sum of `lift * finished` up to a bin is its share of the total (Satten & Datta 2001). Where nothing runs
+    all are 1.
     """
-    ending = hazard(finished, at_risk(finished, running, passed))
-    ending[np.flatnonzero(finished + running > 0)[-1]] = 1.0
-    return outlived(ending) * ending
+    risk = at_risk(finished, running, passed)
+    total = float((finished + running).sum())
+    seen = np.divide(total, risk, out=np.zeros_like(risk), where=risk > 0)
+    return np.asarray(outlived(hazard(finished, risk)) * seen)
 
 
 def log_survival_variance(finished: Array, risk: Array, risk_squares: Array) -> Array:
@@ -71,11 +75,11 @@ def log_survival_variance(finished: Array, risk: Array, risk_squares: Array) -> 
 
 
 def drift(finished: Array, risk: Array) -> Drift:
-    """Compare the shares that outlive each length in a slow and in a fast memory of the same trajectories.
+    """Compare the shares that outlive each bin of work in a slow and in a fast memory of the same trajectories.
 
     The columns of both arrays are weighted by `cohorts.POWERS`: s, f, s**2, s f and f**2, for the weights s and f of
     a trajectory in the two memories. Where hazards h do not depend on the weights, the ratio of the two shares, less
-    1, is a martingale in the length whatever is still running; its variance C grows by
+    1, is a martingale in the work whatever is still running; its variance C grows by
     `h / (1 - h) * sum (f / F - s / S)**2` a bin, over those at risk, F and S being their total weights. It tends to a
     Brownian motion W(C), and `sqrt(n) W(C) / (1 + n C)` is a Brownian bridge for any n (Hall & Wellner 1980), whose
     largest excursion exceeds x with a probability of at most `2 * exp(-2 * x**2)` (Kolmogorov's distribution). With

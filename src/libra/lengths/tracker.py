@@ -16,12 +16,12 @@ import numpy as np
 
 from libra.lengths.classes import Distribution, TrajectoryClass
 from libra.lengths.cohorts import OCTAVES, Cohort, place, sums_of
-from libra.lengths.evidence import FORGOTTEN, Evidence, weigh
-from libra.lengths.forecast import TREND_MEMORY, Forecast, cohort_levels, fit, project
+from libra.lengths.evidence import FORGOTTEN, WeighedCohorts, weigh
+from libra.lengths.forecast import TREND_MEMORY, LengthForecast, cohort_levels, fit, project
 from libra.lengths.survival import Drift
 from libra.trajectory import Trajectory
 
-FORMAT = 2  # of a snapshot
+FORMAT = 3  # of a snapshot
 
 _COHORTS = 64  # more are made fewer, by forgetting old ones or by joining neighbours
 
@@ -30,7 +30,8 @@ class LengthTracker:
     """Exponentially forgotten statistics of trajectories, by final context: the most tokens one ever held.
 
     Long trajectories finish late, so those that have finished are too short a sample. `observe_running` says what has
-    not; from then on, evidence is weighed by start version and the running ones count as what they are, lower bounds.
+    not; from then on, evidence is weighed by start version, and finished ones stand for running ones that have had less
+    work (`evidence.weigh`).
     Until it is first called nothing is known to run, and finished trajectories are forgotten in order of arrival.
 
     After a drift is detected all answers forget four times as fast, until old and recent trajectories agree again.
@@ -62,43 +63,51 @@ class LengthTracker:
         self.unknown_tool_seconds = unknown_tool_seconds
         self._by_version = False  # whether it is known what runs
         self._opened: int | None = None  # the last version that is forgotten in order of arrival, in the opening cohort
-        self._opening = Cohort.empty(self._bins)
+        self._opening = Cohort(self._bins)
         self._width = 1  # versions of each of the other cohorts
         self._cohorts: dict[int, Cohort] = {}  # by start version // width
-        self._ahead = Cohort.empty(self._bins)  # what the running ones have come to, as if they had finished there
+        self._weighed: WeighedCohorts | None = None  # until more is observed
+        self._ahead = Cohort(self._bins)  # what the running ones have come to, as if they had finished there
 
     def observe(self, trajectory: Trajectory) -> None:
         """Add one finished trajectory; its `policy_version` is the version it started with. An unfinished one is
         refused: its length is only a lower bound."""
         if not trajectory.finished:
             raise ValueError(f"trajectory {trajectory.id} is unfinished; give it to observe_running()")
-        bin_, _ = place(trajectory, self.bins_per_octave)
+        sums = sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds)
+        cell, _ = place(trajectory, sums, self.bins_per_octave)
         version = trajectory.policy_version
+        self._weighed = None
         if not self._by_version:
             self._opened = version if self._opened is None else max(version, self._opened)
         cohort = self._cohort(version)
         if cohort is self._opening:
             cohort.forget(2 ** (-1 / self.half_life))
-        cohort.add(bin_, sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds))
+        cohort.add(cell, sums)
         self._trim()
 
     def observe_running(self, trajectories: Iterable[Trajectory]) -> None:
         """Replace what is known to run by these unfinished trajectories, as far as they have come.
 
         Give all of them, after having observed what has finished since, and before asking: one that finishes counts
-        twice until the next call. That nothing runs is also something to say.
+        twice until the next call. That nothing runs is also something to say. One that waits for a tool ends with that
+        call: status "unknown", nothing returned, and as `tool_seconds` what it has waited so far; without it, those
+        that wait long are taken to have come less far than they have.
         """
-        placed = [(trajectory, *place(trajectory, self.bins_per_octave)) for trajectory in trajectories]
-        for trajectory, _, _ in placed:
+        placed = []
+        for trajectory in trajectories:
             if trajectory.finished:
                 raise ValueError(f"trajectory {trajectory.id} has finished; give it to observe()")
+            sums = sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds)
+            placed.append((trajectory.policy_version, sums, *place(trajectory, sums, self.bins_per_octave)))
         self._by_version = True
-        self._ahead = Cohort.empty(self._bins)
+        self._weighed = None
+        self._ahead = Cohort(self._bins)
         for cohort in (self._opening, *self._cohorts.values()):
             cohort.clear_running()
-        for trajectory, bin_, part in placed:
-            self._cohort(trajectory.policy_version).add_running(bin_, part)
-            self._ahead.add(bin_, sums_of(trajectory, self.block_tokens, self.unknown_tool_seconds))
+        for version, sums, cell, part in placed:
+            self._cohort(version).add_running(cell, part)
+            self._ahead.add(cell, sums)
         self._cohorts = {key: cohort for key, cohort in self._cohorts.items() if cohort.started}
         self._trim()
 
@@ -134,7 +143,8 @@ class LengthTracker:
         return distribution.quantile(max(0.0, q - error)), distribution.quantile(min(1.0, q + error))
 
     def drift(self) -> Drift:
-        """Compare the tracked final contexts with the same trajectories forgotten four times faster (`survival.drift`).
+        """Compare how much work trajectories take, tokens and tools, with the same ones forgotten four times faster
+        (`survival.drift`).
 
         Before `observe_running` was called, what has finished is taken to be all. Without evidence there is no alarm.
         """
@@ -142,7 +152,7 @@ class LengthTracker:
             return Drift(distance=0.0, threshold=1.0, drifted=False)  # distances reach 1
         return self._evidence().drift
 
-    def forecast(self, steps: float, limit: int = 8, longest: int | None = None) -> Forecast:
+    def forecast(self, steps: float, limit: int = 8, longest: int | None = None) -> LengthForecast:
         """The workload `steps` versions after the newest one that has started, none of it above `longest` tokens.
 
         The trend is a line through the mean log final context of the versions, over four times the memory of the other
@@ -249,14 +259,14 @@ class LengthTracker:
         """The cohort of a version; a new one where there is none."""
         if self._opened is not None and version <= self._opened:
             return self._opening
-        return self._cohorts.setdefault(version // self._width, Cohort.empty(self._bins))
+        return self._cohorts.setdefault(version // self._width, Cohort(self._bins))
 
     def _trim(self) -> None:
         """Keep at most `_COHORTS`: give up the oldest where it is forgotten, else join neighbours."""
         while len(self._cohorts) > _COHORTS:
             oldest = min(self._cohorts)
             behind = sum(cohort.started for key, cohort in self._cohorts.items() if key > oldest)
-            if 2 ** (-behind / self.half_life) < FORGOTTEN and not self._cohorts[oldest].running.any():
+            if 2 ** (-behind / self.half_life) < FORGOTTEN and not len(self._cohorts[oldest].running.values):
                 del self._cohorts[oldest]
             else:
                 self._widen()
@@ -265,12 +275,15 @@ class LengthTracker:
         narrow, self._cohorts = self._cohorts, {}
         self._width *= 2
         for key, cohort in narrow.items():
-            self._cohorts.setdefault(key // 2, Cohort.empty(self._bins)).absorb(cohort)
+            self._cohorts.setdefault(key // 2, Cohort(self._bins)).absorb(cohort)
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> WeighedCohorts:
         if not self._finished:
             raise ValueError("the tracker has seen no trajectory; observe() at least one finished trajectory first")
-        return weigh([self._opening, *(self._cohorts[key] for key in sorted(self._cohorts))], self.half_life)
+        if self._weighed is None:
+            cohorts = [self._opening, *(self._cohorts[key] for key in sorted(self._cohorts))]
+            self._weighed = weigh(cohorts, self.half_life)
+        return self._weighed
 
     def _distribution(self) -> Distribution:
         return self._evidence().distribution(self._ahead, self.bins_per_octave)

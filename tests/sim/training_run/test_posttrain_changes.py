@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -402,7 +403,12 @@ def test_a_moment_says_what_has_happened_and_no_more(staleness: int) -> None:
                 last, there = it.turns[-1], whole.turns[len(it.turns) - 1]
                 assert 0 < last.generated_tokens <= there.generated_tokens
                 # Either the turn is over and its tool too, or nobody knows yet what the tool will return.
-                assert last == there or (last.tool, last.status, last.returned_tokens) == (None, None, 0)
+                if last.tool is None:
+                    assert last == there or (last.status, last.returned_tokens, last.tool_seconds) == (None, 0, None)
+                elif last != there:
+                    assert (last.tool, last.status, last.returned_tokens) == (there.tool, "unknown", 0)
+                    assert last.tool_seconds is not None
+                    assert 0 <= last.tool_seconds <= (there.tool_seconds or recipe.tool_seconds_if_unknown)
     assert len(finished) == len(set(finished)) and any(moment.running for moment in moments) == bool(staleness)
     ends = [outcome.steps[moment.version - 1].ended for moment in moments]
     assert [moment.seconds_per_step for moment in moments] == pytest.approx(
@@ -417,6 +423,13 @@ def test_what_a_tool_will_return_is_not_known_while_it_runs() -> None:
     plan = plan_of(recipe_of(1, 1, staleness=3), layout_of(1), [(1, 2, LONGEST)])
     timetable = Timetable({})
     run(System("s", plan, LeastLoaded, lambda: timetable), episodes, 4)
-    first = next(it for it in timetable.moments[0].running if it.id == "0/0")
-    assert first.turns == (Turn(20, None, None, 0),)
-    assert first.final_context == 120
+    seen = [(moment, it) for moment in timetable.moments for it in moment.running if it.id == "0/0"]
+    waits = []
+    for _, first in seen:
+        (turn,) = first.turns
+        assert (turn.generated_tokens, turn.tool, turn.status, turn.returned_tokens) == (20, "search", "unknown", 0)
+        assert turn.tool_seconds is not None and first.final_context == 120
+        waits.append(turn.tool_seconds)
+    # It has waited longer each time it is looked at, by what has passed.
+    passed = [moment.seconds_per_step for moment, _ in seen[1:]]
+    assert len(waits) > 1 and np.diff(waits) == pytest.approx(passed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from libra.route import policy
+from libra.sim.clock import seconds
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Call, Caller
@@ -49,13 +50,14 @@ class EpisodeCaller(Caller):
             self.chain = self._fork(call)
         return call
 
-    def so_far(self, generated: int, *, waits: bool) -> Trajectory:
-        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one; or, where it
-        `waits` for what tools return before that, all that it has generated."""
+    def so_far(self, generated: int, *, left: float) -> Trajectory:
+        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one; or, where there
+        are seconds `left` until a tool returns before that, all that it has generated, and how long it has waited."""
         turns = self.trajectory.turns[: self.call.turn]
-        if waits:
+        if left > 0:
             before = self.calls[self.position - 1].turn if self.position else None
-            turns = () if before is None else (*turns[:before], _untold(turns[before]))
+            waited = max(0.0, seconds(self.call.delay) - left)
+            turns = () if before is None else (*turns[:before], _pending(turns[before], waited))
         elif generated:
             present = replace(self.trajectory.turns[self.call.turn], generated_tokens=generated)
             turns = (*turns, _untold(present))
@@ -67,6 +69,13 @@ class EpisodeCaller(Caller):
         return Chain(name, self.prompt, prompt_tokens) if call.context_tokens >= prompt_tokens else Chain(name)
 
 
+def _pending(turn: Turn, waited: float) -> Turn:
+    """A turn whose tool has returned nothing yet."""
+    return (
+        _untold(turn) if turn.tool is None else replace(turn, status="unknown", returned_tokens=0, tool_seconds=waited)
+    )
+
+
 def _untold(turn: Turn) -> Turn:
-    """A turn whose tool, if any, has returned nothing yet."""
+    """A turn that has called no tool yet."""
     return replace(turn, tool=None, status=None, returned_tokens=0, tool_seconds=None)

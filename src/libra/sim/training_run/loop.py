@@ -290,7 +290,7 @@ class _Run:
     def _so_far(self, caller: EpisodeCaller, now: int) -> Trajectory:
         request = self._requests[caller.trajectory.id]
         generated = caller.generated_before + self._cluster.generated(request)
-        return caller.so_far(generated, waits=request.arrival > now)
+        return caller.so_far(generated, left=seconds(request.arrival - now))
 
     def _change(self, plan: Plan, version: int, now: int) -> None:
         stopped, started, used = self._service.change(plan, now)

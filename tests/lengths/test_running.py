@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -254,3 +256,77 @@ def test_late_ones_are_no_trend() -> None:
             run.step(1500)
         scales.append(run.tracker.forecast(5).scale)
     assert np.mean(scales) == pytest.approx(1, abs=0.05)
+
+
+def tooled(length: int, waits: list[float], version: int = 0) -> Trajectory:
+    """`waits` are the seconds of its tools, with equal parts of its tokens before and after them."""
+    part = length // (len(waits) + 1)
+    calls = [Turn(part, "tool", "ok", 0, seconds) for seconds in waits]
+    last = Turn(length - part * len(waits), None, None, 0)
+    return Trajectory("a", "p", "t", 0, (*calls, last), None, version, True)
+
+
+def at(trajectory: Trajectory, seconds: float, speed: float) -> Trajectory | None:
+    """As far as it has come after so many seconds, at `speed` tokens a second; None: it has finished."""
+    turns: list[Turn] = []
+    for turn in trajectory.turns:
+        decode = turn.generated_tokens / speed
+        if seconds < decode:
+            turns.append(Turn(int(seconds * speed), None, None, 0))
+            break
+        seconds -= decode
+        if turn.tool is None:
+            return None
+        waited = turn.tool_seconds or 0.0
+        if seconds < waited:
+            turns.append(replace(turn, status="unknown", tool_seconds=seconds))
+            break
+        seconds -= waited
+        turns.append(turn)
+    return replace(trajectory, turns=tuple(turns), finished=False)
+
+
+def exponential(random: np.random.Generator, mean: float) -> list[float]:
+    return list(random.exponential(mean, 4))
+
+
+# How long tools take, by the logarithm of the length above its mean; tokens a second of engines by version; and the
+# error that is stated, which is larger where engines are not as fast as `cohorts.work` assumes.
+CENSORED = {
+    "no tools": (lambda random, log: [], lambda version: 50.0, 0.04),
+    "long ones call slow tools": (lambda random, log: exponential(random, 60 * math.exp(log)), lambda _: 50.0, 0.04),
+    "short ones call slow tools": (lambda random, log: exponential(random, 60 * math.exp(-log)), lambda _: 50.0, 0.04),
+    "tools take whatever time": (lambda random, log: exponential(random, 60), lambda _: 50.0, 0.04),
+    "engines slow down": (lambda random, log: exponential(random, 5), lambda version: 80.0 / (1 + version), 0.04),
+    "engines twice as fast as assumed": (lambda random, log: exponential(random, 30), lambda _: 100.0, 0.06),
+}
+
+
+@pytest.mark.parametrize(("tools", "speed", "stated"), CENSORED.values(), ids=CENSORED)
+def test_in_expectation_what_is_cut_off_by_time_changes_nothing(
+    tools: Callable[[np.random.Generator, float], list[float]], speed: Callable[[int], float], stated: float
+) -> None:
+    """Four versions of 150, of which the newest have had little time: against a tracker that knows how all end."""
+    errors, ignorant = [], []
+    for seed in range(24):
+        random = np.random.default_rng(seed)
+        tracker, knows, only = (LengthTracker(1e9) for _ in range(3))
+        for each in (tracker, knows, only):
+            each.observe_running(())
+        running = []
+        for version, age in enumerate((1e9, 400.0, 200.0, 100.0)):
+            for log in random.normal(0, 0.8, 150):
+                whole = tooled(int(3000 * math.exp(log)), tools(random, log), version)
+                knows.observe(whole)
+                come_to = at(whole, age * random.uniform(0.7, 1), speed(version))
+                if come_to is None:
+                    tracker.observe(whole)
+                    only.observe(whole)
+                else:
+                    running.append(come_to)
+        tracker.observe_running(running)
+        truth = np.array([knows.quantile(0.5), knows.quantile(0.9), knows.mean_generated])
+        for found, of in ((errors, tracker), (ignorant, only)):
+            found.append(np.array([of.quantile(0.5), of.quantile(0.9), of.mean_generated]) / truth - 1)
+    assert np.abs(np.mean(errors, axis=0)).max() < stated
+    assert np.abs(np.mean(errors, axis=0)).max() < np.abs(np.mean(ignorant, axis=0)).max()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.lengths import LengthTracker, TrajectoryClass
-from libra.lengths.cohorts import Cohort, sums_of
+from libra.lengths.cohorts import Cell, Cohort, sums_of
 from libra.lengths.evidence import weigh
 from libra.lengths.forecast import DAMPING, Trend, cohort_levels, fit, project
 from libra.trajectory import Trajectory, Turn
@@ -60,11 +60,11 @@ def test_a_steady_trend_is_continued_within_the_stated_error(slope: float) -> No
 
 def test_running_ones_enter_with_the_length_expected_of_them() -> None:
     bins = {100: 26, 200: 30, 1000: 39, 10_000: 53}  # four an octave
-    old, new = Cohort.empty(128), Cohort.empty(128)
+    old, new = Cohort(128), Cohort(128)
     for cohort, context in [(old, 100), (old, 1000), (old, 10_000), (new, 100)]:
-        cohort.add(bins[context], sums_of(trajectory(context, 0), 1))
+        cohort.add(Cell(bins[context], bins[context]), sums_of(trajectory(context, 0), 1))
     for _ in range(2):
-        new.add_running(bins[200], 0.0)
+        new.add_running(Cell(bins[200], bins[200]), 0.0)
     levels = cohort_levels([old, new], weigh([old, new], 1e12))
     # A third each end at 100, 1000 and 10,000, so those beyond 200 are expected at their mean logarithm.
     expected = math.log(1000 * 10_000) / 2
@@ -72,9 +72,9 @@ def test_running_ones_enter_with_the_length_expected_of_them() -> None:
 
 
 def test_the_longest_running_ones_are_expected_to_end_in_their_bin() -> None:
-    old, new = Cohort.empty(128), Cohort.empty(128)
-    old.add(26, sums_of(trajectory(100, 0), 1))
-    new.add_running(40, 0.0)
+    old, new = Cohort(128), Cohort(128)
+    old.add(Cell(26, 26), sums_of(trajectory(100, 0), 1))
+    new.add_running(Cell(40, 40), 0.0)
     assert cohort_levels([old, new], weigh([old, new], 1e12)) == pytest.approx([math.log(100), 10.125 * math.log(2)])
 
 

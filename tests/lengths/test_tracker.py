@@ -16,7 +16,7 @@ from libra.lengths import FALSE_ALARM_RATE, TAIL_SHARE, LengthTracker, Trajector
 from libra.lengths.classes import partition
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
-SAMPLE = Path(__file__).parent / "data" / "trajectories.jsonl"
+SAMPLE = Path(__file__).parents[1] / "data" / "trajectories.jsonl"
 
 
 def episode(context: int, *turns: Turn) -> Trajectory:
@@ -363,7 +363,7 @@ def test_a_restored_tracker_goes_on_exactly(
 
 @pytest.mark.parametrize("snapshot", [{}, {"format": 1}])
 def test_a_snapshot_of_another_format_is_refused(snapshot: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="format 2"):
+    with pytest.raises(ValueError, match="format 3"):
         LengthTracker.restore(snapshot)
 
 
