@@ -1,8 +1,11 @@
-"""Lets several tests be made at once, see `lanes`."""
+"""Runs several tests at once, see `lanes`, and tests that are coroutines."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Generator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from hypothesis import settings
 from lanes import PROCESSES, Lanes, turn
 
 HERE = Path(__file__).parent
+PATIENCE = 60.0  # seconds after which a coroutine that would hang fails
 
 settings.register_profile("libra", settings(), deadline=None)  # no test judges by the clock
 settings.load_profile("libra")
@@ -31,3 +35,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     with turn(item.get_closest_marker("alone") is not None, HERE / "lanes.py", HERE / "conftest.py"):
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine; async context managers among its fixtures are entered on its event loop."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE), AsyncExitStack() as stack:
+            arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await test(**arguments)
+
+    asyncio.run(run())
+    return True

@@ -16,8 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 # The longest lane, so it is begun first.
 PROCESSES = (
     "tests/integration/",
-    "tests/exec/test_replica_processes.py",
-    "tests/exec/test_several_processes.py",
+    "tests/backends/grpo/test_replica_processes.py",
+    "tests/backends/grpo/test_several_processes.py",
 )
 
 

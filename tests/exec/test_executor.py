@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from world import FIRST, LONGEST, World
+from fakes.world import FIRST, LONGEST, World
 
 from libra.exec.journal import (
     MoveBegun,

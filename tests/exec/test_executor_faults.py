@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.world import World, failure
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from world import World, failure
 
 FAULTS = 1000
 NUMBERS = st.integers(0, 11)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,15 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from test_process_controller import CONFIG
-from test_replan_controller import PROFILE
+from fakes.small_run import CONFIG, PROFILE
 
 from libra.cost.device import SwitchCost
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, UnsupportedTransitionError
-from libra.lengths import TrajectoryClass
+from libra.lengths.classes import TrajectoryClass
 from libra.plan.options.price import price
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.replanner import Outlook
@@ -108,34 +106,29 @@ def totals(devices: Sequence[Device]) -> Counter[Duty]:
     return Counter(device.duty for device in devices)
 
 
-def test_the_executor_makes_the_moves_that_were_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_executor_makes_the_moves_that_were_priced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     count = 0
-
-    async def carry_out() -> None:
-        nonlocal count
-        for number, (size, before, wanted) in enumerate(cases()):
-            processes, pool = Clockwork(), make_pool(*size)
-            journal = Journal(tmp_path / f"journal-{number}.jsonl")
-            executor = Executor(pool, processes, journal, Silent(), LONGEST, 100, lambda p=processes: p.clock)
-            await executor.start(before)
-            planned = device_transition(pool.devices(), before, wanted, LONGEST)
-            began, devices = processes.clock, list(pool.devices())
-            applied = await executor.apply(planned)
-            journal.close()
-            assert applied.failure is None
-            assert [outcome.move for outcome in applied.moves] == list(planned.moves)
-            assert sum(outcome.seconds for outcome in applied.moves) == processes.clock - began
-            assert machine_seconds(planned, SWITCH) == processes.clock - began
-            assert executor.allocation() == wanted == processes.routed[-1]
-            assert totals(pool.devices()) == totals(made(devices, wanted, before))
-            assert bool(planned.moves or planned.rebuckets) == (before != wanted)
-            for move in planned.moves:
-                assert unsafe(devices, move, LONGEST) is None
-                devices = [d if d.id != move.worker else Device(d.id, d.slot, d.allowed, move.after) for d in devices]
-            count += 1
-
-    asyncio.run(carry_out())
+    for number, (size, before, wanted) in enumerate(cases()):
+        processes, pool = Clockwork(), make_pool(*size)
+        journal = Journal(tmp_path / f"journal-{number}.jsonl")
+        executor = Executor(pool, processes, journal, Silent(), LONGEST, 100, lambda p=processes: p.clock)
+        await executor.start(before)
+        planned = device_transition(pool.devices(), before, wanted, LONGEST)
+        began, devices = processes.clock, list(pool.devices())
+        applied = await executor.apply(planned)
+        journal.close()
+        assert applied.failure is None
+        assert [outcome.move for outcome in applied.moves] == list(planned.moves)
+        assert sum(outcome.seconds for outcome in applied.moves) == processes.clock - began
+        assert machine_seconds(planned, SWITCH) == processes.clock - began
+        assert executor.allocation() == wanted == processes.routed[-1]
+        assert totals(pool.devices()) == totals(made(devices, wanted, before))
+        assert bool(planned.moves or planned.rebuckets) == (before != wanted)
+        for move in planned.moves:
+            assert unsafe(devices, move, LONGEST) is None
+            devices = [d if d.id != move.worker else Device(d.id, d.slot, d.allowed, move.after) for d in devices]
+        count += 1
     assert count > 400
 
 
@@ -172,19 +165,15 @@ def test_the_gain_of_a_decision_is_that_of_its_moves(size: tuple[int, int, int])
     assert changed
 
 
-def test_a_part_that_the_backend_cannot_do_is_refused(tmp_path: Path) -> None:
+async def test_a_part_that_the_backend_cannot_do_is_refused(tmp_path: Path) -> None:
     """Before anything of it is begun."""
-
-    async def refuse() -> None:
-        pool = make_pool(1, 1, 1)
-        executor = Executor(pool, Clockwork(), Journal(tmp_path / "j"), Silent(), LONGEST, 100)
-        first = Allocation(1, (Bucket("long", 2, 0, 100),))
-        await executor.start(first)
-        spread = Transition(first, Allocation(1, first.buckets, "tp2"), ())
-        with pytest.raises(UnsupportedTransitionError, match="layout tp2: not here"):
-            await executor.apply(spread)
-        with pytest.raises(ValueError, match=r"planned for other workers: the moves do not lead to .*; plan again"):
-            await executor.apply(Transition(first, Allocation(2, (Bucket("long", 1, 0, 100),)), ()))
-        assert executor.allocation() == first
-
-    asyncio.run(refuse())
+    pool = make_pool(1, 1, 1)
+    executor = Executor(pool, Clockwork(), Journal(tmp_path / "j"), Silent(), LONGEST, 100)
+    first = Allocation(1, (Bucket("long", 2, 0, 100),))
+    await executor.start(first)
+    spread = Transition(first, Allocation(1, first.buckets, "tp2"), ())
+    with pytest.raises(UnsupportedTransitionError, match="layout tp2: not here"):
+        await executor.apply(spread)
+    with pytest.raises(ValueError, match=r"planned for other workers: the moves do not lead to .*; plan again"):
+        await executor.apply(Transition(first, Allocation(2, (Bucket("long", 1, 0, 100),)), ()))
+    assert executor.allocation() == first

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shared_fork_server import SharedNursery, shared_fork_server
+from shared_fork_server import SharedForkServer, shared_fork_server
 from small_runs import SmallRuns
 
 
@@ -22,6 +22,6 @@ def small_runs(tmp_path: Path, cache: Path) -> SmallRuns:
 
 
 @pytest.fixture(scope="module")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedNursery]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedForkServer]:
     with shared_fork_server(tmp_path_factory.mktemp("logs")) as fork_server:
         yield fork_server

@@ -17,7 +17,7 @@ from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.local import LocalLauncher
 
 
-class SharedNursery:
+class SharedForkServer:
     def __init__(self, process: ForkServer) -> None:
         self._process = process
 
@@ -36,10 +36,10 @@ class SharedNursery:
 
 
 @contextmanager
-def shared_fork_server(logs: Path) -> Iterator[SharedNursery]:
+def shared_fork_server(logs: Path) -> Iterator[SharedForkServer]:
     process = ForkServer(logs)
     try:
         asyncio.run(process.ready())
-        yield SharedNursery(process)
+        yield SharedForkServer(process)
     finally:
         process.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
-from shared_fork_server import SharedNursery
+from shared_fork_server import SharedForkServer
 
 import libra.backends.vllm.engine_handle
 from libra.backends.arithmetic import served_dtype
@@ -117,7 +117,7 @@ async def made(engine: EngineHandle, request: Generate) -> Made:
 
 @asynccontextmanager
 async def pair(
-    fork_server: SharedNursery, directory: Path, lost: Callable[[str, str], object] = lambda name, why: None
+    fork_server: SharedForkServer, directory: Path, lost: Callable[[str, str], object] = lambda name, why: None
 ) -> AsyncIterator[Pair]:
     """`lost` hears of the engine's loss."""
     model = directory / "model"
@@ -160,7 +160,7 @@ def gap(generated: list[float], scored: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(generated, scored[len(PROMPT) - 1 :], strict=True))
 
 
-def test_engine_and_trainer_agree_after_updates_and_not_before(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_after_updates_and_not_before(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(fork_server, tmp_path) as both:
             for version in (1, 2, 3):
@@ -176,7 +176,7 @@ def test_engine_and_trainer_agree_after_updates_and_not_before(fork_server: Shar
     asyncio.run(check())
 
 
-def test_log_probs_are_of_the_distribution_that_was_sampled(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_log_probs_are_of_the_distribution_that_was_sampled(fork_server: SharedForkServer, tmp_path: Path) -> None:
     """In one batch at once, as evaluations and training may be: 0 is greedy, of which nothing is trained."""
 
     async def check() -> None:
@@ -200,7 +200,7 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(fork_server: SharedN
     asyncio.run(check())
 
 
-def test_the_same_seed_samples_the_same_tokens(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_the_same_seed_samples_the_same_tokens(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(fork_server, tmp_path) as both:
             seeds = (3, 3, 4)
@@ -213,7 +213,7 @@ def test_the_same_seed_samples_the_same_tokens(fork_server: SharedNursery, tmp_p
     asyncio.run(check())
 
 
-def test_weights_arrive_in_the_middle_of_a_turn_without_draining(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_weights_arrive_in_the_middle_of_a_turn_without_draining(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(fork_server, tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
@@ -231,7 +231,7 @@ def test_weights_arrive_in_the_middle_of_a_turn_without_draining(fork_server: Sh
     asyncio.run(check())
 
 
-def test_a_damaged_update_is_refused_and_the_old_weights_stay(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_a_damaged_update_is_refused_and_the_old_weights_stay(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(fork_server, tmp_path) as both:
             first = await both.trainer.ask(Publish(1, 1), Published)
@@ -246,7 +246,7 @@ def test_a_damaged_update_is_refused_and_the_old_weights_stay(fork_server: Share
     asyncio.run(check())
 
 
-def test_a_worker_leaves_rollout_joins_training_and_goes_back(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_a_worker_leaves_rollout_joins_training_and_goes_back(fork_server: SharedForkServer, tmp_path: Path) -> None:
     """The hybrid's way: engine, replica, engine; the core trains before, with and after it."""
 
     async def check() -> None:
@@ -278,7 +278,7 @@ def test_a_worker_leaves_rollout_joins_training_and_goes_back(fork_server: Share
     asyncio.run(check())
 
 
-def test_a_replica_that_is_killed_costs_no_step(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_a_replica_that_is_killed_costs_no_step(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         async with pair(fork_server, tmp_path) as both:
             trainers = Trainers(both.trainer, both.kill)
@@ -350,7 +350,7 @@ async def another_engine(both: Pair) -> EngineHandle:
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])
 def test_a_turn_goes_on_when_its_engine_is_lost(
-    fork_server: SharedNursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    fork_server: SharedForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(libra.backends.vllm.engine_handle, "SILENT_LOOKS", 5)
 
@@ -374,7 +374,7 @@ def test_a_turn_goes_on_when_its_engine_is_lost(
     asyncio.run(check())
 
 
-def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         turn = LongTurn()
         async with pair(fork_server, tmp_path, turn.lost) as both:
@@ -394,7 +394,7 @@ def test_a_turn_goes_on_when_its_engine_is_to_do_something_else(fork_server: Sha
     asyncio.run(check())
 
 
-def test_a_turn_is_moved_while_it_runs(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_a_turn_is_moved_while_it_runs(fork_server: SharedForkServer, tmp_path: Path) -> None:
     async def check() -> None:
         turn = LongTurn()
         async with pair(fork_server, tmp_path, turn.lost) as both:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
-from shared_fork_server import SharedNursery
+from shared_fork_server import SharedForkServer
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.backends.arithmetic import served_dtype
@@ -78,7 +78,7 @@ class Told:
 
 
 @asynccontextmanager
-async def scene(fork_server: SharedNursery, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
+async def scene(fork_server: SharedForkServer, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
     model = directory / "model"
     write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", LONGEST)
     handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
@@ -197,7 +197,7 @@ def holders(memory: int) -> set[int]:
 
 
 def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(
-    fork_server: SharedNursery, tmp_path: Path
+    fork_server: SharedForkServer, tmp_path: Path
 ) -> None:
     named = shared_files()
 
@@ -235,7 +235,7 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(
     assert not unused_shared_files(named)
 
 
-def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: SharedForkServer, tmp_path: Path) -> None:
     """And with `kv_on_update: refresh` nothing that is older than the weights, as within one engine."""
 
     async def check() -> None:
@@ -287,7 +287,7 @@ def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: Shared
     asyncio.run(check())
 
 
-def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedNursery, tmp_path: Path) -> None:
+def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
     """A damaged block, weights that are newer, an engine that is killed after it was asked."""
 
     async def check() -> None:

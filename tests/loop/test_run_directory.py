@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from libra.config.run import ConfigError
+from libra.config.yaml_file import ConfigError
 from libra.loop.run_directory import locked
 
 HOLDER = """

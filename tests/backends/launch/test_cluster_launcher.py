@@ -1,0 +1,483 @@
+"""Workers on several nodes: real fork servers whose heavy imports are left out, on nodes that a test can lose."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import re
+import select
+import signal
+import socket
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.far_end import PATIENCE
+from fakes.fork_servers import BARE
+
+from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
+from libra.backends.launch.fork_server import ForkServer
+from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
+from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
+from libra.backends.transport.engine_messages import LoadWeights
+from libra.backends.transport.messages import Failure, Stop
+from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.exec.pool import LOSS_WINDOW, with_loss
+
+SIZE = 4096
+
+
+class LossyNode:
+    """A `RemoteNode` in this process. `lose` ends what it started, and every verb from then on."""
+
+    def __init__(self, node: ClusterNode) -> None:
+        self.node = node
+        self.reads = self.writes = 0
+        self.tear = False  # what is written here from now on
+        self.stuck: set[int] = set()  # buffers into which no write ends
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def lose(self, why: str) -> None:
+        self.node.close()
+        self._lost.set_exception(NodeLostError(why))
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        return await self._there(self.node.start(marks))
+
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        return await self._there(self.node.fork(name, slot, controller, token))
+
+    def kill(self, pid: int) -> None:
+        self.node.kill(pid)
+
+    async def gone(self, pid: int) -> None:
+        await self._there(self.node.gone(pid))
+
+    async def read(self, buffer: int, size: int, checksum: int) -> Vector:
+        self.reads += 1
+        return (await self._there(self.node.read(buffer, size, checksum))).copy()
+
+    async def write(self, buffer: int, size: int, checksum: int, content: Vector) -> None:
+        self.writes += 1
+        if self.tear:
+            content = np.concatenate([content[: size // 2], np.zeros(size - size // 2, np.uint8)])
+        if buffer in self.stuck:
+            await self._there(asyncio.get_running_loop().create_future())
+        await self._there(self.node.write(buffer, size, checksum, content))
+
+    async def ended(self) -> str:
+        return await self._there(self.node.ended())
+
+    def close(self) -> None:
+        self.node.close()
+
+    async def _there(self, verb: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(verb)
+        await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return self._lost.result()
+        return task.result()
+
+
+class LossyNodes:
+    """A `Nodes`. The next node in a place is what `instead` makes, if it is set."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self.opened: list[LossyNode] = []
+        self.present: dict[int, LossyNode] = {}
+        self.instead: Callable[[], LossyNode] | None = None
+
+    def open(self, number: int) -> LossyNode:
+        node = LossyNode(ClusterNode(self.host, self._logs, f"fork-server-{number}"))
+        if self.instead is not None:
+            node = self.instead()
+        self.present[number] = node
+        self.opened.append(node)
+        return node
+
+
+class Waiting(LossyNode):
+    """There is no machine for it yet."""
+
+    def __init__(self, room: asyncio.Event, node: ClusterNode) -> None:
+        super().__init__(node)
+        self._room = room
+
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        await self._room.wait()
+        return await super().start(marks)
+
+
+class Failing(LossyNode):
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        raise NodeLostError("no memory")
+
+
+LOSSES = 3  # of nodes in one place
+NODE_SLOTS = [NodeSlot(0, 0), NodeSlot(1, 0), NodeSlot(0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def bare_fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.backends.launch.node.ForkServer", functools.partial(ForkServer, command=("-c", BARE)))
+
+
+TwoNodes = tuple[ClusterLauncher, LossyNodes]
+Workers = tuple[ClusterLauncher, LossyNodes, WorkerLink, WorkerLink, WorkerLink]
+
+
+@asynccontextmanager
+async def launched(
+    nodes: LossyNodes, seats: Sequence[NodeSlot] = (NodeSlot(0, 0),), marks: Mapping[str, str] | None = None
+) -> AsyncIterator[ClusterLauncher]:
+    async with ClusterLauncher.open(nodes, seats, marks or {}, LOSSES) as launcher:
+        yield launcher
+
+
+@pytest.fixture
+@asynccontextmanager
+async def two_nodes(tmp_path: Path) -> AsyncIterator[TwoNodes]:
+    nodes = LossyNodes(tmp_path)
+    async with launched(nodes, NODE_SLOTS) as launcher:
+        yield launcher, nodes
+
+
+@pytest.fixture
+@asynccontextmanager
+async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
+    """A trainer on the first node, an engine on the other, and one beside the trainer."""
+    nodes = LossyNodes(tmp_path)
+    async with launched(nodes, NODE_SLOTS) as launcher:
+        await launcher.ready()
+        yield launcher, nodes, *[await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
+
+
+async def answers(link: WorkerLink) -> bool:
+    link.channel.send(Stop())
+    return isinstance(await link.channel.receive(), Failure)  # a worker begins with something else
+
+
+async def test_workers_run_on_the_nodes_of_their_slots(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    launcher, _ = two_nodes
+    assert await launcher.ready() >= 0
+    links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
+    assert links[0].node == links[2].node != links[1].node
+    assert {link.host for link in links} == {"127.0.0.1"}
+    cores = links[0].cores
+    assert [link.core for link in links] == [cores[slot % len(cores)] for slot in range(3)]  # one machine
+    parents = [int(Path(f"/proc/{link.pid}/stat").read_text().split()[3]) for link in links]
+    assert parents[0] == parents[2] != parents[1]
+    assert sorted(set(parents)) == sorted(launcher.processes())
+    assert launcher.hardware.startswith("2 nodes of ")
+    for link in links:
+        assert launcher.exists(link) and await answers(link)
+        await launcher.gone(link)
+        assert not launcher.exists(link)
+        assert not Path(f"/proc/{link.pid}").exists()
+    assert (tmp_path / "w1.log").read_text() and (tmp_path / "fork-server-1.log").is_file()
+
+
+async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(
+    two_nodes: TwoNodes, tmp_path: Path
+) -> None:
+    launcher, nodes = two_nodes
+    await launcher.ready()
+    links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
+    room, lost = asyncio.Event(), nodes.present[0]
+    told: list[list[bool]] = []
+    launcher.slots_changed = lambda: told.append([launcher.offers(slot) for slot in range(3)])
+    nodes.instead = lambda: Waiting(room, ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    # Their connections would not tell: the machines are only unplugged.
+    lost._lost.set_exception(NodeLostError("unplugged"))
+    for link in (links[0], links[2]):
+        with pytest.raises(ConnectionError, match=r"node 127\.0\.0\.1 is lost \(unplugged\)"):
+            await link.channel.receive()
+        await launcher.gone(link)
+        launcher.kill(link)
+    assert told == [[False, True, False]]
+    assert [launcher.exists(link) for link in links] == [False, True, False]
+    with pytest.raises(ForkError, match=r"w0 cannot start: node 127\.0\.0\.1 is lost \(unplugged\), and no other"):
+        await launcher.spawn("w0", 0)
+    assert await answers(links[1])
+    room.set()
+    while len(told) < 2:
+        await asyncio.sleep(0.01)
+    assert told[1] == [True, True, True]
+    again = await launcher.spawn("w0", 0)
+    assert again.node not in {link.node for link in links}
+    assert await answers(again)
+
+
+async def test_a_fork_server_that_ends_takes_its_node_with_it(two_nodes: TwoNodes) -> None:
+    launcher, nodes = two_nodes
+    await launcher.ready()
+    link = await launcher.spawn("w1", 1)
+    os.kill(nodes.present[1].node._started.pid, signal.SIGKILL)
+    with pytest.raises(ConnectionError):
+        await link.channel.receive()
+    while len(nodes.opened) < 3 or not launcher.offers(1):
+        await asyncio.sleep(0.01)
+    assert await answers(await launcher.spawn("w1", 1))
+
+
+async def test_a_place_in_which_no_node_starts_is_given_up(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    launcher, nodes = two_nodes
+    await launcher.ready()
+    nodes.instead = lambda: Failing(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.present[0].lose("unplugged")
+    await launcher._keepers[0]
+    assert len(nodes.opened) == 2 + LOSSES - 1
+    with pytest.raises(ForkError, match=r"no memory; it is given up with 3 losses within 3600 s\), and no other"):
+        await launcher.spawn("w0", 0)
+    assert await answers(await launcher.spawn("w1", 1))
+
+
+async def test_a_fork_server_that_starts_well_and_dies_at_once_is_not_started_for_ever(
+    two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, nodes = two_nodes
+    now = 0.0
+    monkeypatch.setattr("libra.backends.launch.cluster.with_loss", lambda losses, moment: with_loss(losses, now))
+    await launcher.ready()
+    for opened in range(3, 3 + 2 * LOSSES):  # in the first hours it happens once in a while
+        os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)
+        now += LOSS_WINDOW / 2 + 1
+        while len(nodes.opened) < opened or not launcher.offers(0):
+            await asyncio.sleep(0.01)
+    os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)  # the third within the hour
+    await launcher._keepers[0]
+    assert len(nodes.opened) == 2 + 2 * LOSSES
+    log = re.escape(str(tmp_path / "fork-server-0.log"))
+    with pytest.raises(ForkError, match=rf"ended: see {log}; it is given up with 3 losses within 3600 s"):
+        await launcher.spawn("w0", 0)
+    assert await answers(await launcher.spawn("w1", 1))
+
+
+async def test_what_keeps_the_first_nodes_from_starting_is_told(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.write_text("another run's")
+    async with launched(LossyNodes(tmp_path), NODE_SLOTS, {str(mark): "this run's"}) as launcher:
+        with pytest.raises(LaunchError, match=rf"node 127\.0\.0\.1 does not see {tmp_path} as the controller does"):
+            await launcher.ready()
+
+
+async def test_nothing_is_left_when_a_launcher_is_closed(tmp_path: Path) -> None:
+    async with launched(LossyNodes(tmp_path), NODE_SLOTS) as launcher:
+        await launcher.ready()
+        processes = [os.pidfd_open((await launcher.spawn(f"w{slot}", slot)).pid) for slot in range(3)]
+    for process in processes:
+        assert select.select([process], [], [], 0)[0]  # it has ended
+        os.close(process)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def publish(node: LossyNode, version: int) -> LoadWeights:
+    """What a trainer on that node would leave there."""
+    content = np.random.default_rng(version).integers(0, 255, SIZE, dtype=np.uint8)
+    checksum = zlib.crc32(content)
+    WeightBuffer(node.node._started.weights, SIZE).store(version % 2, content, checksum)
+    return LoadWeights(version, version % 2, checksum)
+
+
+def holds(node: LossyNode, weights: LoadWeights) -> bool:
+    return WeightBuffer(node.node._started.weights, SIZE).checksum(weights.buffer) == weights.checksum
+
+
+async def test_weights_reach_another_node_once_and_whole(workers: Workers) -> None:
+    launcher, nodes, trainer, away, beside = workers
+    for version in (4, 5, 6):
+        weights = publish(nodes.present[0], version)
+        engines = (away, away, beside)
+        await asyncio.gather(*(launcher.bring(weights, SIZE, trainer, engine) for engine in engines))
+        assert holds(nodes.present[1], weights)
+    assert (nodes.present[0].reads, nodes.present[1].writes, nodes.present[0].writes) == (3, 3, 0)
+    assert holds(nodes.present[1], publish(nodes.present[0], 5))  # the buffer of the version before is untouched
+
+
+async def test_weights_that_arrive_torn_are_an_error_and_can_be_sent_again(workers: Workers) -> None:
+    launcher, nodes, trainer, away, _ = workers
+    weights = publish(nodes.present[0], 4)
+    nodes.present[1].tear = True
+    results = await asyncio.gather(
+        *(launcher.bring(weights, SIZE, trainer, away) for _ in range(2)), return_exceptions=True
+    )
+    assert all(isinstance(each, CopyError) and "v4" in str(each) and "checksum" in str(each) for each in results)
+    nodes.present[1].tear = False
+    await launcher.bring(weights, SIZE, trainer, away)
+    assert holds(nodes.present[1], weights)
+
+
+async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_not_wait_for_it(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, nodes, trainer, away, beside = workers
+    hanging = nodes.present[1]
+    hanging.stuck = {0}
+    older, newer = publish(nodes.present[0], 4), publish(nodes.present[0], 5)
+    waiting = asyncio.create_task(launcher.bring(older, SIZE, trainer, away))
+    while not hanging.writes:
+        await asyncio.sleep(0)
+    await launcher.bring(newer, SIZE, trainer, away)
+    assert holds(hanging, newer) and not waiting.done()
+    waiting.cancel()
+
+    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.cluster.COPY_SECONDS", 120.0)
+    with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not there in"):
+        await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
+    with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 120 s\)"):
+        await away.channel.receive()
+    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", PATIENCE)
+    while nodes.present[1] is hanging or not launcher.offers(1):
+        await asyncio.sleep(0.01)
+    again = await launcher.spawn("w1", 1)
+    latest = publish(nodes.present[0], 8)
+    await launcher.bring(latest, SIZE, trainer, again)
+    assert holds(nodes.present[1], latest)
+    assert launcher.exists(trainer) and launcher.exists(beside)
+
+
+async def test_weights_that_are_not_read_cost_no_node(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, nodes, trainer, away, _ = workers
+    nodes.present[0].read = lambda *order: asyncio.sleep(PATIENCE)  # type: ignore[method-assign]
+    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
+    with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*: not read in"):
+        await launcher.bring(publish(nodes.present[0], 4), SIZE, trainer, away)
+    assert launcher.exists(away) and launcher.offers(1)
+
+
+async def test_weights_that_nobody_has_any_more(workers: Workers) -> None:
+    launcher, nodes, trainer, away, _ = workers
+    weights = publish(nodes.present[0], 4)
+    with pytest.raises(SourceLostError, match="are not on node-1"):
+        await launcher.bring(weights, SIZE, away, trainer)  # they were published on the other node
+    nodes.present[0].lose("unplugged")
+    with pytest.raises(SourceLostError, match=r"v4 are (lost with|not on) node-0"):
+        await launcher.bring(weights, SIZE, trainer, away)
+
+
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    buffer = WeightBuffer(os.memfd_create("weights"), SIZE)
+    with pytest.raises(WeightUpdateError, match="100 bytes for buffer 1, expected 4096"):
+        buffer.store(1, np.zeros(100, np.uint8), 0)
+
+
+SHOWING = BARE.replace(
+    "fork_server.main",
+    """
+import os
+fork_server.serve = lambda channel, weights: print(os.environ["CUDA_VISIBLE_DEVICES"])
+fork_server.main""",
+)
+
+
+async def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_server = functools.partial(ForkServer, command=("-c", SHOWING))
+    monkeypatch.setattr("libra.backends.launch.node.ForkServer", fork_server)
+    nodes = LossyNodes(tmp_path)
+    nodes.instead = lambda: LossyNode(ClusterNode(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
+    async with launched(nodes, [NodeSlot(0, 0), NodeSlot(0, 1)]) as launcher:
+        await launcher.ready()
+        for slot in (0, 1):
+            link = await launcher.spawn(f"w{slot}", slot)
+            with pytest.raises(ConnectionError):
+                await link.channel.receive()
+    assert [(tmp_path / f"w{slot}.log").read_text() for slot in (0, 1)] == ["4\n", "7\n"]
+
+
+class Unwritable(LossyNode):
+    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
+        raise PermissionError(13, "Permission denied", "fork-server-0.log")
+
+
+async def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
+    nodes = LossyNodes(tmp_path)
+    nodes.instead = lambda: Unwritable(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    async with launched(nodes) as launcher:
+        with pytest.raises(LaunchError, match=r"Permission denied: 'fork-server-0\.log'"):
+            await asyncio.wait_for(launcher.ready(), PATIENCE)
+
+
+class Hanging(LossyNode):
+    """From some time on its process answers nothing, and nobody says that it is lost."""
+
+    hangs = False
+
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        return await super().fork(name, slot, controller, token)
+
+    async def gone(self, pid: int) -> None:
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        await super().gone(pid)
+
+
+async def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = LossyNodes(tmp_path)
+    hanging = Hanging(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = lambda: hanging
+    async with launched(nodes) as launcher:
+        await launcher.ready()
+        link = await launcher.spawn("w0", 0)
+        hanging.hangs = True
+        monkeypatch.setattr("libra.backends.launch.cluster._FORK_SECONDS", 0.05)
+        monkeypatch.setattr("libra.backends.launch.cluster._GONE_SECONDS", 0.05)
+        with pytest.raises(TimeoutError, match=r"node 127\.0\.0\.1 does not answer"):
+            await launcher.gone(link)
+        with pytest.raises(ForkError, match=r"w0 cannot start on node 127\.0\.0\.1: it does not answer"):
+            await launcher.spawn("w0", 0)
+
+
+class Halfway(LossyNode):
+    """Its worker has reached the controller when the order to fork it fails."""
+
+    async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
+        self.worker = await asyncio.to_thread(socket.create_connection, controller)
+        self.worker.sendall(token)
+        await asyncio.sleep(0.05)
+        raise NodeLostError("unplugged")
+
+
+async def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:
+    nodes = LossyNodes(tmp_path)
+    halfway = Halfway(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = lambda: halfway
+    async with launched(nodes) as launcher:
+        await launcher.ready()
+        with pytest.raises(ForkError, match="unplugged"):
+            await launcher.spawn("w0", 0)
+        with halfway.worker as worker:
+            worker.settimeout(PATIENCE)
+            assert await asyncio.to_thread(worker.recv, 1) == b""
+
+
+async def test_a_node_without_memory_for_the_weights_costs_its_engines_and_not_the_run(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, nodes, trainer, away, _ = workers
+
+    def full(self: WeightBuffer, descriptor: int, size: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    weights = publish(nodes.present[0], 4)
+    monkeypatch.setattr(WeightBuffer, "__init__", full)
+    with pytest.raises(SourceLostError, match=r"v4 are not on node-0.*Cannot allocate memory"):
+        await launcher.bring(weights, SIZE, trainer, away)
+    nodes.present[0].read = lambda *order: asyncio.sleep(0, np.zeros(SIZE, np.uint8))  # type: ignore[method-assign]
+    with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*Cannot allocate memory"):
+        await launcher.bring(weights, SIZE, trainer, away)

@@ -1,0 +1,107 @@
+"""What the router sees of the engines, and who is woken when it changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from fakes.engines import Script, ScriptedEngine
+from fakes.scripted import FirstInstance, instance
+
+from libra.loop.fleet import ServingFleet
+from libra.plan.problem import Allocation, Bucket
+from libra.route.policy import InstanceView, View
+
+TWO = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 160)))
+ONE = Allocation(2, (Bucket("long", 1, 0, 160),))
+
+
+def engine(name: str, load: int = 0) -> ScriptedEngine:
+    made = ScriptedEngine(name, Script())
+    made.load_tokens = load
+    return made
+
+
+def make(allocation: Allocation = TWO) -> tuple[ServingFleet, FirstInstance]:
+    policy = FirstInstance()
+    return ServingFleet(policy, allocation), policy
+
+
+def test_the_view_is_of_now() -> None:
+    fleet, _ = make()
+    short, long = engine("s", load=5), engine("l")
+    fleet.add(instance(short, "short", 60))
+    fleet.add(instance(long, "long", 200))
+    assert fleet.view(16) == View(
+        (InstanceView("s", 0, 60, 5), InstanceView("l", 1, 200, 0)), limits=(40, 160), turn_tokens=16
+    )
+    long.load_tokens = 70
+    assert fleet.view(9).instances[1].load_tokens == 70
+    assert fleet.view(9).turn_tokens == 9
+    assert fleet.handle("l") is long
+    assert fleet.allocation is TWO
+
+
+def test_an_engine_whose_shape_has_no_bucket_is_left_out_until_it_has_one() -> None:
+    fleet, _ = make(ONE)
+    fleet.add(instance(engine("s"), "short", 60))
+    fleet.add(instance(engine("l"), "long", 200))
+    assert [seen.id for seen in fleet.view(16).instances] == ["l"]
+    assert [entry.handle.name for entry in fleet.instances()] == ["s", "l"]
+    fleet.reallocate(TWO)
+    assert [(seen.id, seen.bucket) for seen in fleet.view(16).instances] == [("s", 0), ("l", 1)]
+    assert fleet.view(16).limits == (40, 160)
+
+
+def test_an_engine_that_leaves_takes_its_prefixes_with_it() -> None:
+    fleet, policy = make()
+    entry = instance(engine("s"), "short", 60)
+    fleet.add(entry)
+    assert fleet.remove("s") is entry
+    assert fleet.remove("s") is None
+    assert policy.gone == ["s"]
+    assert fleet.view(16).instances == ()
+
+
+def test_another_engine_of_the_same_name_is_not_the_one_that_was_asked_for() -> None:
+    fleet, _ = make()
+    first, second = instance(engine("s"), "short", 60), instance(engine("s"), "short", 60)
+    fleet.add(first)
+    assert fleet.serves(first.handle)
+    fleet.remove("s")
+    assert not fleet.serves(first.handle)
+    fleet.add(second)
+    assert (fleet.serves(first.handle), fleet.serves(second.handle)) == (False, True)
+
+
+CHANGES: dict[str, Callable[[ServingFleet], object]] = {
+    "an engine comes": lambda fleet: fleet.add(instance(engine("new"), "short")),
+    "an engine goes": lambda fleet: fleet.remove("s"),
+    "other buckets": lambda fleet: fleet.reallocate(ONE),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+async def test_every_change_wakes_all_who_wait(change: Callable[[ServingFleet], object]) -> None:
+    fleet, _ = make()
+    fleet.add(instance(engine("s"), "short"))
+    waiting = [asyncio.create_task(fleet.changed()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    change(fleet)
+    await asyncio.wait_for(asyncio.gather(*waiting), 20)
+
+
+async def test_only_the_next_change_wakes() -> None:
+    fleet, _ = make()
+    fleet.add(instance(engine("s"), "short"))
+    waiting = asyncio.create_task(fleet.changed())  # begins after the change
+    for _ in range(5):
+        await asyncio.sleep(0)
+    fleet.remove("unknown")  # changes nothing
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    fleet.remove("s")
+    await asyncio.wait_for(waiting, 20)

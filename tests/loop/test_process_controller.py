@@ -1,0 +1,388 @@
+"""The processes of a run over real handles and sockets, with workers that answer from the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.scripted import FirstInstance
+from fakes.small_run import CONFIG, FIRST
+from fakes.workers import MadeLauncher
+
+from libra.backends.grpo.membership import STANDARD
+from libra.backends.launch.launcher import ForkError, WorkerLink
+from libra.backends.transport.engine_messages import Loaded, LoadWeights, StartEngine
+from libra.backends.transport.messages import Failure, Message, Stop
+from libra.backends.transport.trainer_messages import (
+    Identify,
+    LoadCheckpoint,
+    Publish,
+    Published,
+    SaveCheckpoint,
+    StateDigest,
+    StatePlace,
+)
+from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
+from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
+from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
+from libra.loop.fleet import ServingFleet
+from libra.loop.process_controller import Origin, begin_session
+from libra.plan.problem import Allocation, Bucket
+from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
+from libra.records.disk import DiskError
+
+LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))
+SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
+
+
+class Told:
+    def __init__(self) -> None:
+        self.moves: list[MoveOutcome] = []
+        self.losses: list[tuple[str, str]] = []
+        self.loads: list[tuple[str, int, float]] = []
+        self.back_again: list[str] = []
+        self.joins: list[str] = []
+
+    def role(self, worker: Worker) -> None:
+        pass
+
+    def moved(self, moved: MoveOutcome) -> None:
+        self.moves.append(moved)
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        self.losses.append((worker, why))
+
+    def node_back(self, worker: str) -> None:
+        self.back_again.append(worker)
+
+    def load(self, worker: str) -> None:
+        pass
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        self.joins.append(worker)
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        self.loads.append((worker, version, seconds))
+
+
+class Made:
+    """An executor and what it works with."""
+
+    def __init__(self, directory: Path, checkpoint: Path | None = None, pool: WorkerPool | None = None) -> None:
+        self.directory = directory
+        self.launcher, self.told, self.pool = MadeLauncher(), Told(), pool or make_pool(1, 1, 2)
+        self.policy = FirstInstance()
+        self.fleet = ServingFleet(self.policy, FIRST)
+        self.journal = Journal(directory / "journal.jsonl")
+        self.executor = begin_session(
+            self.launcher,
+            self.pool,
+            self.fleet,
+            CONFIG,
+            Origin(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
+            self.journal,
+            self.told,
+        )
+
+    async def apply(self, wanted: Allocation) -> Applied:
+        return await self.executor.apply(self.executor.transition(wanted))
+
+    async def lose(self, *workers: str) -> None:
+        """They die, and everybody has heard of it."""
+        for worker in workers:
+            self.launcher.workers[worker].die()
+        while len(self.told.losses) < len(workers):
+            await asyncio.sleep(0)
+
+    def duties(self) -> dict[str, Duty]:
+        return {worker.id: worker.duty for worker in self.pool.all()}
+
+    def journalled(self, *kinds: type) -> list[Any]:
+        return [entry for entry in read_journal(self.directory / "journal.jsonl") if isinstance(entry, kinds)]
+
+
+BEGUN = {"core-0": TRAIN, "hybrid-0": TRAIN, "rollout-0": LONG, "rollout-1": SHORT}
+
+
+@asynccontextmanager
+async def session(
+    directory: Path, checkpoint: Path | None = None, pool: WorkerPool | None = None
+) -> AsyncIterator[Made]:
+    """An executor in its first allocation."""
+    made = Made(directory, checkpoint, pool)
+    try:
+        await made.executor.start(FIRST)
+        yield made
+    finally:
+        await made.executor.stop()
+        made.journal.close()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> AbstractAsyncContextManager[Made]:
+    return session(tmp_path)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "checkpoint-4"
+    directory.mkdir()
+    (directory / "model.safetensors").write_text("4")
+    (tmp_path / "tokenizer.json").touch()
+    return directory
+
+
+async def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
+    async with session(tmp_path, checkpoint) as made:
+        assert made.launcher.workers["core-0"].orders[1:3] == [LoadCheckpoint(str(checkpoint)), Publish(4, 0)]
+        assert made.executor.processes.trainers.names() == ("core-0", "hybrid-0")
+        assert {entry.handle.name: entry.shape for entry in made.fleet.instances()} == {
+            "rollout-0": "long",
+            "rollout-1": "short",
+        }
+        assert sorted(made.told.loads) == [("rollout-0", 4, 0.25), ("rollout-1", 4, 0.25)]
+        assert made.told.joins == ["hybrid-0"]  # the first core joins nobody
+        assert made.duties() == BEGUN
+        assert made.executor.allocation() == FIRST
+        assert made.journalled(SessionStarted) == [SessionStarted(4)]
+        assert sorted(entry.worker for entry in made.journalled(ProcessStarted)) == sorted(BEGUN)
+
+
+async def test_a_worker_whose_slot_is_not_used_any_more_cannot_be_restarted(tmp_path: Path) -> None:
+    async with session(tmp_path, pool=make_pool(1, 1, 2, most_losses=1)) as made:
+        await made.lose("hybrid-0")
+        assert made.pool["hybrid-0"].role is Role.FAILED
+        with pytest.raises(WorkerLostError, match="worker hybrid-0 does nothing"):
+            await made.executor.restart("hybrid-0")
+
+
+async def test_the_slot_of_a_lost_core_is_used_again_and_its_state_comes_from_the_other_one(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with session(tmp_path, checkpoint, make_pool(2, 0, 2)) as made:
+        workers, trainers = made.launcher.workers, made.executor.processes.trainers
+        assert trainers.names() == ("core-0", "core-1")
+        loaded = {name: LoadCheckpoint(str(checkpoint)) in worker.orders for name, worker in workers.items()}
+        assert loaded == {"core-0": True, "core-1": False, "rollout-0": False, "rollout-1": False}
+        assert workers["core-1"].version == 4
+        await made.lose("core-0")
+        assert trainers.core.name == "core-1"
+        await made.executor.processes.save_final(tmp_path / "model")
+        applied = await made.apply(FIRST)
+        assert [str(moved.move) for moved in applied.moves] == ["idle -> train"]
+        assert trainers.names() == ("core-1", "core-0")
+        assert LoadCheckpoint(str(checkpoint)) not in workers["core-0"].orders
+        assert workers["core-0"].version == 4
+
+
+async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are_for(made: Made) -> None:
+    hold, asked = asyncio.Event(), asyncio.Event()
+
+    async def late() -> Message:
+        asked.set()
+        await hold.wait()
+        return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
+
+    core = made.launcher.workers["core-0"]
+    core.instead[Identify] = late
+    restarting = asyncio.create_task(made.executor.restart("hybrid-0"))
+    await asked.wait()
+    restarting.cancel()
+    await asyncio.gather(restarting, return_exceptions=True)
+    saving = asyncio.create_task(made.executor.processes.trainers.ask_core(Publish(4, 0), Published))
+    hold.set()
+    assert await saving == Published(4, 7)
+
+
+async def test_a_worker_changes_sides_and_its_old_process_is_gone_first(made: Made) -> None:
+    old = made.launcher.workers["hybrid-0"]
+    applied = await made.apply(LONGER)
+    assert applied.failure is None
+    assert [str(moved.move) for moved in applied.moves] == ["train -> rollout:long"]
+    assert old.gone.is_set() and isinstance(old.orders[-1], Stop)
+    assert made.executor.processes.trainers.names() == ("core-0",)
+    assert made.launcher.workers["hybrid-0"].loaded == [4]
+    back = await made.apply(FIRST)
+    assert [str(moved.move) for moved in back.moves] == ["rollout:long -> train"]
+    assert made.policy.gone == ["hybrid-0"]
+    assert made.duties() == BEGUN
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {StartEngine: Failure("out of memory")},
+        {StartEngine: None},
+        {LoadWeights: Failure("checksum")},
+        {LoadWeights: None},
+    ],
+    ids=["start fails", "start dies", "weights fail", "weights die"],
+)
+async def test_an_engine_that_does_not_come_about_is_undone(made: Made, wrong: dict[type[Message], Any]) -> None:
+    made.launcher.prepared["hybrid-0"] = wrong
+    applied = await made.apply(LONGER)
+    assert [moved.outcome for moved in applied.moves] == ["undone"]
+    assert made.duties() == BEGUN
+    assert made.executor.processes.trainers.names() == ("core-0", "hybrid-0")
+    assert len(made.fleet.instances()) == 2
+    assert made.told.losses == []
+
+
+async def test_a_full_disk_at_the_end_is_told_of_and_leaves_no_part(made: Made, tmp_path: Path) -> None:
+    async def full() -> Message:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "model.safetensors.part").touch()
+        return Failure("No space left on device")
+
+    made.launcher.workers["core-0"].instead[SaveCheckpoint] = full
+    with pytest.raises(DiskError, match=r"model cannot be written \(.*No space left on device\): free some space"):
+        await made.executor.processes.save_final(tmp_path / "model")
+    assert not any((tmp_path / "model").iterdir())
+
+
+async def test_a_process_that_does_not_end_is_waited_for_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, waited = MadeLauncher.gone, list[WorkerLink]()
+
+    async def slow(launcher: MadeLauncher, link: WorkerLink) -> None:
+        waited.append(link)
+        if len(waited) == 1:
+            raise TimeoutError(f"process {link.pid} does not end")
+        await gone(launcher, link)
+
+    monkeypatch.setattr(MadeLauncher, "gone", slow)
+    applied = await made.apply(LONGER)
+    assert [moved.outcome for moved in applied.moves] == ["undone"]
+    assert waited[0] == waited[1]
+    assert made.duties() == BEGUN
+
+
+async def test_a_fork_that_fails_fails_the_move(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(launcher: MadeLauncher, name: str, slot: int) -> WorkerLink:
+        monkeypatch.undo()
+        raise ForkError(f"worker {name} cannot start: no memory")
+
+    monkeypatch.setattr(MadeLauncher, "spawn", full)
+    applied = await made.apply(LONGER)
+    assert [(moved.outcome, moved.why) for moved in applied.moves] == [
+        ("undone", "worker hybrid-0 cannot start: no memory")
+    ]
+
+
+async def test_a_worker_that_goes_away_is_lost_and_its_slot_is_used_again(made: Made) -> None:
+    await made.lose("rollout-1")
+    assert made.told.losses == [("rollout-1", "the worker closed the connection")]
+    assert made.duties() == BEGUN | {"rollout-1": IDLE}
+    assert made.executor.allocation() == Allocation(2, (Bucket("long", 1, 0, 100),)) == made.fleet.allocation
+    assert [worker.id for worker in made.executor.healthy()] == list(BEGUN)
+    assert made.journalled(WorkerLost) == [WorkerLost("rollout-1", "the worker closed the connection", False)]
+    applied = await made.apply(FIRST)
+    assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:short"]
+    assert made.fleet.allocation == FIRST
+
+
+async def test_weights_that_are_lost_with_their_node_are_published_again(made: Made) -> None:
+    """By a core replica, which holds the same; unless it is ahead already."""
+    core = made.launcher.workers["core-0"]
+    made.launcher.without_weights = 1
+    assert len(await made.executor.processes.publish(5, 1, 7)) == 2
+    assert core.orders[-1] == Publish(5, 1)
+    assert made.launcher.workers["rollout-0"].loaded == [4, 5]
+    made.launcher.without_weights = 2  # for either engine
+    core.instead[Publish] = Published(6, 8)
+    assert await made.executor.processes.publish(6, 0, 9) == []
+    assert {worker for worker, _ in made.told.losses} == {"rollout-0", "rollout-1"}
+    assert all("could not take weights v6" in why and "core-0 is ahead" in why for _, why in made.told.losses)
+
+
+async def test_slots_without_a_node_are_left_out_until_it_is_back(made: Made) -> None:
+    made.launcher.miss(2, 3)  # of the engines
+    await made.lose("rollout-0", "rollout-1")
+    assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0"}
+    applied = await made.apply(Allocation(1, (Bucket("long", 1, 0, 100),)))
+    assert [(moved.move.worker, moved.outcome) for moved in applied.moves] == [("hybrid-0", "done")]
+    assert made.told.back_again == []
+    made.launcher.miss(3)
+    assert made.told.back_again == ["rollout-0"]
+    assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0", "rollout-0"}
+    assert all(len(made.pool[name].losses) == 1 for name in ("rollout-0", "rollout-1"))  # nothing was tried in vain
+
+
+async def test_an_engine_that_cannot_take_new_weights_is_lost(made: Made) -> None:
+    made.launcher.workers["rollout-1"].instead[LoadWeights] = Failure("weight update to version 5: checksum")
+    assert await made.executor.processes.publish(5, 1, 99) == [0.25]
+    assert [worker for worker, _ in made.told.losses] == ["rollout-1"]
+    assert "could not take weights v5" in made.told.losses[0][1]
+    assert made.duties() == BEGUN | {"rollout-1": IDLE}
+    await made.launcher.workers["rollout-1"].gone.wait()
+    assert made.journalled(WeightsPublished) == [WeightsPublished(5)]
+
+
+async def test_an_engine_takes_the_version_that_was_published_while_it_took_another(made: Made) -> None:
+    async def publish_meanwhile() -> Message:
+        made.launcher.workers["hybrid-0"].instead.clear()
+        await made.executor.processes.publish(5, 1, 99)
+        return Loaded(4, 0.25)
+
+    made.launcher.prepared["hybrid-0"] = {LoadWeights: publish_meanwhile}
+    await made.apply(LONGER)
+    assert made.launcher.workers["hybrid-0"].loaded == [4, 5]
+    assert {entry.handle.version for entry in made.fleet.instances()} == {5}
+
+
+async def test_a_replica_that_dies_before_it_could_leave_is_started_again(made: Made) -> None:
+    async with made.executor.processes.trainers.boundary:
+        applying = asyncio.create_task(made.apply(LONGER))
+        while made.pool["hybrid-0"].role is not Role.DRAINING:
+            await asyncio.sleep(0)
+        made.launcher.workers["hybrid-0"].die()
+        while made.pool["hybrid-0"].role is not Role.FAILED:
+            await asyncio.sleep(0)
+    [moved] = (await applying).moves
+    assert (moved.outcome, moved.why) == ("undone", "the worker closed the connection")
+    assert made.duties() == BEGUN
+
+
+async def test_what_overstays_is_failed_by_the_watch(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.exec.executor._WATCH_SECONDS", 0.01)
+    overdue, late = WorkerPool.overdue, list[float]()
+    monkeypatch.setattr(
+        WorkerPool, "overdue", lambda pool, now, step: overdue(pool, now + late.pop(), step) if late else ()
+    )
+
+    async def never() -> Message:
+        late.append(DEADLINES[Role.JOINING].after(STANDARD.unknown) + 1)
+        return await asyncio.get_running_loop().create_future()
+
+    made.launcher.prepared["hybrid-0"] = {StartEngine: never}
+    applied = await made.apply(LONGER)
+    [moved] = applied.moves
+    assert (moved.outcome, moved.why) == ("undone", "it was joining for more than 1680 s")
+
+
+async def test_a_restart_is_a_move_to_the_same_duty(made: Made) -> None:
+    assert await made.executor.restart("rollout-0") >= 0
+    assert await made.executor.restart("hybrid-0") >= 0
+    assert [str(moved.move) for moved in made.told.moves[-2:]] == ["rollout:long -> rollout:long", "train -> train"]
+    assert await made.executor.processes.reload() == [0.25, 0.25]
+    assert made.duties() == BEGUN
+
+
+UNSUPPORTED = [
+    (replace(FIRST, layout="tp2.dp1"), [], "layout tp2.dp1: each slot trains one whole replica"),
+    (FIRST, [Move("a800 nodes 0 GPUs 0,1", IDLE, TRAIN)], "placement on a800 nodes 0 GPUs 0,1: the slots of this run"),
+    (Allocation(2, (Bucket("huge", 2, 0, 100),)), [], "engine huge: the configuration has long, short"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "moves", "reason"), UNSUPPORTED, ids=["layout", "placement", "shape"])
+async def test_what_slots_cannot_do_is_said_in_one_line(
+    made: Made, wanted: Allocation, moves: list[Move], reason: str
+) -> None:
+    with pytest.raises(UnsupportedTransitionError, match=reason):
+        await made.executor.apply(Transition(FIRST, wanted, tuple(moves)))
+    assert made.duties() == BEGUN

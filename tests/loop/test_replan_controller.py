@@ -1,0 +1,307 @@
+"""When it is planned again, and what for: losses, failed moves, periods, the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fakes.small_run import CONFIG, FIRST, PROFILE, episode
+
+from libra.exec.allocation import bucket_limits, current_allocation
+from libra.exec.executor import Executor
+from libra.exec.pool import DEADLINES, Worker, make_pool
+from libra.exec.protocols import Applied, MoveOutcome
+from libra.loop.observations import Observations
+from libra.loop.recorder import Recorder
+from libra.loop.replan_controller import ReplanController
+from libra.plan.problem import Allocation, InfeasiblePlanError
+from libra.plan.replanner import Outlook
+from libra.plan.transition import Role, Transition, device_transition
+from libra.report.live import PlainDisplay
+
+PERIOD = 3
+
+
+class MadeExecutor:
+    """A pool whose moves happen at once, or end as the test says; `apply` waits while `held`."""
+
+    def __init__(self) -> None:
+        self.pool = make_pool(1, 1, 2)
+        self.plans: tuple[Allocation, ...] = (FIRST,)
+        self.wanted: list[Allocation] = []
+        self.dropped: list[str] = []
+        self.outcomes: list[str] = []  # of the next moves; done after that
+        self.open = asyncio.Event()
+        self.open.set()
+        self._make(self.transition(FIRST))
+
+    def healthy(self) -> tuple[Worker, ...]:
+        return self.pool.healthy()
+
+    def allocation(self) -> Allocation | None:
+        return current_allocation((w.duty for w in self.pool.all()), bucket_limits(self.plans), 100)
+
+    def drop_rest(self, why: str) -> None:
+        self.dropped.append(why)
+
+    def lose(self, name: str) -> None:
+        if not self.pool.lose(name, 0.0).retired:
+            self.pool.become(name, Role.IDLE, 0.0)
+
+    def transition(self, wanted: Allocation) -> Transition:
+        return device_transition(self.pool.devices(), self.allocation(), wanted, {"long"})
+
+    async def apply(self, transition: Transition) -> Applied:
+        self.wanted.append(transition.after)
+        await self.open.wait()
+        return self._make(transition)
+
+    def _make(self, transition: Transition) -> Applied:
+        moved: list[MoveOutcome] = []
+        for move in transition.moves:
+            outcome = self.outcomes.pop(0) if self.outcomes else "done"
+            moved.append(MoveOutcome(move, 2.0, cast(Any, outcome)))
+            if outcome != "done":
+                return Applied(tuple(moved), "it could not be")
+            if move.before.role is not Role.IDLE:
+                self.pool.become(move.worker, Role.DRAINING, 0.0)
+                self.pool.become(move.worker, Role.IDLE, 0.0)
+            self.pool.become(move.worker, Role.JOINING, 0.0)
+            self.pool.become(move.worker, move.after.role, 0.0, move.after.shape)
+        self.plans = (transition.after,)
+        return Applied(tuple(moved), None)
+
+
+class Made:
+    def __init__(self, directory: Path, mode: str) -> None:
+        config = CONFIG.model_copy(
+            update={
+                "allocation": mode,
+                "planner": CONFIG.planner.model_copy(update={"period": PERIOD}),
+                "training": CONFIG.training.model_copy(update={"steps": 1000}),
+            }
+        )
+        self.executor = MadeExecutor()
+        self.recorder = Recorder(directory, 0.0)
+        self.recorder.begin()
+        self.observations = Observations(config, PROFILE, 8)
+        self.observations.observe([episode(0, index) for index in range(20)], [40, 100])
+        self.controller = ReplanController(
+            config,
+            cast(Executor, self.executor),
+            self.observations,
+            self.recorder,
+            PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
+            first=FIRST,
+            first_period=4,
+        )
+        self.directory, self.step = directory, 0
+        self.controller.begin(0)
+
+    def lose(self, *workers: str) -> None:
+        for worker in workers:
+            self.executor.lose(worker)
+        self.controller.worker_lost()
+
+    async def begin_move(self) -> None:
+        """A loss is planned around, by a move that goes on until `executor.open` is set."""
+        self.executor.open.clear()
+        self.lose("rollout-1")
+        await self.boundary()
+        while not self.executor.wanted:
+            await asyncio.sleep(0.001)
+
+    def rows(self, name: str) -> int:
+        return len((self.directory / f"{name}.jsonl").read_text().splitlines())
+
+    def periods(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "periods.jsonl").read_text().splitlines()]
+
+    async def boundary(self, steps: int = 1) -> None:
+        """Make steps, and let a decision come to its end."""
+        for _ in range(steps):
+            self.step += 1
+            self.controller.stepped(self.step, 1.0)
+            self.controller.at_boundary()
+            await self.settle()
+
+    async def settle(self) -> None:
+        task = self.controller._task
+        if task is not None and self.executor.open.is_set():
+            await asyncio.wait([task])
+
+
+@pytest.fixture
+def mode() -> str:
+    return "adaptive"
+
+
+@pytest.fixture
+@asynccontextmanager
+async def made(tmp_path: Path, mode: str) -> AsyncIterator[Made]:
+    made = Made(tmp_path, mode)
+    try:
+        yield made
+    finally:
+        await made.controller.cancel()
+        made.recorder.close()
+
+
+def devices(allocation: Allocation) -> int:
+    return allocation.replicas + allocation.engines
+
+
+async def test_every_period_ends_with_a_decision(made: Made) -> None:
+    await made.boundary(PERIOD - 1)
+    assert made.rows("decisions") == 0
+    await made.boundary()
+    assert made.rows("decisions") >= 1
+    assert made.periods()[0]["period"] == 4  # the periods before the run was interrupted count
+
+
+@pytest.mark.parametrize("mode", ["static"])
+async def test_a_static_allocation_is_not_decided_about(made: Made) -> None:
+    await made.boundary(3 * PERIOD)
+    assert (made.rows("decisions"), made.executor.wanted) == (0, [])
+    assert len(made.periods()) == 3
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "static"])
+async def test_a_slot_that_came_back_is_used_at_the_next_boundary(made: Made, mode: str) -> None:
+    made.lose("rollout-1")
+    await made.boundary()
+    [wanted] = made.executor.wanted
+    assert devices(wanted) == 4
+    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    if mode == "static":
+        assert (wanted, made.rows("decisions")) == (FIRST, 0)
+    await made.boundary()
+    assert not made.controller.urgent
+    assert len(made.executor.wanted) == 1
+
+
+@pytest.mark.parametrize("mode", ["static"])
+async def test_a_loss_before_the_first_step_is_planned_around_too(made: Made) -> None:
+    made.executor.lose("rollout-1")
+    made.controller.begin(0)
+    await made.boundary()
+    assert made.executor.wanted == [FIRST]
+
+
+@pytest.mark.parametrize("mode", ["static"])
+async def test_a_static_allocation_without_its_slots_is_planned_anew(made: Made) -> None:
+    made.lose(*["rollout-1"] * 3)  # retired
+    await made.boundary()
+    assert [devices(wanted) for wanted in made.executor.wanted] in ([3], [])
+    assert made.executor.allocation() is not None
+
+
+async def test_a_loss_during_a_move_is_planned_around_after_it(made: Made) -> None:
+    await made.begin_move()
+    made.lose("hybrid-0")
+    await made.boundary(2)
+    assert len(made.executor.wanted) == 1 and not made.controller.urgent
+    made.executor.outcomes = ["undone"]
+    made.executor.open.set()
+    await made.settle()
+    assert made.controller.urgent
+    await made.boundary()
+    assert len(made.executor.wanted) == 2
+    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+
+
+async def test_a_plan_for_other_workers_is_dropped(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody was lost while the solver was at work."""
+    propose = Outlook.propose
+
+    def slow(outlook: Outlook, *arguments: Any) -> Any:
+        proposal = propose(outlook, *arguments)
+        if not made.executor.pool["hybrid-0"].losses:
+            made.executor.lose("hybrid-0")
+        return proposal
+
+    monkeypatch.setattr(Outlook, "propose", slow)
+    made.lose("rollout-1")
+    await made.boundary()
+    assert (made.executor.wanted, made.rows("decisions")) == ([], 0)
+    assert made.controller.urgent
+    await made.boundary()
+    assert [devices(wanted) for wanted in made.executor.wanted] == [4]
+
+
+async def test_a_move_that_was_not_made_is_planned_around_at_once_where_a_slot_is_idle(made: Made) -> None:
+    made.lose("rollout-1")
+    made.executor.outcomes = ["failed"]
+    await made.boundary()
+    assert made.controller.urgent and len(made.executor.wanted) == 1
+    made.executor.outcomes = ["undone"]
+    await made.boundary()  # such as one after which another worker was lost
+    assert made.controller.urgent and len(made.executor.wanted) == 2
+    await made.boundary()
+    assert len(made.executor.wanted) == 3
+    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    await made.boundary()
+    assert not made.controller.urgent and len(made.executor.wanted) == 3
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "static"])
+async def test_an_idle_slot_is_not_forgotten(made: Made) -> None:
+    made.executor.outcomes = ["undone"]
+    made.lose("rollout-1")
+    await made.boundary(PERIOD + 2)
+    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+
+
+async def test_a_dropped_plan_has_no_outcome(made: Made) -> None:
+    made.executor.outcomes = ["failed"]
+    made.lose("rollout-1")
+    await made.boundary()
+    [row] = (made.directory / "decisions.jsonl").read_text().splitlines()
+    assert json.loads(row)["taken"] and json.loads(row)["measured_cost"] is None
+    assert made.controller.periods._waiting is None
+
+
+@pytest.mark.parametrize("mode", ["static"])
+async def test_measured_seconds_of_done_moves_are_the_cost_of_the_next(made: Made) -> None:
+    made.lose("rollout-1")
+    made.executor.outcomes = ["failed"]
+    await made.boundary()
+    assert made.observations.profile.switch == PROFILE.switch
+    await made.boundary()
+    assert made.observations.profile.switch == replace(PROFILE.switch, engine_start=2.0)
+
+
+async def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(made: Made) -> None:
+    await made.begin_move()
+    ending = asyncio.create_task(made.controller.finish())
+    await asyncio.sleep(0)
+    assert made.executor.dropped == ["the run has made all its steps"] and not ending.done()
+    made.executor.open.set()
+    await ending
+    assert not any(worker.role in DEADLINES for worker in made.executor.healthy())
+
+
+async def test_the_end_of_a_run_does_not_wait_for_a_plan(made: Made) -> None:
+    made.lose("rollout-1")
+    made.step += 1
+    made.controller.stepped(made.step, 1.0)
+    made.controller.at_boundary()
+    await made.controller.finish()
+    assert made.executor.wanted == []
+
+
+async def test_a_run_that_cannot_go_on_is_told_so(made: Made) -> None:
+    told = asyncio.Event()
+    made.controller.changed = told.set
+    made.lose(*("hybrid-0", "rollout-0", "rollout-1") * 3)
+    told.clear()
+    await made.boundary()
+    assert told.is_set()  # or who waits for a batch would wait for ever
+    with pytest.raises(InfeasiblePlanError, match="no device is left for a rollout engine"):
+        made.controller.at_boundary()
