@@ -65,7 +65,7 @@ def _allocation(plan: Plan) -> Table:
     table.add_column("role")
     table.add_column("count", justify="right")
     table.add_column("each", overflow="fold")
-    table.add_column("max_num_seqs", justify="right")
+    table.add_column("max_num_seqs", justify="right", overflow="fold")
     table.add_column("final context, tokens", justify="right")
     if plan.placement:
         table.add_column("devices", justify="right")
