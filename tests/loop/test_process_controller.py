@@ -386,3 +386,11 @@ async def test_what_slots_cannot_do_is_said_in_one_line(
     with pytest.raises(UnsupportedTransitionError, match=reason):
         await made.executor.apply(Transition(FIRST, wanted, tuple(moves)))
     assert made.duties() == BEGUN
+
+
+async def test_a_worker_whose_process_is_gone_is_lost_though_its_connection_is_open(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MadeLauncher, "exists", lambda launcher, link: link.name != "rollout-0")
+    made.executor.processes.declare_dead()
+    assert [worker for worker, _ in made.told.losses] == ["rollout-0"]
