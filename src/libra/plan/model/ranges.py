@@ -62,10 +62,8 @@ class RangeTable:
         """
         limit = self._limit(training, step)
         usable = self._usable(limit, step * (1 + _SLACK))
-        asked = self._work
-        if self._refreshes:
-            asked = asked + self._refresh / step
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # a step of 0 seconds, which nothing keeps
+            asked = self._work + self._refresh / step if self._refreshes else self._work
             count = asked.max(axis=1) / usable
             if len(self._forgets):
                 forgotten = self._forgetting(asked[self._forgets], usable[self._forgets, None]).max(axis=1)
