@@ -40,7 +40,7 @@ def install() -> ModuleType:
 )
 def test_what_cannot_work_is_refused_in_one_line(install: ModuleType, change: dict[str, Any], message: str) -> None:
     machine = install.Machine((3, 11), "Linux", "x86_64", ("glibc", 2, 31), frozenset({"avx", "avx2"}), 50e9)
-    found = install.obstacle(machine._replace(**change))
+    found = install.refusal(machine._replace(**change))
     assert found.startswith(message) if message else found == ""
     assert "\n" not in found
 
@@ -49,7 +49,7 @@ def test_this_machine_can_do_it(install: ModuleType, tmp_path: Path) -> None:
     """These tests run, so its Python, processor and C library do."""
     machine = install.this_machine(tmp_path / "not" / "yet" / "there")
     assert machine.python == sys.version_info[:2] and machine.free > 0
-    assert install.obstacle(machine._replace(free=50e9)) == ""
+    assert install.refusal(machine._replace(free=50e9)) == ""
 
 
 def test_progress_is_told_from_what_pip_prints(install: ModuleType, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def this_machine(directory: Path) -> Machine:
     )
 
 
-def obstacle(machine: Machine) -> str:
+def refusal(machine: Machine) -> str:
     """Why nothing can be installed here, and what would help; empty where it can."""
     python = ".".join(map(str, machine.python))
     wanted = "Python {} to {}".format(*(".".join(map(str, version)) for version in (OLDEST, NEWEST)))
@@ -158,7 +158,7 @@ def install(venv: Path) -> int:
 
 def main() -> int:
     venv = Path(sys.argv[1])
-    why = obstacle(this_machine(venv))
+    why = refusal(this_machine(venv))
     if why:
         print("setup: " + why, file=sys.stderr)
         return 1

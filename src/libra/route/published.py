@@ -129,12 +129,12 @@ def _serve(live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason:
         return None
     if chosen.bucket != wanted:
         outgrown = any(instance.bucket == wanted for instance in fleet.instances)
-        obstacle = (
+        cause = (
             f"context {request.context_tokens} outgrew bucket {wanted}"
             if outgrown
             else f"bucket {wanted} has no instance"
         )
-        reason = f"{reason}; {obstacle}"
+        reason = f"{reason}; {cause}"
     placement = Placement(
         instance=chosen.id,
         bucket=chosen.bucket,

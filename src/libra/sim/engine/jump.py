@@ -147,7 +147,7 @@ def ticks_of(steps: int, first: int, growth: int) -> int:
 
 
 def _least_steps(first: int, growth: int, ticks: int, most: int) -> int:
-    """Least steps from 1 to `most` that take `ticks` or more; `most` if none does. A guess, mended in whole numbers."""
+    """Least steps from 1 to `most` that take `ticks` or more; `most` if none does. Guessed, then put right."""
     if growth:
         half = first - growth / 2
         steps = int(2.0 * ticks / (half + sqrt(max(0.0, half * half + 2.0 * growth * ticks))))
