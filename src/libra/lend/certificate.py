@@ -1,0 +1,103 @@
+"""What a lender was proven to spare: the only thing that a planner may count on.
+
+Invariant: a certificate holds for one model on one kind of device under one SLO, and for loads inside its envelope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from libra.config.yaml_file import ConfigError
+from libra.lend.gate import Slo
+from libra.traffic.envelope import Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """What is lent at one rate of traffic."""
+
+    rate: float  # requests/s, the mean of the replay
+    share: float  # of the device's time, lent to a borrower that spends every grant
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A replay of `traffic`, in which a borrower that spends every grant to its end cost no request its SLO."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    model: str
+    hardware: str  # such as "1 x H100"
+    slo: Slo
+    use: float  # share of `slo.tpot` that serving may be slowed down to
+    longest_grant: float  # seconds (B)
+    longest_step: float  # seconds (C): bound of a serving step inside the envelope
+    envelope: Envelope
+    harvest: tuple[Harvest, ...]  # by rising rate; the last is the certified load
+    traffic: str  # the file that was replayed
+    requests: int
+    missed_alone: int  # requests of the certified load that miss the SLO without lending, too
+
+    def __post_init__(self) -> None:
+        self.slo.pace(self.use)
+        if not self.harvest:
+            raise ValueError("harvest is empty; a certificate says what is lent at one rate or more")
+        if any(low.rate >= high.rate for low, high in pairwise(self.harvest)):
+            raise ValueError("harvest is not in the order of rising rates; write the certificate again")
+        if not all(0 <= row.share <= 1 for row in self.harvest):
+            raise ValueError("harvest has a share outside 0 to 1; write the certificate again")
+
+    @property
+    def rate(self) -> float:
+        """Requests/s of the certified load."""
+        return self.harvest[-1].rate
+
+    def share_at(self, rate: float) -> float:
+        """Share of the device that is lent at a rate: between two certified rates that of the higher one, as load takes
+        harvest; nothing beyond the certified load."""
+        return next((row.share for row in self.harvest if rate <= row.rate), 0.0)
+
+    def mismatch(self, model: str, hardware: str, slo: Slo) -> str | None:
+        """Why it says nothing of such a lender; None where it does. An SLO that is as lax or laxer is covered."""
+        if model != self.model:
+            return f"the certificate is of {self.model}, not of {model}"
+        if hardware != self.hardware:
+            return f"the certificate is of {self.hardware}, not of {hardware}"
+        for name in ("ttft", "tpot"):
+            if getattr(slo, name) < getattr(self.slo, name):
+                return f"{name} is {getattr(slo, name):g} s; the certificate is of {getattr(self.slo, name):g} s"
+        return None
+
+
+@cache
+def _certificates() -> TypeAdapter[Certificate]:
+    return TypeAdapter(Certificate)
+
+
+def certificate_json(certificate: Certificate) -> str:
+    return _certificates().dump_json(certificate, indent=1).decode() + "\n"
+
+
+def load_certificate(path: Path) -> Certificate:
+    """Raises `ConfigError` naming the file and the field."""
+    try:
+        return _certificates().validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a certificate that `libra lend check` has written") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigError(
+            f"{path}: {field}: {first['msg']}; give a certificate that `libra lend check` has written"
+        ) from None
+
+
+def best(certificates: Sequence[Certificate], rate: float) -> Certificate:
+    """The one that lends most at a rate; of equals the one with the lower `use`."""
+    return max(certificates, key=lambda it: (it.share_at(rate), -it.use))

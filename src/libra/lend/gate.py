@@ -1,0 +1,124 @@
+"""When a rollout may use a device that serves, and for how long.
+
+Invariant: with serving steps of at most C and grants of at most B that are kept, a request's tokens after its first are
+never late, and its first comes within `ttft_bound`. The proof is in docs/lending.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Reason = Literal["first token", "due", "load", "memory", "step time", "owner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What serving owes its users: seconds to the first token, and seconds a token after it. Raises ValueError."""
+
+    ttft: float
+    tpot: float
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value:g} s; give a positive number of seconds")
+
+    def pace(self, use: float) -> float:
+        """Seconds a token (tau) that serving is slowed down to: the share `use` of `tpot`. Raises ValueError."""
+        if not 0 < use <= 1:
+            raise ValueError(f"use is {use:g}; it is the share of tpot that may be spent: above 0, at most 1")
+        return use * self.tpot
+
+
+@dataclass(frozen=True, slots=True)
+class ServingView:
+    """What a serving engine says of its requests between two steps. Times are of one monotonic clock, in one unit."""
+
+    live: int  # requests that have come and have not finished
+    waiting: int  # of them, those without a first token
+    due: float  # when the earliest of the next tokens is due (`due`); inf where no request has its first
+    oldest: float = math.inf  # when the first of those that wait came
+    queued: int = 0  # their prompt tokens that are not computed yet
+    context: int = 0  # tokens of the contexts of all live requests
+    steps: int = 0  # of serving since the last grant
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.waiting <= self.live:
+            raise ValueError(f"{self.waiting} of {self.live} requests wait; it cannot be more than there are")
+
+
+IDLE = ServingView(live=0, waiting=0, due=math.inf)
+
+
+class ServingCost(Protocol):
+    """Bounds on what serving takes, in the unit of the view's times."""
+
+    def longest_step(self, view: ServingView) -> float:
+        """C: a step of all live requests and a full prefill chunk."""
+        ...
+
+    def catch_up(self, view: ServingView) -> float:
+        """Until serving, alone, has made a token for everybody who is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The device, until `expires`: whoever holds it then is not waited for."""
+
+    expires: float
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No grant, until another view."""
+
+    reason: Reason
+
+
+class SharingRule(Protocol):
+    """Who has the device next."""
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Grants b <= B if no request waits for its first token (that slack is owed to requests that may still come), and a
+    serving step of the longest kind after the grant is still over before the next token is due."""
+
+    longest: float  # B, of a grant
+    shortest: float  # below which a rollout step cannot do anything
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shortest <= self.longest < math.inf:
+            raise ValueError(
+                f"grants of {self.shortest:g} to {self.longest:g}; the shortest is above 0 and not above the longest"
+            )
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        if view.waiting:
+            return Refusal("first token")
+        length = self.longest if view.due == math.inf else min(self.longest, view.due - now - cost.longest_step(view))
+        return Refusal("due") if length < self.shortest else Grant(now + length, length)
+
+
+def due(first_token: float, tokens: int, pace: float) -> float:
+    """When the next token is due of a request that had its first of `tokens` at `first_token`."""
+    return first_token + tokens * pace
+
+
+def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -> float:
+    """Time within which a request has its first token, by (ii) of docs/lending.md.
+
+    One grant and one step may be out as it comes; no grant follows, and each step computes `prefill` of the `queued`
+    prompt tokens that wait with it, its own among them, or all. `prefill` is the token budget of a step less one for
+    each request that decodes. Raises ValueError where that leaves nothing.
+    """
+    if prefill < 1:
+        raise ValueError(f"a step has room for {prefill} prompt tokens; raise max_num_batched_tokens above max_num_seqs")
+    return longest + serving_step * (1 + -(-queued // prefill))

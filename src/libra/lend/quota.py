@@ -1,0 +1,65 @@
+"""How much of a device's KV memory is lent, and when it is taken back.
+
+Invariant: serving finds its reserve free at every boundary. Rollout gives way at once and by halves, and gets more only
+after a training step and a quiet time, so that memory does not swing with every burst.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVLimits:
+    """Bytes of one device's KV memory, and the pace at which the lent part grows. Raises ValueError."""
+
+    capacity: int  # both engines' together
+    reserve: int  # always free for serving: what it can need while more is taken, and one longest prompt
+    context: int  # one longest rollout context: a smaller loan is of no use
+    quiet: float  # seconds without shrinking before the loan grows
+
+    def __post_init__(self) -> None:
+        if self.reserve < 0 or self.context < 1 or self.quiet < 0:
+            raise ValueError("reserve and quiet are 0 or more, context is 1 byte or more")
+        if self.reserve + self.context > self.capacity:
+            raise ValueError(
+                f"a reserve of {self.reserve:,} and one rollout context of {self.context:,} bytes are more than the"
+                f" {self.capacity:,} there are: shorten the rollout's max_model_len or lower the reserve"
+            )
+
+
+class KVQuota:
+    """Bytes of KV that rollout may hold. Begins with nothing lent."""
+
+    def __init__(self, limits: KVLimits) -> None:
+        self.limits = limits
+        self.lent = 0
+        self._shrunk = -float("inf")
+        self._peak = 0  # of what serving used since the loan last grew
+        self._stepped = True  # a training step has passed since the loan last shrank
+
+    def observe(self, serving: int, now: float) -> int:
+        """Bytes that rollout may hold from now on, with `serving` bytes in use by serving.
+
+        Raises ValueError where serving uses more than there is.
+        """
+        limits = self.limits
+        if not 0 <= serving <= limits.capacity:
+            raise ValueError(f"serving uses {serving:,} of {limits.capacity:,} bytes of KV")
+        self._peak = max(self._peak, serving)
+        room = limits.capacity - limits.reserve - serving
+        if self.lent > room:
+            while self.lent > max(room, 0):
+                self.lent //= 2
+            if self.lent < limits.context:
+                self.lent = 0
+            self._shrunk, self._stepped = now, False
+        elif self._stepped and now - self._shrunk >= limits.quiet:
+            quiet = limits.capacity - limits.reserve - self._peak
+            if quiet >= limits.context and quiet > self.lent:
+                self.lent, self._peak = quiet, serving
+        return self.lent
+
+    def trained(self) -> None:
+        """A training step has passed."""
+        self._stepped = True

@@ -1,0 +1,49 @@
+"""When a loan is called back, and when it is given again.
+
+Invariant: outside its envelope nothing is lent from the next step on, and each recall that comes soon after a return
+doubles the quiet time before the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RecallPolicy:
+    """Seconds. Raises ValueError."""
+
+    quiet: float  # inside the envelope before lending resumes
+    most_quiet: float  # which doubling stops at
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quiet <= self.most_quiet:
+            raise ValueError(f"quiet is {self.quiet:g} s, at most {self.most_quiet:g}; give 0 < quiet <= most_quiet")
+
+
+class Recall:
+    """Says whether the device is lent, from whether its load is inside the envelope."""
+
+    def __init__(self, policy: RecallPolicy) -> None:
+        self.policy = policy
+        self.recalled: str | None = None  # why; None while lent
+        self.recalls = 0
+        self._quiet = policy.quiet
+        self._calm_since: float | None = None
+        self._returned = -float("inf")
+
+    def observe(self, breach: str | None, now: float) -> str | None:
+        """`breach` says how the load leaves the envelope, None that it does not. Returns why the loan is recalled, None
+        where it is lent."""
+        if breach is not None:
+            if self.recalled is None:
+                self.recalls += 1
+                soon = now - self._returned < self._quiet
+                self._quiet = min(2 * self._quiet, self.policy.most_quiet) if soon else self.policy.quiet
+            self.recalled, self._calm_since = breach, None
+        elif self.recalled is not None:
+            if self._calm_since is None:
+                self._calm_since = now
+            if now - self._calm_since >= self._quiet:
+                self.recalled, self._returned = None, now
+        return self.recalled

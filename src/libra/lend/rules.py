@@ -1,0 +1,52 @@
+"""Other rules for sharing a device, to compare the gate with. None of them keeps a bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra.lend.gate import Grant, Refusal, ServingCost, ServingView
+
+
+@dataclass(frozen=True, slots=True)
+class NoLending:
+    """Serving alone."""
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        return Refusal("owner")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFirst:
+    """Rollout runs while serving has nothing to do."""
+
+    longest: float
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        return Refusal("load") if view.live else Grant(now + self.longest, self.longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternate:
+    """Naive sharing: a step each."""
+
+    longest: float
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        return Refusal("load") if view.live and not view.steps else Grant(now + self.longest, self.longest)
+
+
+@dataclass(frozen=True, slots=True)
+class PositiveSlack:
+    """As ROSE is published (arXiv 2605.06534): rollout runs while everybody who is there would still be in time if
+    serving ran alone from then on. The slack of first tokens is spent too."""
+
+    longest: float
+    ttft: float  # what the first token may take: the share `use` of the SLO
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        if not view.live:
+            return Grant(now + self.longest, self.longest)
+        due = min(view.due, view.oldest + self.ttft)
+        if now + self.longest + cost.catch_up(view) > due:
+            return Refusal("due")
+        return Grant(now + self.longest, self.longest)

@@ -1,0 +1,53 @@
+"""How long a step may take, from how long steps took.
+
+Invariant: a wrong prediction costs harvest, never the SLO: the bound is the prediction times what recent steps took over
+theirs, at a rank that no more than `missed` of the coming steps exceed as long as they are like the recent ones.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+
+
+class StepBound:
+    """The prediction times the k-th smallest of the last n ratios of actual to predicted seconds.
+
+    k = ceil((n + 1) * (1 - missed)): the next of n + 1 exchangeable ratios exceeds the k-th of the others with a
+    probability of at most `missed` (split conformal prediction, Vovk et al. 2005, proposition 2a). So nothing is bounded
+    before `1 / missed - 1` steps were seen.
+    """
+
+    def __init__(self, missed: float = 0.0025, memory: int = 1600) -> None:
+        if not 0 < missed < 1:
+            raise ValueError(f"missed is {missed:g}; it is the share of steps that may exceed the bound: above 0, below 1")
+        self.needed = math.ceil(1 / missed) - 1
+        if memory < self.needed:
+            raise ValueError(f"memory is {memory} steps; a bound that {missed:.2%} exceed needs {self.needed} or more")
+        self._missed = missed
+        self._recent: deque[float] = deque(maxlen=memory)
+        self._sorted: list[float] = []
+
+    def observe(self, predicted: float, actual: float) -> None:
+        """Seconds of one step. Raises ValueError where one is not positive."""
+        if not (0 < predicted < math.inf and 0 < actual < math.inf):
+            raise ValueError(f"a step of {actual:g} s, predicted {predicted:g} s; both must be positive and finite")
+        ratio = actual / predicted
+        if len(self._recent) == self._recent.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._recent[0])]
+        self._recent.append(ratio)
+        insort(self._sorted, ratio)
+
+    @property
+    def factor(self) -> float | None:
+        """What predictions are multiplied by; None until enough steps were seen."""
+        n = len(self._sorted)
+        if n < self.needed:
+            return None
+        return self._sorted[min(n, math.ceil((n + 1) * (1 - self._missed) - 1e-9)) - 1]
+
+    def bound(self, predicted: float) -> float | None:
+        """Seconds that a step of this prediction takes at most; None until enough steps were seen."""
+        factor = self.factor
+        return None if factor is None else predicted * factor

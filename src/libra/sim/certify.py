@@ -1,0 +1,174 @@
+"""What a serving engine can lend: the largest load whose replay has no miss that lending is to blame for.
+
+Invariant: whatever is certified was replayed against a borrower that spends every grant to its end, and compared with
+the same arrivals served alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from libra.lend.certificate import Certificate, Harvest
+from libra.lend.gate import Gate, ServingView, Slo
+from libra.lend.rules import NoLending
+from libra.sim.clock import seconds, ticks
+from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.request import Request
+from libra.sim.shared_device import DeviceOutcome, EngineServingCost, SharedDevice, SpendsAll, misses
+from libra.sim.workload.request_file import RecordedRequest
+from libra.traffic.envelope import Envelope
+
+WINDOW = 60.0  # seconds over which an envelope's rate is counted
+MISSED_ALONE = 0.01  # share of requests: an SLO that serving alone misses more often is not one that it has
+
+
+class NothingToLendError(ValueError):
+    """No load was found that leaves anything to lend under the SLO. One line, with the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingCase:
+    """A serving engine, its SLO and its traffic."""
+
+    spec: EngineSpec
+    model: str
+    hardware: str
+    slo: Slo
+    traffic: str
+    requests: tuple[RecordedRequest, ...]
+    longest_grant: float  # seconds
+
+    @property
+    def prompt(self) -> int:
+        return max(it.prompt_tokens for it in self.requests)
+
+    def arrivals(self, load: float) -> list[Request]:
+        """New requests, which come `load` times as fast."""
+        return [
+            Request(number, round(it.arrival / load), it.prompt_tokens, it.output_tokens)
+            for number, it in enumerate(self.requests)
+        ]
+
+    def replay(self, load: float, use: float | None) -> DeviceOutcome:
+        """`use` is None for serving alone."""
+        longest = ticks(self.longest_grant)
+        rule = NoLending() if use is None else Gate(longest, 1)
+        pace = ticks(self.slo.pace(1.0 if use is None else use))
+        return SharedDevice(self.spec, rule, SpendsAll(), pace=pace, prompt=self.prompt).run(self.arrivals(load))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One load with one `use`."""
+
+    load: float  # times the rate of the traffic
+    use: float
+    rate: float  # requests/s
+    lent: float  # share of the device
+    missed: int  # with lending
+    missed_alone: int
+    attributable: int  # of those missed, met alone
+    longest_step: float  # seconds: bound of a step inside the envelope of this load
+    refused: str | None  # why this is not certified
+    outcome: DeviceOutcome
+
+
+def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) -> Attempt:
+    """Replay a load with lending, and see what it cost."""
+    outcome = case.replay(load, use)
+    met = misses(alone.requests, case.slo.ttft, case.slo.tpot).any
+    missed = misses(outcome.requests, case.slo.ttft, case.slo.tpot).any
+    attributable = len(missed - met)
+    cost = EngineServingCost(case.spec.cost, case.spec.config.max_num_batched_tokens, case.prompt)
+    view = ServingView(outcome.most_live, 0, 0, context=outcome.most_context)
+    longest = seconds(cost.longest_step(view))
+    pace = case.slo.pace(use)
+    refused: str | None = None
+    if len(met) > MISSED_ALONE * len(outcome.requests):
+        refused = f"serving alone misses the SLO of {len(met)} of {len(outcome.requests)} requests"
+    elif longest > pace:
+        refused = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}: {_budget_that_fits(case, view, pace)}"
+    elif attributable:
+        refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
+    rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
+    return Attempt(
+        load, use, rate, outcome.lent_share, len(missed), len(met), attributable, longest, refused, outcome
+    )
+
+
+def _budget_that_fits(case: LendingCase, view: ServingView, pace: float) -> str:
+    """The remedy where a step of the longest kind is longer than the pace."""
+    budget = case.spec.config.max_num_batched_tokens
+    while budget > max(view.live, 1) + 1:
+        budget = max(budget // 2, view.live + 1)
+        if seconds(EngineServingCost(case.spec.cost, budget, case.prompt).longest_step(view)) <= pace:
+            return f"lower max_num_batched_tokens to {budget}"
+    return "no max_num_batched_tokens makes it short enough; lend less of tpot (use), or nothing"
+
+
+def certify(
+    case: LendingCase,
+    uses: Sequence[float],
+    loads: Sequence[float],
+    progress: Callable[[Attempt], None] | None = None,
+) -> tuple[Certificate, ...]:
+    """A certificate for each `use` that has one: its largest load of `loads` below which every load holds, too.
+
+    Raises NothingToLendError, saying what the lightest load was refused for, where there is none.
+    """
+    if not uses or not loads or min(loads) <= 0:
+        raise ValueError("give one use and one load or more, all above 0")
+    held: dict[float, list[Attempt]] = {use: [] for use in uses}
+    trying = list(uses)
+    first_refusal: str | None = None
+    for load in sorted(loads):
+        if not trying:
+            break
+        alone = case.replay(load, None)
+        for use in list(trying):
+            made = attempt(case, load, use, alone)
+            if progress is not None:
+                progress(made)
+            if made.refused is None:
+                held[use].append(made)
+            else:
+                first_refusal = first_refusal or made.refused
+                trying.remove(use)
+    found = tuple(_certificate(case, attempts) for attempts in held.values() if attempts)
+    if not found:
+        raise NothingToLendError(f"{case.traffic}: nothing can be lent at {min(loads):g} times its rate: {first_refusal}")
+    return found
+
+
+def _certificate(case: LendingCase, attempts: Sequence[Attempt]) -> Certificate:
+    last = attempts[-1]
+    outcome = last.outcome
+    return Certificate(
+        model=case.model,
+        hardware=case.hardware,
+        slo=case.slo,
+        use=last.use,
+        longest_grant=case.longest_grant,
+        longest_step=last.longest_step,
+        envelope=Envelope(
+            rate=_most_in_window(outcome.requests) / WINDOW,
+            queued=outcome.most_queued,
+            live=outcome.most_live,
+            context=outcome.most_context,
+            window=WINDOW,
+        ),
+        harvest=tuple(Harvest(made.rate, made.lent) for made in attempts),
+        traffic=case.traffic,
+        requests=len(outcome.requests),
+        missed_alone=last.missed_alone,
+    )
+
+
+def _most_in_window(requests: Sequence[Request]) -> int:
+    most = first = 0
+    for number, request in enumerate(requests):
+        while request.arrival - requests[first].arrival >= ticks(WINDOW):
+            first += 1
+        most = max(most, number - first + 1)
+    return most

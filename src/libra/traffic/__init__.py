@@ -1,0 +1,1 @@
+"""What users ask of serving engines: how much, how much of it at a time, and how much is to be expected."""

@@ -1,0 +1,98 @@
+"""How much traffic is to be expected: the season, the recent level, and how wrong such forecasts were.
+
+Invariant: what the forecast claims of its error is what its own past forecasts, made the same way from what was known
+then, were wrong by; before there are enough of them it claims nothing and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+LEAST_ERRORS = 20  # past forecasts of a horizon before their errors are quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class RateForecast:
+    """Rate of one coming bin. `cases` are rates of equal probability, in rising order; their mean need not be `rate`."""
+
+    rate: float
+    cases: tuple[float, ...]
+
+    def share_within(self, rate: float) -> float:
+        """Probability that the rate is at most `rate`."""
+        return sum(case <= rate for case in self.cases) / len(self.cases)
+
+
+class TrafficForecast:
+    """Rates of bins of equal length, from those before.
+
+    The forecast of a bin is its season times the level. The season is an exponentially weighted mean, over the periods
+    before, of the rate of the same bin over its period's mean (ones until a period is over); the level one of the recent
+    rates over their season (Holt & Winters' multiplicative form, without a trend).
+    """
+
+    def __init__(self, bin_seconds: float, period_bins: int, *, level_weight: float = 0.3, season_weight: float = 0.3):
+        if not bin_seconds > 0 or period_bins < 1:
+            raise ValueError(f"bins of {bin_seconds:g} s, {period_bins} a period; give a positive length and at least 1")
+        for name, weight in (("level_weight", level_weight), ("season_weight", season_weight)):
+            if not 0 < weight <= 1:
+                raise ValueError(f"{name} is {weight:g}; it must be above 0 and at most 1")
+        self.bin_seconds = bin_seconds
+        self.period_bins = period_bins
+        self._level_weight = level_weight
+        self._season_weight = season_weight
+        self._season = np.ones(period_bins)
+        self._level = math.nan
+        self._period: list[float] = []  # rates of the period that is under way
+        self._bins = 0
+        self._made: dict[int, list[tuple[int, float]]] = {}  # bin that was forecast: (horizon, rate)
+        self._errors: dict[int, deque[float]] = {}  # horizon: log of actual over forecast
+
+    def observe(self, rate: float, horizons: tuple[int, ...] = (1,)) -> None:
+        """The rate of the bin that has ended, in requests/s. `horizons` are those whose errors are kept: bins ahead."""
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"a rate of {rate:g} requests/s; it must be 0 or more, and finite")
+        for horizon, forecast in self._made.pop(self._bins, ()):
+            # A bin without a request is as wrong as one with half a request would be.
+            least = 0.5 / self.bin_seconds
+            error = math.log(max(rate, least) / max(forecast, least))
+            self._errors.setdefault(horizon, deque(maxlen=4 * self.period_bins + 200)).append(error)
+        at = self._bins % self.period_bins
+        season = self._season[at]
+        now = rate / season if season > 0 else rate
+        self._level = now if math.isnan(self._level) else self._level + self._level_weight * (now - self._level)
+        self._period.append(rate)
+        self._bins += 1
+        if len(self._period) == self.period_bins:
+            self._end_period()
+        for horizon in horizons:
+            self._made.setdefault(self._bins + horizon - 1, []).append((horizon, self._rate(horizon)))
+
+    def _end_period(self) -> None:
+        rates = np.array(self._period)
+        self._period = []
+        if (mean := float(rates.mean())) > 0:
+            first = self._bins == self.period_bins
+            weight = 1.0 if first else self._season_weight
+            level = self._level * self._season[-1]
+            self._season += weight * (rates / mean - self._season)
+            if self._season[-1] > 0:
+                self._level = level / self._season[-1]
+
+    def _rate(self, horizon: int) -> float:
+        return float(self._level * self._season[(self._bins + horizon - 1) % self.period_bins])
+
+    def forecast(self, horizon: int = 1, cases: int = 9) -> RateForecast | None:
+        """The bin `horizon` bins ahead; None before the errors of at least 20 forecasts of that horizon are known."""
+        if horizon < 1 or cases < 1:
+            raise ValueError(f"horizon {horizon}, {cases} cases; both are 1 or more")
+        errors = self._errors.get(horizon, ())
+        if len(errors) < LEAST_ERRORS:
+            return None
+        rate = self._rate(horizon)
+        middles = (np.arange(cases) + 0.5) / cases
+        return RateForecast(rate, tuple(float(rate * math.exp(e)) for e in np.quantile(errors, middles)))

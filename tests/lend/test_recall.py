@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from libra.lend.recall import Recall, RecallPolicy
+from libra.traffic.envelope import Envelope, Load, RateWindow
+
+
+def test_lending_stops_at_once_and_the_quiet_time_doubles_when_it_comes_back_too_soon() -> None:
+    recall = Recall(RecallPolicy(quiet=10.0, most_quiet=25.0))
+    says = [
+        (0.0, None, None),
+        (1.0, "burst", "burst"),
+        (2.0, None, "burst"),  # calm since here
+        (11.9, None, "burst"),
+        (12.0, None, None),  # lent again
+        (13.0, "burst", "burst"),  # too soon: 20 s from now on
+        (14.0, None, "burst"),
+        (15.0, "more", "more"),  # and from the beginning
+        (16.0, None, "more"),
+        (35.9, None, "more"),
+        (36.0, None, None),
+        (40.0, "burst", "burst"),  # too soon again: no more than 25 s
+        (41.0, None, "burst"),
+        (65.9, None, "burst"),
+        (66.0, None, None),
+        (500.0, "burst", "burst"),  # after a long time it is 10 s again
+        (501.0, None, "burst"),
+        (511.0, None, None),
+    ]
+    for now, breach, wanted in says:
+        assert recall.observe(breach, now) == wanted, now
+    assert recall.recalls == 4
+
+
+@pytest.mark.parametrize(
+    ("load", "breach"),
+    [
+        (Load(2.0, 100, 8, 4000), None),
+        (Load(2.1, 100, 8, 4000), "2.1 requests/s, certified to 2"),
+        (Load(2.0, 101, 8, 4000), "101 queued tokens, certified to 100"),
+        (Load(2.0, 100, 9, 4000), "9 requests, certified to 8"),
+        (Load(2.0, 100, 8, 4001), "4001 tokens, certified to 4000"),
+    ],
+)
+def test_a_load_outside_its_envelope_says_how(load: Load, breach: str | None) -> None:
+    assert Envelope(rate=2.0, queued=100, live=8, context=4000, window=30.0).breach(load) == breach
+
+
+def test_the_rate_is_of_the_last_window() -> None:
+    window = RateWindow(10.0)
+    for at in (0.0, 4.0, 9.0):
+        window.arrive(at)
+    assert window.rate(9.0) == 0.3
+    assert window.rate(10.0) == 0.2  # the first came 10 s ago
+    assert window.rate(30.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: RecallPolicy(0.0, 1.0), lambda: RecallPolicy(2.0, 1.0), lambda: RateWindow(0.0), lambda: Envelope(1, 0, 1, 1, 1)],
+)
+def test_what_is_refused(make) -> None:
+    with pytest.raises(ValueError):
+        make()
