@@ -17,8 +17,8 @@ from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, UnsupportedTransitionError
 from libra.lengths.classes import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import price
-from libra.plan.problem import Allocation, Bucket
 from libra.plan.replanner import Outlook
 from libra.plan.site import Scenario, SlotSite
 from libra.plan.switching import machine_seconds

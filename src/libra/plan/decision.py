@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from libra.plan.allocation import Allocation
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Allocation, Prediction, Problem
+from libra.plan.problem import Prediction, Problem
 from libra.plan.transition import Transition
 
 

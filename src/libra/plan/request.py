@@ -12,8 +12,8 @@ from libra.config.run import PlannerConfig, RunConfig, ShapeConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.lengths import LengthTracker, TrajectoryClass
+from libra.plan.allocation import Allocation
 from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest, StepWorkload
-from libra.plan.problem import Allocation
 
 SLOT_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
 

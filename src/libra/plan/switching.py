@@ -18,9 +18,10 @@ from libra.cost.device import SwitchCost
 from libra.cost.grid import prefill_line
 from libra.cost.rollout import EngineTiming, refill_seconds
 from libra.cost.transfer import weight_sync
+from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.problem import Allocation, Problem
-from libra.plan.transition import IDLE, Role, Transition, engines_by_shape, group_transition
+from libra.plan.problem import Problem
+from libra.plan.transition import IDLE, Role, Transition, group_transition
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
 # the middle of that in the logarithm. What runs measures its own.
@@ -81,8 +82,8 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
     stopped = sum(
         devices.get(move.before.shape or "", 0) for move in transition.moves if move.before.role is Role.ROLLOUT
     )
-    before = sum(count * devices.get(shape, 0) for shape, count in engines_by_shape(transition.before).items())
-    after = sum(count * devices[shape] for shape, count in engines_by_shape(transition.after).items())
+    before = sum(count * devices.get(shape, 0) for shape, count in transition.before.engines_by_shape.items())
+    after = sum(count * devices[shape] for shape, count in transition.after.engines_by_shape.items())
     lost = refill * stopped / before / after if stopped else 0.0
     return max(starting, default=0.0) + lost
 

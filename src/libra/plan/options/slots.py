@@ -14,19 +14,11 @@ from typing import Literal
 from libra.cost.device import DeviceProfile
 from libra.cost.rollout import concurrency, measured_timing, residence, work
 from libra.cost.train import step_seconds
+from libra.hardware.model import require_at_least
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.classes import check_classes, present, reach
-from libra.plan.problem import (
-    ONE_DEVICE,
-    STRICT,
-    Allocation,
-    EngineOption,
-    InfeasiblePlanError,
-    Pool,
-    Problem,
-    TrainingOption,
-    require_at_least,
-)
+from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 _POOL = "slots"
 
