@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from libra.cost.device import SwitchCost
 from libra.plan.allocation import Allocation, Bucket
+from libra.plan.decision import machine_seconds
 from libra.plan.placement import place
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
-from libra.plan.switching import machine_seconds
 from libra.plan.transition import (
     IDLE,
     TRAIN,

@@ -33,7 +33,7 @@ from libra.exec.protocols import Engine, PoolObserver, WorkerFailedError, Worker
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
 from libra.plan.allocation import ONE_DEVICE, Allocation
-from libra.plan.request import longest_context
+from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
 from libra.records.disk import writing
 

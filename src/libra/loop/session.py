@@ -38,7 +38,7 @@ from libra.loop.rollout import Rollout
 from libra.loop.tally import EngineCounters
 from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.request import longest_context
+from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
 from libra.records.disk import writing
 from libra.records.run_log import prediction_error

@@ -118,7 +118,7 @@ class Replanner:
         holds: float | None = None,
     ) -> None:
         """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
-        instead of the stated ones of `libra.plan.switching`. A `tracker` that has seen trajectories is gone on with;
+        instead of the stated ones of `libra.plan.decision`. A `tracker` that has seen trajectories is gone on with;
         there must be one where there is no planner. `holds` are the steps for which a plan is taken to hold before
         there is one that has held longer; None: a period.
         """
