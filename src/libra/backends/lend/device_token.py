@@ -1,0 +1,279 @@
+"""Which of two processes has a device now, and what serving says of itself: a file that both map, and its lock.
+
+Invariant: serving waits for no borrower longer than the grant that is out. The lock alone could not promise that (the
+kernel frees it only after it has torn down a killed process), so a grant is a time, written before it begins; from then
+on serving goes ahead without the lock, and says so by a new epoch. Each field has one writer. Times are CLOCK_MONOTONIC
+seconds, which all processes of a machine share and nobody sets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from libra.lend.gate import IDLE, ServingView
+
+_MAGIC = b"libralnd"
+_LAYOUT = 1
+_HEADER = struct.Struct("<8sQ")
+_SERVING = struct.Struct("<QqqqddqqqqddQ")  # sequence number first; see `Published`
+_EPOCH = struct.Struct("<Q")  # grants that serving did not wait out
+_SECONDS = struct.Struct("<d")
+_STEP = struct.Struct("<qqqd")
+_STEPS = 64  # of the last steps, how many can be read
+
+_SERVING_AT = 64
+_EPOCH_AT = 192
+_EXPIRES_AT = 256
+_PACE_AT = 264
+_COUNT_AT = 320
+_STEPS_AT = 384
+_SIZE = 4096
+
+_POLL = 0.0002  # seconds between two looks at the lock
+_TRIES = 1000  # reads of a page that is being written; one write takes microseconds
+
+
+class LendingError(RuntimeError):
+    """A device cannot be shared. One line, with the remedy."""
+
+
+class FencedError(RuntimeError):
+    """The borrower held the device beyond its grant, and serving went ahead: it must not go on."""
+
+
+class Published(NamedTuple):
+    """What serving said last."""
+
+    view: ServingView
+    wants: bool  # it waits for the device
+    free_blocks: int  # of KV
+    pace: float  # that `view.due` was reckoned with, seconds a token; 0: nobody had asked for one
+    at: float
+    pid: int
+
+
+class ServingStep(NamedTuple):
+    """One step that serving made."""
+
+    sequences: int
+    new_tokens: int  # beyond one a sequence
+    context: int
+    seconds: float
+
+
+class _Page:
+    """The file, mapped."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self.path = path
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        try:
+            self.descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise LendingError(
+                f"{path}: {error.strerror}; start the serving engine with LendingScheduler and this file first"
+            ) from None
+        try:
+            if create and os.fstat(self.descriptor).st_size == 0:
+                os.posix_fallocate(self.descriptor, 0, _SIZE)
+            size = os.fstat(self.descriptor).st_size
+            if size != _SIZE:
+                raise LendingError(f"{path}: {size} bytes, not the {_SIZE} of a device's page; give another file")
+            self.bytes = mmap.mmap(self.descriptor, _SIZE)
+            magic, layout = _HEADER.unpack_from(self.bytes, 0)
+            if magic == bytes(8) and create:
+                _HEADER.pack_into(self.bytes, 0, _MAGIC, _LAYOUT)
+            elif (magic, layout) != (_MAGIC, _LAYOUT):
+                raise LendingError(f"{path}: not a device's page of this version of libra; remove the file")
+        except OSError as error:
+            os.close(self.descriptor)
+            raise LendingError(f"{path}: {error.strerror}; give a file on a disk with {_SIZE} bytes free") from None
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def lock(self) -> bool:
+        """True if the device is ours from now on."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def unlock(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self.bytes.close()
+        os.close(self.descriptor)
+
+
+class ServingToken:
+    """The serving engine's side. Makes the file if there is none; one that a server before this one left is taken over,
+    and its borrower goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = _Page(path, create=True)
+        self._sequence: int = _SERVING.unpack_from(self._page.bytes, _SERVING_AT)[0] & ~1
+        self._wants = self._held = False
+        self.fenced = 0
+        self.publish(IDLE, 0, self.pace)
+
+    @property
+    def pace(self) -> float:
+        """Seconds a token that the borrower would have serving slowed down to; 0: there was none yet."""
+        return float(_SECONDS.unpack_from(self._page.bytes, _PACE_AT)[0])
+
+    def publish(self, view: ServingView, free_blocks: int, pace: float) -> None:
+        self._said = view, free_blocks, pace
+        self._write()
+
+    def acquire(self) -> float:
+        """Have the device; returns the seconds that this took, at most what is left of the grant that is out."""
+        if self._held:
+            return 0.0
+        page = self._page
+        if page.lock():
+            self._held = True
+            return 0.0
+        began = time.monotonic()
+        self._wants = True
+        self._write()
+        while not page.lock():
+            if time.monotonic() >= _SECONDS.unpack_from(page.bytes, _EXPIRES_AT)[0]:
+                if page.lock():
+                    break
+                self.fenced += 1
+                _EPOCH.pack_into(page.bytes, _EPOCH_AT, _EPOCH.unpack_from(page.bytes, _EPOCH_AT)[0] + 1)
+                self._wants = False
+                return time.monotonic() - began
+            time.sleep(_POLL)
+        self._held, self._wants = True, False
+        return time.monotonic() - began
+
+    def note(self, step: ServingStep | None) -> None:
+        """What a step was, for those who bound the next ones."""
+        if step is not None:
+            page = self._page.bytes
+            count = _EPOCH.unpack_from(page, _COUNT_AT)[0]
+            _STEP.pack_into(page, _STEPS_AT + count % _STEPS * _STEP.size, *step)
+            _EPOCH.pack_into(page, _COUNT_AT, count + 1)
+
+    def release(self, step: ServingStep | None = None) -> None:
+        """Let go of the device, after `publish`."""
+        self.note(step)
+        if self._held:
+            self._held = False
+            self._page.unlock()
+
+    def close(self) -> None:
+        self._page.close()
+
+    def _write(self) -> None:
+        (view, free, pace), page = self._said, self._page.bytes
+        _EPOCH.pack_into(page, _SERVING_AT, self._sequence + 1)  # odd: being written
+        self._sequence += 2
+        fields = (view.live, view.waiting, view.queued, view.due, view.oldest, view.context, view.steps)
+        _SERVING.pack_into(
+            page,
+            _SERVING_AT,
+            self._sequence - 1,
+            *fields,
+            int(self._wants),
+            free,
+            pace,
+            time.monotonic(),
+            os.getpid(),
+        )
+        _EPOCH.pack_into(page, _SERVING_AT, self._sequence)
+
+
+class BorrowerToken:
+    """The borrower's side. Raises LendingError where there is no page, or somebody else borrows."""
+
+    def __init__(self, path: Path, pace: float) -> None:
+        """`pace` is tau: seconds a token that serving may be slowed down to."""
+        if not 0 < pace < math.inf:
+            raise ValueError(f"a pace of {pace:g} s a token; it must be positive and finite")
+        self._page = _Page(path, create=False)
+        self._only = os.open(path.with_name(path.name + ".borrower"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._only, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._only)
+            self._page.close()
+            raise LendingError(f"{path}: another borrower has this device; one at a time can") from None
+        self._seen = _EPOCH.unpack_from(self._page.bytes, _COUNT_AT)[0]
+        self._epoch = 0
+        _SECONDS.pack_into(self._page.bytes, _PACE_AT, pace)
+
+    def look(self) -> Published:
+        """What serving said last. Raises LendingError where its writer died in the middle of saying it."""
+        page = self._page.bytes
+        for _ in range(_TRIES):
+            read = _SERVING.unpack_from(page, _SERVING_AT)
+            if not read[0] & 1 and _EPOCH.unpack_from(page, _SERVING_AT)[0] == read[0]:
+                _, live, waiting, queued, due, oldest, context, steps, wants, free, pace, at, pid = read
+                view = ServingView(live, waiting, due, oldest, queued, context, steps)
+                return Published(view, bool(wants), free, pace, at, pid)
+        raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; it will be read when it is back")
+
+    def try_take(self, expires: float) -> bool:
+        """Have the device if nobody has it; serving waits until `expires` at most.
+
+        What serving says is to be looked at again before the device is used: it may have changed until now. From now on
+        only new requests change it.
+        """
+        # Before the lock: whoever finds it taken reads until when.
+        _SECONDS.pack_into(self._page.bytes, _EXPIRES_AT, expires)
+        if not self._page.lock():
+            return False
+        self._epoch = _EPOCH.unpack_from(self._page.bytes, _EPOCH_AT)[0]
+        return True
+
+    def shorten(self, expires: float) -> None:
+        """Serving waits until then at most, which is sooner."""
+        _SECONDS.pack_into(self._page.bytes, _EXPIRES_AT, expires)
+
+    def release(self) -> None:
+        """Raises FencedError where serving went ahead meanwhile."""
+        self._page.unlock()
+        if _EPOCH.unpack_from(self._page.bytes, _EPOCH_AT)[0] != self._epoch:
+            raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
+
+    def steps(self) -> list[ServingStep]:
+        """What serving did since the last call, as far as it can still be read: the last 64 steps at most."""
+        page = self._page.bytes
+        count = _EPOCH.unpack_from(page, _COUNT_AT)[0]
+        first = max(self._seen, count - _STEPS + 1)  # the oldest may be under overwriting
+        self._seen = count
+        return [
+            ServingStep(*_STEP.unpack_from(page, _STEPS_AT + number % _STEPS * _STEP.size))
+            for number in range(first, count)
+        ]
+
+    def close(self) -> None:
+        os.close(self._only)
+        self._page.close()
+
+
+def wait_for_serving(path: Path, pace: float, alive: Callable[[], bool], patience: float) -> BorrowerToken:
+    """The borrower's side, as soon as a serving engine has made the page. Raises LendingError after `patience` seconds,
+    or where `alive` says that there is no such engine any more."""
+    until = time.monotonic() + patience
+    while not path.exists():
+        if not alive() or time.monotonic() > until:
+            raise LendingError(
+                f"{path}: no serving engine has made it; start one with --scheduler-cls"
+                " libra.backends.lend.scheduler.LendingScheduler"
+            )
+        time.sleep(0.05)
+    return BorrowerToken(path, pace)

@@ -1,0 +1,133 @@
+"""The token between two real processes: one waits for the other, but never longer than its grant."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from libra.backends.lend.device_token import BorrowerToken, FencedError, LendingError, ServingStep, ServingToken
+from libra.lend.gate import ServingView
+
+BORROWER = """
+import sys, time
+from pathlib import Path
+from libra.backends.lend.device_token import BorrowerToken
+token = BorrowerToken(Path(sys.argv[1]), 0.1)
+expires = time.monotonic() + float(sys.argv[2])
+assert token.try_take(expires)
+print(expires, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def borrower_that_holds(path: Path, seconds: float) -> Iterator[tuple[subprocess.Popen[str], float]]:
+    """A process that has taken the device; and when its grant expires."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BORROWER, str(path), str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process, float(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
+    serving = ServingToken(tmp_path / "device")
+    borrower = BorrowerToken(tmp_path / "device", 0.1)
+    assert borrower.look().view == ServingView(0, 0, math.inf)
+    view = ServingView(live=7, waiting=2, due=3.5, oldest=1.25, queued=900, context=4000, steps=5)
+    assert serving.pace == 0.1
+    serving.publish(view, 31, 0.1)
+    said = borrower.look()
+    assert (said.view, said.free_blocks, said.pace, said.wants, said.pid) == (view, 31, 0.1, False, os.getpid())
+    assert serving.acquire() == 0.0
+    assert not borrower.try_take(time.monotonic() + 1)
+    for number in range(3):
+        serving.release(ServingStep(number, 10, 100, 0.5))
+    assert borrower.steps() == [ServingStep(number, 10, 100, 0.5) for number in range(3)]
+    assert borrower.steps() == []
+    for number in range(200):
+        serving.release(ServingStep(number, 0, 0, 0.1))
+    assert [step.sequences for step in borrower.steps()] == list(range(137, 200))  # what was overwritten is not told
+    assert borrower.try_take(time.monotonic() + 1)
+    borrower.release()
+    assert serving.acquire() == 0.0
+    serving.release()
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP, None])
+def test_serving_waits_until_the_grant_is_over_and_no_longer(tmp_path: Path, fate: signal.Signals | None) -> None:
+    serving = ServingToken(tmp_path / "device")
+    with borrower_that_holds(tmp_path / "device", 2.0) as (process, expires):
+        if fate is not None:
+            process.send_signal(fate)
+        serving.acquire()
+        now = time.monotonic()
+        if fate is signal.SIGKILL:
+            assert serving.fenced == 0 and now < expires  # its lock ends with it
+        else:
+            assert serving.fenced == 1 and now >= expires
+            began = time.monotonic()
+            serving.release()
+            serving.acquire()  # not waited for again
+            assert serving.fenced == 2 and time.monotonic() - began < 1.0
+        serving.release()
+
+
+def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:
+    serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
+    assert borrower.try_take(time.monotonic() + 5)
+    borrower.shorten(time.monotonic() - 1)
+    serving.acquire()
+    with pytest.raises(FencedError, match="the grant was over"):
+        borrower.release()
+    serving.release()
+    assert borrower.try_take(time.monotonic() + 1)
+    borrower.release()  # within its grant
+
+
+def test_a_server_that_comes_back_goes_on_with_the_same_borrower(tmp_path: Path) -> None:
+    first = ServingToken(tmp_path / "device")
+    borrower = BorrowerToken(tmp_path / "device", 0.1)
+    first.publish(ServingView(3, 1, 9.0), 5, 0.1)
+    first.close()
+    again = ServingToken(tmp_path / "device")
+    assert borrower.look().view.live == 0
+    again.publish(ServingView(1, 1, math.inf), 5, 0.1)
+    assert borrower.look().view.live == 1
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LendingError, match="start the serving engine with LendingScheduler"):
+        BorrowerToken(tmp_path / "device", 0.1)
+    serving = ServingToken(tmp_path / "device")
+    first = BorrowerToken(tmp_path / "device", 0.1)
+    with pytest.raises(LendingError, match="another borrower has this device"):
+        BorrowerToken(tmp_path / "device", 0.1)
+    first.close()
+    BorrowerToken(tmp_path / "device", 0.1).close()
+    serving.close()
+    (tmp_path / "other").write_bytes(b"not a page")
+    with pytest.raises(LendingError, match="10 bytes, not the 4096"):
+        BorrowerToken(tmp_path / "other", 0.1)
+    with pytest.raises(LendingError, match="10 bytes, not the 4096"):
+        ServingToken(tmp_path / "other")
+    with pytest.raises(ValueError, match="a pace of 0 s"):
+        BorrowerToken(tmp_path / "device", 0.0)
+    (tmp_path / "zeros").write_bytes(b"x" * 4096)
+    with pytest.raises(LendingError, match="not a device's page"):
+        ServingToken(tmp_path / "zeros")
