@@ -54,7 +54,8 @@ class Cost:
     def catch_up(self, view):
         return 0.05
 
-token, gate = BorrowerToken(Path(sys.argv[1]), 0.15), Gate(0.02, 0.002)
+token, gate = BorrowerToken(Path(sys.argv[1]), 5.0), Gate(0.02, 0.002)
+token.wish(0.06)
 print("ready", flush=True)
 grants, fenced, most_live, steps, until, began = 0, 0, 0, [], time.monotonic() + 60, False
 while time.monotonic() < until:

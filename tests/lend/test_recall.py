@@ -58,7 +58,12 @@ def test_the_rate_is_of_the_last_window() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: RecallPolicy(0.0, 1.0), lambda: RecallPolicy(2.0, 1.0), lambda: RateWindow(0.0), lambda: Envelope(1, 0, 1, 1, 1)],
+    [
+        lambda: RecallPolicy(0.0, 1.0),
+        lambda: RecallPolicy(2.0, 1.0),
+        lambda: RateWindow(0.0),
+        lambda: Envelope(1, 0, 1, 1, 1),
+    ],
 )
 def test_what_is_refused(make) -> None:
     with pytest.raises(ValueError):

@@ -21,7 +21,9 @@ class StepBound:
 
     def __init__(self, missed: float = 0.0025, memory: int = 1600) -> None:
         if not 0 < missed < 1:
-            raise ValueError(f"missed is {missed:g}; it is the share of steps that may exceed the bound: above 0, below 1")
+            raise ValueError(
+                f"missed is {missed:g}; it is the share of steps that may exceed the bound: above 0, below 1"
+            )
         self.needed = math.ceil(1 / missed) - 1
         if memory < self.needed:
             raise ValueError(f"memory is {memory} steps; a bound that {missed:.2%} exceed needs {self.needed} or more")

@@ -92,9 +92,7 @@ def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) ->
     elif attributable:
         refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
     rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
-    return Attempt(
-        load, use, rate, outcome.lent_share, len(missed), len(met), attributable, longest, refused, outcome
-    )
+    return Attempt(load, use, rate, outcome.lent_share, len(missed), len(met), attributable, longest, refused, outcome)
 
 
 def _budget_that_fits(case: LendingCase, view: ServingView, pace: float) -> str:
@@ -137,7 +135,9 @@ def certify(
                 trying.remove(use)
     found = tuple(_certificate(case, attempts) for attempts in held.values() if attempts)
     if not found:
-        raise NothingToLendError(f"{case.traffic}: nothing can be lent at {min(loads):g} times its rate: {first_refusal}")
+        raise NothingToLendError(
+            f"{case.traffic}: nothing can be lent at {min(loads):g} times its rate: {first_refusal}"
+        )
     return found
 
 

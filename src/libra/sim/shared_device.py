@@ -47,7 +47,9 @@ class EngineServingCost:
         """All live requests decode, one token further each, and the rest of the budget is the last chunk of the longest
         prompt: attention makes it the dearest."""
         chunk = max(1, min(self.budget - view.live, self.prompt))
-        return self.cost.mixed(DecodeBatch(view.live), view.context + view.live + self.prompt, [(chunk, self.prompt - chunk)])
+        return self.cost.mixed(
+            DecodeBatch(view.live), view.context + view.live + self.prompt, [(chunk, self.prompt - chunk)]
+        )
 
     def catch_up(self, view: ServingView) -> int:
         if not view.queued:

@@ -34,7 +34,12 @@ class Envelope:
 
     def breach(self, load: Load) -> str | None:
         """How the load leaves the envelope, in a few words; None where it is inside."""
-        for name, shown in (("rate", "requests/s"), ("queued", "queued tokens"), ("live", "requests"), ("context", "tokens")):
+        for name, shown in (
+            ("rate", "requests/s"),
+            ("queued", "queued tokens"),
+            ("live", "requests"),
+            ("context", "tokens"),
+        ):
             value, most = getattr(load, name), getattr(self, name)
             if value > most:
                 return f"{value:.4g} {shown}, certified to {most:.4g}"

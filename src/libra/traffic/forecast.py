@@ -37,7 +37,9 @@ class TrafficForecast:
 
     def __init__(self, bin_seconds: float, period_bins: int, *, level_weight: float = 0.3, season_weight: float = 0.3):
         if not bin_seconds > 0 or period_bins < 1:
-            raise ValueError(f"bins of {bin_seconds:g} s, {period_bins} a period; give a positive length and at least 1")
+            raise ValueError(
+                f"bins of {bin_seconds:g} s, {period_bins} a period; give a positive length and at least 1"
+            )
         for name, weight in (("level_weight", level_weight), ("season_weight", season_weight)):
             if not 0 < weight <= 1:
                 raise ValueError(f"{name} is {weight:g}; it must be above 0 and at most 1")

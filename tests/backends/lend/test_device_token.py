@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     serving.publish(view, 31, 0.1)
     said = borrower.look()
     assert (said.view, said.free_blocks, said.pace, said.wants, said.pid) == (view, 31, 0.1, False, os.getpid())
-    assert serving.acquire() == 0.0
+    serving.acquire()
     assert not borrower.try_take(time.monotonic() + 1)
     for number in range(3):
         serving.release(ServingStep(number, 10, 100, 0.5))
@@ -65,7 +66,8 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     assert [step.sequences for step in borrower.steps()] == list(range(137, 200))  # what was overwritten is not told
     assert borrower.try_take(time.monotonic() + 1)
     borrower.release()
-    assert serving.acquire() == 0.0
+    serving.acquire()
+    assert not serving.lent
     serving.release()
 
 
@@ -86,6 +88,44 @@ def test_serving_waits_until_the_grant_is_over_and_no_longer(tmp_path: Path, fat
             serving.acquire()  # not waited for again
             assert serving.fenced == 2 and time.monotonic() - began < 1.0
         serving.release()
+
+
+def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_path: Path) -> None:
+    """A step follows upon the other, so a borrower must be left time to take its turn."""
+    serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
+    taken: list[bool] = []
+
+    def borrow() -> None:
+        while not taken:
+            if borrower.try_take(time.monotonic() + 5):
+                taken.append(borrower.look().wants or True)
+                time.sleep(0.01)
+                borrower.release()
+
+    def serve(until: float) -> None:
+        while not taken and time.monotonic() < until:
+            serving.publish(ServingView(2, 0, time.monotonic() + 10), 0, 0.1)
+            serving.acquire()
+            serving.release()
+
+    borrower.wish(0.5)
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    try:
+        serve(time.monotonic() + 30)
+    finally:
+        taken.append(False)
+        thread.join()
+    assert taken[0] and serving.fenced == 0
+    # Nothing is left to one that does not wish, nor while serving has nothing to spare.
+    for wish, view in (
+        (0.0, ServingView(2, 0, math.inf)),
+        (0.5, ServingView(2, 1, math.inf)),
+        (0.5, ServingView(2, 0, 0.0)),
+    ):
+        borrower.wish(wish)
+        serving.publish(view, 0, 0.1)
+        assert not serving._can_spare(time.monotonic())
 
 
 def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:

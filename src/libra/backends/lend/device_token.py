@@ -18,28 +18,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 from libra.lend.gate import IDLE, ServingView
 
 _MAGIC = b"libralnd"
 _LAYOUT = 1
 _HEADER = struct.Struct("<8sQ")
-_SERVING = struct.Struct("<QqqqddqqqqddQ")  # sequence number first; see `Published`
-_EPOCH = struct.Struct("<Q")  # grants that serving did not wait out
+_SERVING = struct.Struct("<qqqddqqqqddQ")  # see `Published`; its checksum follows
+_COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 _STEP = struct.Struct("<qqqd")
 _STEPS = 64  # of the last steps, how many can be read
 
 _SERVING_AT = 64
-_EPOCH_AT = 192
+_CHECKSUM_AT = _SERVING_AT + _SERVING.size
+_EPOCH_AT = 192  # grants that serving did not wait out
 _EXPIRES_AT = 256
 _PACE_AT = 264
-_COUNT_AT = 320
+_WISH_AT = 272
+_COUNT_AT = 320  # of steps
 _STEPS_AT = 384
 _SIZE = 4096
 
 _POLL = 0.0002  # seconds between two looks at the lock
-_TRIES = 1000  # reads of a page that is being written; one write takes microseconds
+_PICKUP = 0.001  # seconds that a borrower has to take what serving can spare
+_PATIENCE = 2.0  # seconds in which a page that is being written must be whole: its writer may be put aside meanwhile
 
 
 class LendingError(RuntimeError):
@@ -122,8 +126,8 @@ class ServingToken:
 
     def __init__(self, path: Path) -> None:
         self._page = _Page(path, create=True)
-        self._sequence: int = _SERVING.unpack_from(self._page.bytes, _SERVING_AT)[0] & ~1
         self._wants = self._held = False
+        self.lent = False  # the device was, before the step that is under way
         self.fenced = 0
         self.publish(IDLE, 0, self.pace)
 
@@ -137,35 +141,48 @@ class ServingToken:
         self._write()
 
     def acquire(self) -> float:
-        """Have the device; returns the seconds that this took, at most what is left of the grant that is out."""
+        """Have the device; returns the seconds that this took.
+
+        A borrower that wishes for what serving can spare is left a moment to take it: it cannot in the instant between
+        two steps. What it then takes is waited for until its grant is over, and not longer.
+        """
         if self._held:
             return 0.0
-        page = self._page
-        if page.lock():
-            self._held = True
-            return 0.0
-        began = time.monotonic()
-        self._wants = True
+        page, began = self._page, time.monotonic()
+        self.lent = False
+        free_until = began + _PICKUP if self._can_spare(began) else began
+        while page.lock():
+            if time.monotonic() >= free_until:
+                self._held = True
+                return time.monotonic() - began
+            page.unlock()
+            time.sleep(_POLL)
+        self.lent = self._wants = True
         self._write()
         while not page.lock():
             if time.monotonic() >= _SECONDS.unpack_from(page.bytes, _EXPIRES_AT)[0]:
                 if page.lock():
                     break
                 self.fenced += 1
-                _EPOCH.pack_into(page.bytes, _EPOCH_AT, _EPOCH.unpack_from(page.bytes, _EPOCH_AT)[0] + 1)
+                _COUNT.pack_into(page.bytes, _EPOCH_AT, _COUNT.unpack_from(page.bytes, _EPOCH_AT)[0] + 1)
                 self._wants = False
                 return time.monotonic() - began
             time.sleep(_POLL)
         self._held, self._wants = True, False
         return time.monotonic() - began
 
+    def _can_spare(self, now: float) -> bool:
+        view = self._said[0]
+        wish = _SECONDS.unpack_from(self._page.bytes, _WISH_AT)[0]
+        return bool(wish > 0 and view.live and not view.waiting and view.due - now >= wish)
+
     def note(self, step: ServingStep | None) -> None:
         """What a step was, for those who bound the next ones."""
         if step is not None:
             page = self._page.bytes
-            count = _EPOCH.unpack_from(page, _COUNT_AT)[0]
+            count = _COUNT.unpack_from(page, _COUNT_AT)[0]
             _STEP.pack_into(page, _STEPS_AT + count % _STEPS * _STEP.size, *step)
-            _EPOCH.pack_into(page, _COUNT_AT, count + 1)
+            _COUNT.pack_into(page, _COUNT_AT, count + 1)
 
     def release(self, step: ServingStep | None = None) -> None:
         """Let go of the device, after `publish`."""
@@ -178,22 +195,10 @@ class ServingToken:
         self._page.close()
 
     def _write(self) -> None:
-        (view, free, pace), page = self._said, self._page.bytes
-        _EPOCH.pack_into(page, _SERVING_AT, self._sequence + 1)  # odd: being written
-        self._sequence += 2
+        view, free, pace = self._said
         fields = (view.live, view.waiting, view.queued, view.due, view.oldest, view.context, view.steps)
-        _SERVING.pack_into(
-            page,
-            _SERVING_AT,
-            self._sequence - 1,
-            *fields,
-            int(self._wants),
-            free,
-            pace,
-            time.monotonic(),
-            os.getpid(),
-        )
-        _EPOCH.pack_into(page, _SERVING_AT, self._sequence)
+        said = _SERVING.pack(*fields, int(self._wants), free, pace, time.monotonic(), os.getpid())
+        self._page.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size] = said + _COUNT.pack(crc32(said))
 
 
 class BorrowerToken:
@@ -211,20 +216,31 @@ class BorrowerToken:
             os.close(self._only)
             self._page.close()
             raise LendingError(f"{path}: another borrower has this device; one at a time can") from None
-        self._seen = _EPOCH.unpack_from(self._page.bytes, _COUNT_AT)[0]
+        self._seen = _COUNT.unpack_from(self._page.bytes, _COUNT_AT)[0]
         self._epoch = 0
         _SECONDS.pack_into(self._page.bytes, _PACE_AT, pace)
+        self.wish(0.0)
 
     def look(self) -> Published:
-        """What serving said last. Raises LendingError where its writer died in the middle of saying it."""
-        page = self._page.bytes
-        for _ in range(_TRIES):
-            read = _SERVING.unpack_from(page, _SERVING_AT)
-            if not read[0] & 1 and _EPOCH.unpack_from(page, _SERVING_AT)[0] == read[0]:
-                _, live, waiting, queued, due, oldest, context, steps, wants, free, pace, at, pid = read
-                view = ServingView(live, waiting, due, oldest, queued, context, steps)
-                return Published(view, bool(wants), free, pace, at, pid)
-        raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; it will be read when it is back")
+        """What serving said last. Raises LendingError where its writer ended in the middle of it."""
+        page, until = self._page.bytes, time.monotonic() + _PATIENCE
+        while True:
+            read = page[_SERVING_AT : _CHECKSUM_AT + _COUNT.size]
+            said, checksum = read[: _SERVING.size], _COUNT.unpack(read[_SERVING.size :])[0]
+            if crc32(said) == checksum:
+                break
+            if time.monotonic() > until:
+                raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; start it again")
+            time.sleep(_POLL)
+        live, waiting, queued, due, oldest, context, steps, wants, free, pace, at, pid = _SERVING.unpack(said)
+        return Published(
+            ServingView(live, waiting, due, oldest, queued, context, steps), bool(wants), free, pace, at, pid
+        )
+
+    def wish(self, seconds: float) -> None:
+        """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
+        there is nothing to do."""
+        _SECONDS.pack_into(self._page.bytes, _WISH_AT, seconds)
 
     def try_take(self, expires: float) -> bool:
         """Have the device if nobody has it; serving waits until `expires` at most.
@@ -236,7 +252,7 @@ class BorrowerToken:
         _SECONDS.pack_into(self._page.bytes, _EXPIRES_AT, expires)
         if not self._page.lock():
             return False
-        self._epoch = _EPOCH.unpack_from(self._page.bytes, _EPOCH_AT)[0]
+        self._epoch = _COUNT.unpack_from(self._page.bytes, _EPOCH_AT)[0]
         return True
 
     def shorten(self, expires: float) -> None:
@@ -246,13 +262,13 @@ class BorrowerToken:
     def release(self) -> None:
         """Raises FencedError where serving went ahead meanwhile."""
         self._page.unlock()
-        if _EPOCH.unpack_from(self._page.bytes, _EPOCH_AT)[0] != self._epoch:
+        if _COUNT.unpack_from(self._page.bytes, _EPOCH_AT)[0] != self._epoch:
             raise FencedError(f"{self._page.path}: the grant was over, and serving went ahead")
 
     def steps(self) -> list[ServingStep]:
         """What serving did since the last call, as far as it can still be read: the last 64 steps at most."""
         page = self._page.bytes
-        count = _EPOCH.unpack_from(page, _COUNT_AT)[0]
+        count = _COUNT.unpack_from(page, _COUNT_AT)[0]
         first = max(self._seen, count - _STEPS + 1)  # the oldest may be under overwriting
         self._seen = count
         return [
@@ -261,6 +277,7 @@ class BorrowerToken:
         ]
 
     def close(self) -> None:
+        self.wish(0.0)
         os.close(self._only)
         self._page.close()
 

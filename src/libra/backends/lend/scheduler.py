@@ -2,8 +2,8 @@
 
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.backends.lend.scheduler.LendingScheduler
 
-Invariant: what is scheduled, and in which order, is what vLLM's own scheduler says. Only when a step begins differs: with
-the token, or when the grant that is out is over.
+Invariant: what is scheduled, and in which order, is what vLLM's own scheduler says. Only when a step begins differs:
+with the token, or when the grant that is out is over.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _Lending(Scheduler):
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        waited = self._token.acquire()
-        if waited:
+        self._token.acquire()
+        if self._token.lent:
             self._steps_since_grant = 0
         if not self._under_way:
             self._began = time.monotonic()
