@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from libra.lend.recall import Recall, RecallPolicy
+from libra.lend.gate import Grant, ServingView
+from libra.lend.recall import Recall, RecallPolicy, WatchedRule
 from libra.traffic.envelope import Envelope, Load, RateWindow
 
 
@@ -47,13 +50,37 @@ def test_a_load_outside_its_envelope_says_how(load: Load, breach: str | None) ->
     assert Envelope(rate=2.0, queued=100, live=8, context=4000, window=30.0).breach(load) == breach
 
 
-def test_the_rate_is_of_the_last_window() -> None:
-    window = RateWindow(10.0)
-    for at in (0.0, 4.0, 9.0):
-        window.arrive(at)
-    assert window.rate(9.0) == 0.3
-    assert window.rate(10.0) == 0.2  # the first came 10 s ago
-    assert window.rate(30.0) == 0.0
+@given(
+    gaps=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 3.0, 10.0, 30.0]), st.integers(0, 3)), min_size=1, max_size=40)
+)
+def test_the_rate_is_of_the_last_window(gaps: list[tuple[float, int]]) -> None:
+    window, now, arrivals = RateWindow(10.0), 0.0, []
+    for gap, new in gaps:
+        now += gap
+        arrivals += [now] * new
+        assert window.rate(now, len(arrivals)) == sum(at > now - 10.0 for at in arrivals) / 10.0
+
+
+class Always:
+    """Grants whatever the view."""
+
+    def decide(self, view: ServingView, now: float, cost: object) -> Grant:
+        return Grant(now + 1, 1)
+
+
+def test_nothing_is_granted_outside_the_envelope() -> None:
+    envelope = Envelope(rate=0.2, queued=100, live=8, context=4000, window=10.0)
+    rule = WatchedRule(Always(), envelope, Recall(RecallPolicy(quiet=5.0, most_quiet=60.0)), second=1000.0)
+
+    def granted(now: float, came: int, live: int = 1) -> bool:
+        return isinstance(rule.decide(ServingView(live, 0, 0.0, came=came), now, None), Grant)  # type: ignore[arg-type]
+
+    assert granted(0.0, 1)
+    assert granted(1_000.0, 2)
+    assert not granted(2_000.0, 3)  # 3 requests in 10 s
+    assert not granted(10_500.0, 3)  # 2, but not for 5 s yet
+    assert granted(15_500.0, 3)
+    assert not granted(15_600.0, 3, live=9)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class ServingView:
     queued: int = 0  # their prompt tokens that are not computed yet
     context: int = 0  # tokens of the contexts of all live requests
     steps: int = 0  # of serving since the last grant
+    came: int = 0  # requests that ever came
 
     def __post_init__(self) -> None:
         if not 0 <= self.waiting <= self.live:

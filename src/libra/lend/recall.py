@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra.lend.gate import Grant, Refusal, ServingCost, ServingView, SharingRule
+from libra.traffic.envelope import Envelope, Load, RateWindow
+
 
 @dataclass(frozen=True, slots=True)
 class RecallPolicy:
@@ -47,3 +50,18 @@ class Recall:
             if now - self._calm_since >= self._quiet:
                 self.recalled, self._returned = None, now
         return self.recalled
+
+
+class WatchedRule:
+    """A rule that grants nothing outside its certificate's envelope. `second` is one in the unit of the view's times."""
+
+    def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
+        self._rule, self._envelope, self.recall, self._second = rule, envelope, recall, second
+        self._window = RateWindow(envelope.window)
+
+    def decide(self, view: ServingView, now: float, cost: ServingCost) -> Grant | Refusal:
+        at = now / self._second
+        load = Load(self._window.rate(at, view.came), view.queued, view.live, view.context)
+        if self.recall.observe(self._envelope.breach(load), at) is not None:
+            return Refusal("load")
+        return self._rule.decide(view, now, cost)

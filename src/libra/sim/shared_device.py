@@ -7,14 +7,14 @@ begun is never cut. Serving goes on whenever nothing is granted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from libra.lend.gate import Grant, ServingView, SharingRule
 from libra.sim.clock import seconds
-from libra.sim.engine.config import EngineSpec
+from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
@@ -33,6 +33,48 @@ class SpendsAll:
 
     def spend(self, now: int, grant: int) -> int:
         return grant
+
+
+class RolloutBorrower:
+    """A rollout engine with `turns` always under way, drawn by `next_turn`. A step computes as many tokens as fit into
+    the grant: decoding first, then the next chunk of a prompt."""
+
+    def __init__(self, spec: EngineSpec, turns: int, next_turn: Callable[[int, int], Request]) -> None:
+        """`next_turn(number, now)` makes the request that follows upon one that has ended."""
+        self.engine = SimEngine(spec.config, spec.cost, exact=True)
+        self.generated = 0
+        self._turns, self._next_turn, self._made = turns, next_turn, 0
+        most, least = spec.config.max_num_batched_tokens, spec.config.max_num_seqs
+        budgets = sorted({max(least, most >> shift) for shift in range(most.bit_length())}, reverse=True)
+        self._configs = [replace(spec.config, max_num_batched_tokens=budget) for budget in budgets]
+
+    def spend(self, now: int, grant: int) -> int:
+        engine = self.engine
+        while len(engine.running) + len(engine.waiting) < self._turns:
+            engine.submit(self._next_turn(self._made, now), now)
+            self._made += 1
+        config = next((it for it in self._configs if self._bound(it) <= grant), None)
+        if config is None:
+            return 0
+        engine.config = config
+        end = engine.plan(now)
+        if end is None:
+            return 0
+        before = len(engine.running)
+        engine.commit()
+        self.generated += before - (engine.partial is not None)
+        return end - now
+
+    def _bound(self, config: EngineConfig) -> int:
+        """Of a step with this token budget: the rest of it beside decoding is taken to be the end of a longest prompt."""
+        generation = self.engine.flight.generation
+        decoding, context = generation.count, generation.context
+        if self.engine.partial is None and not self.engine.waiting and decoding:
+            base, slope, _ = self.engine.cost.line(DecodeBatch(decoding), context)
+            return base + slope * context
+        chunk = max(1, config.max_num_batched_tokens - decoding)
+        before = max(0, config.max_model_len - chunk)
+        return self.engine.cost.mixed(DecodeBatch(decoding), context, [(chunk, before)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +137,7 @@ class SharedDevice:
         self._due: list[tuple[int, int, Request]] = []  # of those with one: due less what each serving step adds
         self._decoding: set[Request] = set()
         self._steps = 0  # of serving
+        self._came = 0
         self._preempted = 0
 
     def run(self, requests: Iterable[Request], until: int | None = None) -> DeviceOutcome:
@@ -110,6 +153,7 @@ class SharedDevice:
                 following += 1
                 engine.submit(request, now)
                 came.append(request)
+                self._came += 1
                 if request.status != "refused":
                     self._waiting[request] = None
             if until is not None and now >= until:
@@ -166,6 +210,7 @@ class SharedDevice:
             queued=queued,
             context=context + sum(it.computed for it in waiting),
             steps=since,
+            came=self._came,
         )
 
 

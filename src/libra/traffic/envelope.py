@@ -47,18 +47,21 @@ class Envelope:
 
 
 class RateWindow:
-    """Requests a second over the last `window` seconds. Times never fall."""
+    """Requests a second over the last `window` seconds, from how many ever came. Times never fall."""
 
     def __init__(self, window: float) -> None:
         if not window > 0:
             raise ValueError(f"window is {window:g} s; it must be above 0")
         self.window = window
-        self._times: deque[float] = deque()
+        self._seen: deque[tuple[float, int]] = deque()  # when so many had come
+        self._before = 0  # that had come before the window
 
-    def arrive(self, now: float) -> None:
-        self._times.append(now)
-
-    def rate(self, now: float) -> float:
-        while self._times and self._times[0] <= now - self.window:
-            self._times.popleft()
-        return len(self._times) / self.window
+    def rate(self, now: float, came: int) -> float:
+        seen = self._seen
+        if not seen or seen[-1][1] != came:
+            seen.append((now, came))
+        while seen[0][0] <= now - self.window and seen[0][1] != came:
+            self._before = seen.popleft()[1]
+        if seen[0][0] <= now - self.window:
+            self._before = came
+        return (came - self._before) / self.window
