@@ -18,6 +18,7 @@ from made_result import all_ends, request, simulated, two_trajectories
 
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
@@ -37,7 +38,6 @@ from libra.sim.outcome.request_columns import request_columns
 from libra.sim.outcome.result import SimulationResult, result_of
 from libra.sim.outcome.result_file import FIELDS, FORMAT, dump_result, outcome_lines, write_outcomes
 from libra.sim.outcome.watcher import OccupancyRecorder
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import TrajectoryCaller
 from libra.sim.workload.protocol import Requests
 

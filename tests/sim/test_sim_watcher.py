@@ -12,14 +12,13 @@ from made_result import SECOND, request, simulated, small
 
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.chain import Chain
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.outcome.engine_series import EngineSeries
 from libra.sim.outcome.watcher import OccupancyRecorder
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Requests
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Chain
 
 
 class PrefixIndex:

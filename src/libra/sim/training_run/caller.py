@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from libra.route import policy
 from libra.sim.clock import seconds
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.workload.caller import Call, Caller
 from libra.trajectory import Trajectory, Turn
 

@@ -11,8 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.workload.arrivals import CHUNK, Arrivals
 from libra.sim.workload.distribution import Lengths, Progress
 from libra.sim.workload.protocol import Requests

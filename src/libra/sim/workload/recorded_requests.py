@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from libra.sim.clock import LONGEST, TICKS, ticks
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.workload.protocol import Requests
 from libra.sim.workload.request_file import RecordedRequest
 
