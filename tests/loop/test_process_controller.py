@@ -31,7 +31,7 @@ from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsP
 from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
 from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import Origin, begin_session
+from libra.loop.process_controller import WorkerSettings, begin_session
 from libra.plan.problem import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
 from libra.records.disk import DiskError
@@ -83,8 +83,18 @@ class Made:
             self.launcher,
             self.pool,
             self.fleet,
-            CONFIG,
-            Origin(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
+            WorkerSettings(
+                CONFIG.training,
+                CONFIG.engines,
+                share=0.45,
+                port=0,
+                seed=0,
+                model=directory,
+                precision="fp32",
+                kv_bytes=16,
+                version=4,
+                checkpoint=checkpoint,
+            ),
             self.journal,
             self.told,
         )

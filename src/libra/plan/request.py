@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from libra.config.run import PlannerConfig, RunConfig, ShapeConfig
+from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.lengths import LengthTracker, TrajectoryClass
@@ -37,7 +37,8 @@ def longest_context(engines: Mapping[str, ShapeConfig]) -> int:
 
 
 def make_request(
-    config: RunConfig,
+    training: TrainingConfig,
+    engines: Mapping[str, ShapeConfig],
     classes: tuple[TrajectoryClass, ...],
     profile: DeviceProfile,
     *,
@@ -49,17 +50,16 @@ def make_request(
 ) -> SlotRequest:
     """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
     Raises ValueError where no engine size holds one of the classes."""
-    training = config.training
     return SlotRequest(
         fleet=fleet,
-        shapes=engine_shapes(config.engines),
+        shapes=engine_shapes(engines),
         profile=profile,
         workload=StepWorkload(
             trajectories=training.trajectories,
             group_size=training.samples_per_prompt,
             max_staleness=training.max_staleness,
             max_turn_tokens=max_turn_tokens,
-            longest_context=longest_context(config.engines),
+            longest_context=longest_context(engines),
             train_tokens=train_tokens,
             router_hit=router_hit,
             classes=classes,
