@@ -41,7 +41,7 @@ from libra.plan.problem import Allocation, Bucket
 from libra.plan.request import longest_context
 from libra.plan.transition import describe
 from libra.records.causes import device_words, total
-from libra.records.disk import writing
+from libra.records.files import writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.report.live import Display
