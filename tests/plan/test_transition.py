@@ -377,5 +377,5 @@ def test_a_group_that_is_displaced_starts_again() -> None:
 
 def test_describe() -> None:
     planned = Allocation(1, (Bucket("short", 2, 0, 40), Bucket("middle", 1, 40, 80), Bucket("long", 1, 80, 160)))
-    assert str(planned) == "train 1 | short 2 <= 40 | middle 1 <= 80 | long 1 <= 160"
-    assert str(Allocation(2, ())) == "train 2"
+    assert planned.describe() == "train 1 | short 2 <= 40 | middle 1 <= 80 | long 1 <= 160"
+    assert Allocation(2, ()).describe() == "train 2"

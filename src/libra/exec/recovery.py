@@ -83,7 +83,7 @@ class Recovery:
             applied = await self._executor.apply(self._executor.transition(whole))
             if applied.failure is None or over():
                 return
-            self._warn(f"the workers are not {whole} again: {applied.failure}")
+            self._warn(f"the workers are not {whole.describe()} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
             if undone == _MOST_UNDONE:
-                raise InfeasiblePlanError(f"the workers that are left do not become {whole}")
+                raise InfeasiblePlanError(f"the workers that are left do not become {whole.describe()}")

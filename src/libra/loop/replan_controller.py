@@ -141,7 +141,7 @@ class ReplanController:
         allocation = self._executor.allocation()
         predicted = None if allocation is None else self._predict(allocation, tried)
         if allocation is not None and predicted is not None:
-            self.periods.begin(self._step + 1, str(allocation), predicted, switching)
+            self.periods.begin(self._step + 1, allocation.describe(), predicted, switching)
 
     def _predict(self, allocation: Allocation, tried: bool) -> Prediction | None:
         """The price of an allocation for the work as it is tracked now; None where it does not fit."""
@@ -199,8 +199,8 @@ class ReplanController:
             period=self.periods.number,
             step=self._step,
             time=self._recorder.now(),
-            before=str(current) if current is not None else "nothing that can go on",
-            after=str(plan.allocation),
+            before=current.describe() if current is not None else "nothing that can go on",
+            after=plan.allocation.describe(),
             before_seconds=before,
             after_seconds=after,
             gain_per_step=before - after,

@@ -139,7 +139,7 @@ class Session:
         observer.planners.append(recovery.worker_lost)
         await recovery.start()
         ready = executor.allocation() or allocation
-        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {ready}")
+        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
         if profile is None:
             profile = await self._measured_profile(key, executor, recovery, handover)
         with writing(directory / "profile.json"):

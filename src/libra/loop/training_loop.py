@@ -258,7 +258,7 @@ class TrainingLoop:
             generate_seconds=self._engine_counters.busiest_seconds,
             generated_tokens=max(0, tokens - self._generated),
             predicted_seconds=self._controller.periods.predicted_seconds,
-            allocation=str(allocation) if allocation is not None else "",
+            allocation=allocation.describe() if allocation is not None else "",
             roles=self._recorder.roles,
             device_seconds=spent,
         )

@@ -41,7 +41,7 @@ class Allocation:
                 raise ValueError(f"bucket {bucket} leaves a gap or overlaps; start it above {reached}")
             reached = bucket.up_to
 
-    def __str__(self) -> str:
+    def describe(self) -> str:
         """For people: `train 2 | short 1 <= 40 | long 1 <= 160`."""
         engines = (f"{bucket.shape} {bucket.engines} <= {bucket.up_to}" for bucket in self.buckets)
         return " | ".join([f"train {self.replicas}", *engines])

@@ -102,7 +102,7 @@ class Transition:
         wanted = Counter({Duty(Role.ROLLOUT, shape): count for shape, count in self.after.engines_by_shape.items()})
         wanted[TRAIN] = self.after.replicas
         made = Counter(duty for duty in now.values() if duty != IDLE)
-        return None if made == wanted else f"the moves do not lead to {self.after}"
+        return None if made == wanted else f"the moves do not lead to {self.after.describe()}"
 
 
 def longest_shapes(engines: Iterable[EngineOption], longest_context: int) -> frozenset[str]:
@@ -140,7 +140,7 @@ def device_transition(
     leave; longer engines start before shorter ones, and joining the training comes last. `longest` are the shapes that
     hold the longest contexts. Raises ValueError where the devices cannot be that, or nobody would hold those."""
     if not any(bucket.shape in longest for bucket in wanted.buckets):
-        raise ValueError(f"no engine of {wanted} holds the longest contexts; {', '.join(longest)} would")
+        raise ValueError(f"no engine of {wanted.describe()} holds the longest contexts; {', '.join(longest)} would")
     kept = _kept_engines(devices, wanted)
     may_train = sorted(
         (device for device in devices if Role.TRAIN in device.allowed),
