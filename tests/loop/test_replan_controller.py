@@ -19,7 +19,8 @@ from libra.exec.pool import DEADLINES, Worker, make_pool
 from libra.exec.protocols import Applied, MoveOutcome
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
-from libra.plan.problem import Allocation, InfeasiblePlanError
+from libra.plan.allocation import Allocation
+from libra.plan.problem import InfeasiblePlanError
 from libra.plan.replanner import Outlook
 from libra.plan.transition import Role, Transition, device_transition
 

@@ -23,7 +23,7 @@ from libra.cost.sources.profile_file import load_profile, save_profile
 from libra.exec.recovery import Recovery
 from libra.loop.measure import measure, measure_plain, profile_words
 from libra.loop.process_controller import RunExecutor
-from libra.records.disk import writing
+from libra.records.files import writing
 
 _LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
 _TRAINED = {"micro_batch_tokens", "processes", "sharding"}

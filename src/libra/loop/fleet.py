@@ -17,7 +17,7 @@ from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.exec.protocols import PoolObserver, WeightStore, WorkerFailedError
-from libra.plan.problem import Allocation
+from libra.plan.allocation import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
 

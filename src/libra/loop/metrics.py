@@ -22,7 +22,7 @@ from libra.config.run import ConfigError, MetricsConfig
 from libra.exec.protocols import MoveOutcome
 from libra.records.causes import Cause, total
 from libra.records.schema import StepRecord
-from libra.serve.http_service import serving
+from libra.serve.http import serving
 
 if TYPE_CHECKING:
     from libra.loop.recorder import Recorder

@@ -22,7 +22,7 @@ from libra.loop.progress import RunProgress
 from libra.loop.run_directory import record_config
 from libra.loop.session import MemoryWatch, Session
 from libra.loop.warmup import warm_model
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import RunSummary
 from libra.report.live import Display
 

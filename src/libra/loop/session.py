@@ -39,11 +39,10 @@ from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout, evaluate, logprob_gap
 from libra.loop.training_loop import TrainingLoop
-from libra.plan.problem import Allocation, Bucket
-from libra.plan.request import longest_context
-from libra.plan.transition import describe
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
-from libra.records.disk import writing
+from libra.records.files import writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.route.catalogue import policy_named, policy_restored
@@ -142,7 +141,7 @@ class Session:
         observer.planners.append(recovery.worker_lost)
         await recovery.start()
         ready = executor.allocation() or allocation
-        self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {describe(ready)}")
+        self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
         if profile is None:
             self.progress.phase("measuring engines and trainers, all at once")
             profile = await measured_profile(key, config, hardware, executor, recovery, self.progress.line)

@@ -22,7 +22,6 @@ from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout
-from libra.plan.transition import describe
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation
 
@@ -212,7 +211,7 @@ class TrainingLoop:
             generate_seconds=self.observations.counters.busiest_seconds,
             generated_tokens=max(0, tokens - self._generated),
             predicted_seconds=self.controller.periods.predicted_seconds,
-            allocation=describe(allocation) if allocation is not None else "",
+            allocation=allocation.describe() if allocation is not None else "",
             roles=self.recorder.roles,
             device_seconds=spent,
         )
