@@ -32,8 +32,8 @@ from libra.exec.pool import WorkerPool
 from libra.exec.protocols import Engine, PoolObserver, WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
-from libra.plan.problem import ONE_DEVICE, Allocation
-from libra.plan.request import longest_context
+from libra.plan.allocation import ONE_DEVICE, Allocation
+from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
 from libra.records.disk import writing
 

@@ -16,18 +16,8 @@ from libra.report.simulation_view import SimulationView
 from libra.report.vega import FULL, HALF, Axis, Marker
 from libra.report.words import count, fine_duration
 from libra.sim.clock import TICKS, seconds
-from libra.sim.outcome.metrics import (
-    Spread,
-    latency_ticks,
-    queueing_ticks,
-    spread,
-    tpot_ticks,
-    trajectory_ticks,
-    ttft_prefill_ticks,
-    ttft_ticks,
-)
+from libra.sim.outcome.metrics import Durations, Spread, durations, spread
 
-Durations = NDArray[np.int64] | NDArray[np.float64]
 Rows = NDArray[np.float64]  # [engine, bin]
 
 COLOURS = ("var(--blue)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -41,17 +31,17 @@ _SHARES = Axis("share that takes no longer (%)", (0.0, 100.0))
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
     """A cumulative distribution for each latency that there is."""
-    requests = view.result.requests
-    first = [("TTFT", ttft_ticks(requests)), ("queueing", queueing_ticks(requests))]
+    took = durations(view.result.requests)
+    first = [("TTFT", took["ttft"]), ("queueing", took["queueing"])]
     if view.metrics.ttft != view.metrics.ttft_prefill:
-        first.insert(1, ("TTFT at prefill end", ttft_prefill_ticks(requests)))
+        first.insert(1, ("TTFT at prefill end", took["ttft_prefill"]))
     shown: list[tuple[str, Sequence[tuple[str, Durations]]]] = [
         ("Time to first token", first),
-        ("Time per output token", [("TPOT", tpot_ticks(requests))]),
-        ("End to end", [("end to end", latency_ticks(requests))]),
+        ("Time per output token", [("TPOT", took["tpot"])]),
+        ("End to end", [("end to end", took["latency"])]),
     ]
     if view.metrics.trajectories:
-        shown.append(("Trajectories", [("first arrival to last finish", trajectory_ticks(requests))]))
+        shown.append(("Trajectories", [("first arrival to last finish", took["trajectory_latency"])]))
     drawn = [(title, curves) for title, curves in shown if len(curves[0][1])]
     # Two in a line; of an odd number the last one has a line to itself.
     wide = len(drawn) if len(drawn) % 2 else 0

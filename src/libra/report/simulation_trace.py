@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from libra.records.trace import MAX_EVENTS, TraceFile
 from libra.sim.clock import TICKS
-from libra.sim.outcome.engine_series import EngineSeries
-from libra.sim.outcome.request_columns import ENDS
-from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.occupancy import EngineSeries
+from libra.sim.outcome.result import ENDS, SimulationResult
 
 _COUNTERS = 0.4  # of the events at most
 _NANOSECOND = TICKS // 10**9
