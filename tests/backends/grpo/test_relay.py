@@ -27,11 +27,11 @@ import libra.backends.grpo.relay
 from libra.backends.grpo.publication import Shape, UnreachableError, Update
 from libra.backends.grpo.relay import (
     YES,
-    Answer,
     Greeting,
     Relay,
+    RelayAnswer,
+    RelayRequest,
     RemotePublication,
-    Request,
     StateStream,
     await_reader,
 )
@@ -308,7 +308,7 @@ class Impostor:
         stream = StateStream(connection)
         stream.receive(Greeting)
         stream.send(YES)
-        stream.receive(Request)
+        stream.receive(RelayRequest)
         with suppress(OSError):  # it was heard to the end of the other's patience
             self._answer(connection)
         self._done.wait(PATIENCE)
@@ -323,7 +323,7 @@ def piece(count: int) -> bytes:
     return frame(bytes(count))
 
 
-UPDATE = frame(msgspec.msgpack.encode(Answer("yes", Update(5, 0.1, 1.0, 2.0))))
+UPDATE = frame(msgspec.msgpack.encode(RelayAnswer("yes", Update(5, 0.1, 1.0, 2.0))))
 WHOLE = frame(b"") + frame(msgspec.msgpack.encode(YES))
 
 
@@ -335,9 +335,12 @@ WHOLE = frame(b"") + frame(msgspec.msgpack.encode(YES))
         (UPDATE + piece(256) + piece(4) + WHOLE, "more was sent than was asked for"),
         (UPDATE + piece(1 << 31 >> 4)[:1000], "more was sent than was asked for"),
         (UPDATE + piece(200) + WHOLE, "less was sent than was asked for"),
-        (frame(msgspec.msgpack.encode(Request("state"))), "this is no Answer: Object missing required field `verdict`"),
-        (frame(b"\xc1"), "this is no Answer"),
-        (piece(5000)[:1000], "5000 bytes are no Answer"),
+        (
+            frame(msgspec.msgpack.encode(RelayRequest("state"))),
+            "this is no RelayAnswer: Object missing",
+        ),
+        (frame(b"\xc1"), "this is no RelayAnswer"),
+        (piece(5000)[:1000], "5000 bytes are no RelayAnswer"),
         (UPDATE + piece(256)[:100], "the other end is silent"),
         (b"", "the other end is silent"),
     ],

@@ -59,23 +59,23 @@ class Greeting(msgspec.Struct, frozen=True):
     shape: Shape
 
 
-class Request(msgspec.Struct, frozen=True):
+class RelayRequest(msgspec.Struct, frozen=True):
     """Whether the state is at rest, the state, or the update to state `number`."""
 
     what: Literal["at rest", "state", "update"]
     number: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RelayAnswer(msgspec.Struct, frozen=True):
     """After a content come its vectors, and then an answer that says whether they were whole to their end."""
 
     verdict: Literal["yes", "no", "overrun", "other shape"]
     content: State | Update | None = None
 
 
-YES, NO = Answer("yes"), Answer("no")
+YES, NO = RelayAnswer("yes"), RelayAnswer("no")
 
-M = TypeVar("M", Greeting, Request, Answer)
+M = TypeVar("M", Greeting, RelayRequest, RelayAnswer)
 
 
 class StateStream:
@@ -88,7 +88,7 @@ class StateStream:
     def close(self) -> None:
         self._connection.close()
 
-    def send(self, message: Greeting | Request | Answer) -> None:
+    def send(self, message: Greeting | RelayRequest | RelayAnswer) -> None:
         self._send(msgspec.msgpack.encode(message))
 
     def receive(self, kind: type[M], seconds: float | None = None) -> M:
@@ -129,7 +129,7 @@ class StateStream:
             rooms[0] = rooms[0][count:]
             if not rooms[0]:
                 del rooms[0]
-        whole = self.receive(Answer) == YES
+        whole = self.receive(RelayAnswer) == YES
         if whole and rooms:
             raise ConnectionAbortedError("less was sent than was asked for")
         return whole
@@ -184,21 +184,21 @@ class RemotePublication:
         self._stream = StateStream(socket.create_connection((place.host, place.port), SILENT_SECONDS))
         weakref.finalize(self, self._stream.close)
         self._stream.send(Greeting(place.token, shape))
-        if self._stream.receive(Answer, _STARTING_SECONDS) != YES:
+        if self._stream.receive(RelayAnswer, _STARTING_SECONDS) != YES:
             raise LayoutError("the core publishes another model or precision: all replicas must train the same")
 
     def at_rest(self) -> bool:
         with self._reaching():
-            return self._ask(Request("at rest")) == YES
+            return self._ask(RelayRequest("at rest")) == YES
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
         with self._reaching():
-            state = self._ask(Request("state")).content
+            state = self._ask(RelayRequest("state")).content
             return state if isinstance(state, State) and self._stream.fill(into) else None
 
     def copy_update(self, number: int, into: Vector) -> Update | None:
         with self._reaching():
-            answer = self._ask(Request("update", number))
+            answer = self._ask(RelayRequest("update", number))
             if answer.verdict == "overrun":
                 raise OverrunError(f"the update to state {number} is gone")
             if not isinstance(answer.content, Update):
@@ -207,9 +207,9 @@ class RemotePublication:
                 raise overwritten(number)
             return answer.content
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: RelayRequest) -> RelayAnswer:
         self._stream.send(request)
-        return self._stream.receive(Answer)
+        return self._stream.receive(RelayAnswer)
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -256,22 +256,22 @@ class Relay:
 def serve(stream: StateStream, publication: SharedPublication) -> None:
     """Answer a reader's requests until it goes, which raises `OSError`."""
     while True:
-        request = stream.receive(Request, IDLE_SECONDS)
+        request = stream.receive(RelayRequest, IDLE_SECONDS)
         match request.what:
             case "at rest":
                 stream.send(YES if publication.at_rest() else NO)
             case "state":
                 state = publication.state()
-                stream.send(NO if state is None else Answer("yes", state))
+                stream.send(NO if state is None else RelayAnswer("yes", state))
                 if state is not None:
                     stream.send_vectors(publication.vectors, partial(publication.holds_state, state.number))
             case "update":
                 try:
                     update = publication.update(request.number)
                 except OverrunError:
-                    stream.send(Answer("overrun"))
+                    stream.send(RelayAnswer("overrun"))
                     continue
-                stream.send(NO if update is None else Answer("yes", update))
+                stream.send(NO if update is None else RelayAnswer("yes", update))
                 if update is not None:
                     gradient = publication.gradient(update.number)
                     stream.send_vectors([gradient], partial(publication.holds_update, update.number))
@@ -294,7 +294,7 @@ def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: flo
                 if greeting.shape == shape:
                     stream.send(YES)
                     return stream
-                stream.send(Answer("other shape"))
+                stream.send(RelayAnswer("other shape"))
                 raise ValueError(f"{address} expects {greeting.shape}, the core publishes {shape}")
             print(f"{address} did not show the token", file=sys.stderr)
         stream.close()
