@@ -40,7 +40,7 @@ from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
-from libra.records.disk import writing
+from libra.records.files import writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.report.live import Display
