@@ -42,7 +42,7 @@ from libra.exec.protocols import MoveOutcome, WorkerLostError
 from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import Origin, RunExecutor, begin_session
 from libra.loop.warmup import WarmUpProgress, warm_model
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.catalogue import policy_named
 
 GOAL = 5.0  # seconds, each way

@@ -16,9 +16,9 @@ from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
+from libra.plan.decision import switch_cost
 from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
-from libra.plan.switching import switch_cost
 from libra.route.oracle import Oracle
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.replanning import Replanning

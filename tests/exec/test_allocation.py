@@ -6,7 +6,8 @@ import pytest
 
 from libra.exec.allocation import bucket_limits, current_allocation, fitted
 from libra.exec.pool import Worker
-from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.problem import InfeasiblePlanError
 from libra.plan.transition import IDLE, TRAIN, Duty, Role
 
 SHAPES = ("short", "middle", "long")

@@ -23,7 +23,7 @@ from libra.exec.journal import (
 )
 from libra.exec.pool import LOSS_WINDOW, MOST_LOSSES
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 
 # FIRST: hybrid-0 trains, hybrid-1 is the long engine, both rollouts are short ones.

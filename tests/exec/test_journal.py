@@ -29,7 +29,7 @@ from libra.exec.journal import (
     WorkerLost,
     read_journal,
 )
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Role
 
 ENTRIES: list[AnyEntry] = [

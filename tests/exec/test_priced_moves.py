@@ -17,11 +17,11 @@ from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, UnsupportedTransitionError
 from libra.lengths.classes import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.decision import machine_seconds
 from libra.plan.options.price import price
-from libra.plan.problem import Allocation, Bucket
 from libra.plan.replanner import Outlook
 from libra.plan.site import Scenario, SlotSite
-from libra.plan.switching import machine_seconds
 from libra.plan.transition import Device, Duty, Role, Transition, device_transition, unsafe
 
 SWITCH = SwitchCost(engine_start=8.0, trainer_join=3.0, weight_load=0.0)

@@ -33,7 +33,7 @@ from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.tally import EngineCounters
 from libra.loop.training_loop import TrainingLoop
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import Role
 from libra.records.schema import Evaluation
 from libra.report.live import PlainDisplay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.loop.rollout import Episode
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.trajectory.record import Trajectory, Turn
 
 CONFIG = RunConfig.model_validate(

@@ -26,7 +26,7 @@ from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.interrupted import allocation_in_force
 from libra.loop.rollout import Episode, Rollout
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, Duty, Role, Transition
 from libra.route.admission import Admission
 from libra.route.published import PublishedCMLFQ

@@ -42,7 +42,7 @@ from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
 pytestmark = pytest.mark.integration

@@ -30,7 +30,7 @@ from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
 pytestmark = pytest.mark.integration

@@ -17,9 +17,9 @@ from libra.exec.protocols import Applied, ProcessController
 from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
+from libra.plan.allocation import Allocation
 from libra.plan.decision import Decision
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
 from libra.plan.site import ClusterSite, SlotSite
 from libra.plan.transition import Device, Transition

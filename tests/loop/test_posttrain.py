@@ -25,7 +25,7 @@ from libra.loop.interrupted import read_interrupted
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import Cause
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import StepRecord, read_records
 from libra.trajectory.record import read_trajectories
 
@@ -278,7 +278,7 @@ LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
 from fakes.sessions import Session
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 directory, room = Path(sys.argv[1]), int(sys.argv[2])
 

@@ -32,9 +32,9 @@ from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
 from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
 from libra.loop.process_controller import Origin, begin_session
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")

@@ -18,7 +18,7 @@ from libra.loop.recorder import Recorder
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 from libra.records.causes import Cause
 from libra.records.device_time import Phase
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import PeriodRecord, StepRecord
 
 LONG = Duty(Role.ROLLOUT, "long")

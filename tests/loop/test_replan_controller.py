@@ -20,7 +20,8 @@ from libra.exec.protocols import Applied, MoveOutcome
 from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
-from libra.plan.problem import Allocation, InfeasiblePlanError
+from libra.plan.allocation import Allocation
+from libra.plan.problem import InfeasiblePlanError
 from libra.plan.replanner import Outlook
 from libra.plan.transition import Role, Transition, device_transition
 from libra.report.live import PlainDisplay

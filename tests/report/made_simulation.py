@@ -11,8 +11,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
+from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.arrivals import Poisson
 from libra.sim.workload.distribution import LogNormal

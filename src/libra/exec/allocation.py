@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from libra.exec.pool import Worker
-from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.problem import InfeasiblePlanError
 from libra.plan.transition import TRAIN, Duty, Role
 
 

@@ -27,7 +27,7 @@ from libra.exec.protocols import (
     WorkerFailedError,
     WorkerLostError,
 )
-from libra.plan.problem import Allocation
+from libra.plan.allocation import Allocation
 from libra.plan.transition import IDLE, Duty, Move, Role, Transition, device_transition
 
 Processes = TypeVar("Processes", bound=ProcessController, covariant=True)

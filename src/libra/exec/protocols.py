@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from libra.exec.pool import Worker
-from libra.plan.problem import Allocation
+from libra.plan.allocation import Allocation
 from libra.plan.transition import Duty, Move, Transition
 
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from libra.exec.allocation import fitted
 from libra.exec.executor import Executor
 from libra.exec.protocols import ProcessController, WorkerFailedError, WorkerLostError
-from libra.plan.problem import Allocation, InfeasiblePlanError
-from libra.plan.transition import describe
+from libra.plan.allocation import Allocation
+from libra.plan.problem import InfeasiblePlanError
 
 T = TypeVar("T")
 _LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
@@ -83,7 +83,7 @@ class Recovery:
             applied = await self._executor.apply(self._executor.transition(whole))
             if applied.failure is None or over():
                 return
-            self._warn(f"the workers are not {describe(whole)} again: {applied.failure}")
+            self._warn(f"the workers are not {whole.describe()} again: {applied.failure}")
             undone += any(moved.outcome == "undone" for moved in applied.moves)
             if undone == _MOST_UNDONE:
-                raise InfeasiblePlanError(f"the workers that are left do not become {describe(whole)}")
+                raise InfeasiblePlanError(f"the workers that are left do not become {whole.describe()}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from libra.backends.grpo.trainers import Trainers, save_weights
 from libra.config.run import ConfigError
-from libra.records.disk import writing
+from libra.records.files import writing
 from libra.records.schema import Evaluation, parse_record
 
 _STATE = "state.json"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.plan.problem import Allocation
+from libra.plan.allocation import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
 

@@ -18,9 +18,8 @@ from libra.loop.checkpoint import RunState, latest_checkpoint
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import RECORDS
 from libra.loop.rollout import Episode
-from libra.plan.problem import Allocation
-from libra.records.disk import write_whole, writing
-from libra.records.line_file import drop_partial_line, whole_lines
+from libra.plan.allocation import Allocation
+from libra.records.files import drop_partial_line, whole_lines, write_whole, writing
 from libra.records.schema import DecisionRecord, PeriodRecord, Record, StepRecord, read_records
 
 

@@ -144,7 +144,7 @@ class MetricsEndpoint:
         from aiohttp import web
 
         from libra.loop.metrics import CONTENT_TYPE, exposition
-        from libra.serve.http_service import serving
+        from libra.serve.http import serving
 
         async def metrics(_: web.Request) -> web.Response:
             return web.Response(body=exposition(endpoint.recorder), headers={"Content-Type": CONTENT_TYPE})

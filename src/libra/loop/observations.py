@@ -16,9 +16,9 @@ from libra.cost.train import step_seconds
 from libra.exec.ratio import Ratio
 from libra.lengths import LengthTracker
 from libra.loop.rollout import Episode
-from libra.plan.problem import Allocation
+from libra.plan.allocation import Allocation
+from libra.plan.options.slots import make_tracker
 from libra.plan.replanner import Replanner
-from libra.plan.request import make_tracker
 from libra.plan.site import SlotSite
 from libra.plan.transition import Device, Role
 

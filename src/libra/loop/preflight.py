@@ -26,7 +26,7 @@ from libra.config.run import (
     StartConfig,
 )
 from libra.loop.run_directory import check_run_directory
-from libra.plan.request import longest_context
+from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny

@@ -32,10 +32,10 @@ from libra.exec.pool import WorkerPool
 from libra.exec.protocols import Engine, PoolObserver, WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.published_weights import PublishedWeights, WeightsObserver
-from libra.plan.problem import ONE_DEVICE, Allocation
-from libra.plan.request import longest_context
+from libra.plan.allocation import ONE_DEVICE, Allocation
+from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
-from libra.records.disk import writing
+from libra.records.files import writing
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
 # again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as

@@ -19,7 +19,7 @@ from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.profile_file import load_profile, save_profile
-from libra.records.disk import writing
+from libra.records.files import writing
 
 _LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
 _TRAINED = {"micro_batch_tokens", "processes", "sharding"}

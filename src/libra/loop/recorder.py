@@ -21,8 +21,7 @@ from libra.loop.rollout import Episode, TurnReport
 from libra.loop.tally import Tally
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
-from libra.records.disk import writing
-from libra.records.line_file import LineFile
+from libra.records.files import LineFile, writing
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,

@@ -17,11 +17,12 @@ from libra.exec.protocols import ProcessController
 from libra.loop.observations import Observations
 from libra.loop.periods import Periods
 from libra.loop.recorder import Recorder
+from libra.plan.allocation import Allocation
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Allocation, Prediction
+from libra.plan.problem import Prediction
 from libra.plan.replanner import Proposal
 from libra.plan.site import SlotSite
-from libra.plan.transition import Role, Transition, describe
+from libra.plan.transition import Role, Transition
 from libra.records.schema import DecisionRecord
 from libra.report.live import Display
 
@@ -140,7 +141,7 @@ class ReplanController:
         allocation = self._executor.allocation()
         predicted = None if allocation is None else self._predict(allocation, tried)
         if allocation is not None and predicted is not None:
-            self.periods.begin(self._step + 1, describe(allocation), predicted, switching)
+            self.periods.begin(self._step + 1, allocation.describe(), predicted, switching)
 
     def _predict(self, allocation: Allocation, tried: bool) -> Prediction | None:
         """The price of an allocation for the work as it is tracked now; None where it does not fit."""
@@ -198,8 +199,8 @@ class ReplanController:
             period=self.periods.number,
             step=self._step,
             time=self._recorder.now(),
-            before=describe(current) if current is not None else "nothing that can go on",
-            after=describe(plan.allocation),
+            before=current.describe() if current is not None else "nothing that can go on",
+            after=plan.allocation.describe(),
             before_seconds=before,
             after_seconds=after,
             gain_per_step=before - after,

@@ -23,7 +23,7 @@ from libra.loop.phases import Phases
 from libra.loop.run_directory import record_config
 from libra.loop.session import Session
 from libra.loop.warmup import warm_model
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import RunSummary
 from libra.report.live import Display
 

@@ -37,11 +37,10 @@ from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout
 from libra.loop.tally import EngineCounters
 from libra.loop.training_loop import TrainingLoop
-from libra.plan.problem import Allocation, Bucket
-from libra.plan.request import longest_context
-from libra.plan.transition import describe
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.options.slots import longest_context
 from libra.records.causes import device_words, total
-from libra.records.disk import writing
+from libra.records.files import writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.report.live import Display
@@ -140,7 +139,7 @@ class Session:
         observer.planners.append(recovery.worker_lost)
         await recovery.start()
         ready = executor.allocation() or allocation
-        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {describe(ready)}")
+        self._phase.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
         if profile is None:
             profile = await self._measured_profile(key, executor, recovery, handover)
         with writing(directory / "profile.json"):

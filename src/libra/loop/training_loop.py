@@ -25,7 +25,6 @@ from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.tally import EngineCounters
-from libra.plan.transition import describe
 from libra.records.device_time import Phase, Seconds
 from libra.records.schema import Evaluation, StepRecord
 from libra.report.live import Display, RunView
@@ -259,7 +258,7 @@ class TrainingLoop:
             generate_seconds=self._engine_counters.busiest_seconds,
             generated_tokens=max(0, tokens - self._generated),
             predicted_seconds=self._controller.periods.predicted_seconds,
-            allocation=describe(allocation) if allocation is not None else "",
+            allocation=allocation.describe() if allocation is not None else "",
             roles=self._recorder.roles,
             device_seconds=spent,
         )

@@ -27,7 +27,7 @@ from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
 from libra.loop.rollout import Codec
-from libra.plan.request import longest_context
+from libra.plan.options.slots import longest_context
 
 _RECIPE = 2  # counts up when the way of training changes, so that no older warm model is taken for this one
 _RAMP_STEPS = 50  # of the learning rate

@@ -13,22 +13,15 @@ from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, SwitchCost
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation
+from libra.plan.decision import cluster_seconds, live_refill, machine_seconds, switch_cost
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
-from libra.plan.options.slots import SlotCounts, SlotRequest
+from libra.plan.options.slots import SLOT_CLASSES, SlotCounts, SlotRequest, longest_context, make_request
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
-from libra.plan.problem import Allocation, Problem, Solution
-from libra.plan.request import SLOT_CLASSES, longest_context, make_request
-from libra.plan.switching import cluster_seconds, live_refill, machine_seconds, switch_cost
-from libra.plan.transition import (
-    Device,
-    Role,
-    Transition,
-    device_transition,
-    group_transition,
-    longest_shapes,
-)
+from libra.plan.problem import Problem, Solution
+from libra.plan.transition import Device, Role, Transition, device_transition, group_transition, longest_shapes
 
 
 @dataclass(frozen=True, slots=True)

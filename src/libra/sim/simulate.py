@@ -15,8 +15,8 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
+from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Workload
 

@@ -37,7 +37,7 @@ from libra.backends.transport.weights import BUFFERS
 from libra.config.run import TrainingConfig
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.exec.ratio import Ratio
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 Reply = TypeVar("Reply", bound=Message)
 _FREE = 0.001  # seconds in which a step boundary is entered that nobody holds

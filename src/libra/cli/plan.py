@@ -1,13 +1,8 @@
-"""`libra plan`, `libra explain` and `libra calibrate`.
-
-Invariant: as in `libra.cli.app`: this module parses, calls and prints.
-"""
+"""`libra plan`: a plan from files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from libra.cli.errors import bad_input, no_plan, require_pages
+from libra.cli.errors import bad_input, no_plan
 from libra.cli.output import STDOUT, check_writable, reading, write_text
 from libra.report.words import printable
 
@@ -223,126 +218,3 @@ def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
         return load_recipe(request)
     notes.append(f"no --request: 512 trajectories a step, 16 a prompt, up to {max_context:,} tokens, asynchronous")
     return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)
-
-
-def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`.")],
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            help="Plan again and explain that: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the explanation as a page to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
-) -> None:
-    """Why this plan: what bounds it and by how much, the next best plans, what binds, what one more node would buy.
-
-    Everything is solved again from the request that the plan embeds; nothing else is read.
-
-    Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if.
-    """
-    from libra.config.yaml_file import ConfigError
-    from libra.plan.explain.explained import explain_plan
-    from libra.plan.plan import parse_plan
-    from libra.plan.problem import InfeasiblePlanError
-    from libra.report.explain_table import explain_tables, headline, routing_sentence
-
-    change = ""
-    if html is not None:
-        require_pages()
-    try:
-        check_writable(html, reads=(plan,))
-        found = parse_plan(plan.read_bytes(), where=str(plan))
-        if what_if:
-            before, found = found.predicted.step, _assumed(found, what_if)
-            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
-        explanation = explain_plan(found)
-        if html is not None:
-            from libra.report.explain_page import explain_page
-
-            write_text(html, explain_page(explanation, _title(found), _distribution(found)))
-    except InfeasiblePlanError as error:
-        no_plan(error)
-    except (ConfigError, ValueError, OSError) as error:
-        bad_input(error)
-    if as_json:
-        typer.echo(json.dumps(asdict(explanation)))
-        return
-    console = Console()
-    for line in (change, headline(explanation), routing_sentence(explanation)):
-        if line:
-            console.print(line, highlight=False, soft_wrap=True)
-    for table in explain_tables(explanation):
-        console.print(table)
-
-
-def _assumed(plan: Plan, what_if: list[str]) -> Plan:
-    from libra.config.yaml_file import ConfigError
-    from libra.plan.explain.explained import assume_otherwise
-    from libra.plan.explain.what_if import assume
-    from libra.plan.options.slots import SlotRequest
-
-    if isinstance(plan.request, SlotRequest):
-        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine")
-    return assume_otherwise(plan, *assume(plan.request.cluster, plan.request.recipe, what_if))
-
-
-def _title(plan: Plan) -> str:
-    from libra.plan.options.slots import SlotRequest
-
-    request = plan.request
-    if isinstance(request, SlotRequest):
-        return f"{request.profile.model} on {request.fleet.devices} slots"
-    nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in request.cluster.nodes)
-    return f"{request.model.name} on {nodes}"
-
-
-def _distribution(plan: Plan) -> list[tuple[int, float]]:
-    from libra.plan.options.slots import SlotRequest
-
-    request = plan.request
-    classes = request.workload.classes if isinstance(request, SlotRequest) else request.classes
-    return [(cls.peak_context, cls.share) for cls in classes]
-
-
-def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the calibration as JSON to this file.")],
-    device: Annotated[
-        str | None, typer.Option("--device", help="cuda or cpu (default: cuda where there is one).")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Known GPU to hold the result against: A100, H100, H200, ...")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
-) -> None:
-    """Measure this device with PyTorch: matrix products, attention, a training step; for `libra plan --profile FILE`.
-
-    Takes less than a minute. Medians and spread are of repeated runs after a warm-up.
-
-    Exit status: 0 done, 2 bad input.
-    """
-    from libra.config.yaml_file import ConfigError, unknown
-    from libra.cost.sources.grid_file import save_calibration
-    from libra.hardware.cluster import GPUS
-    from libra.report.tables import calibration_table
-
-    try:
-        if gpu is not None and gpu not in GPUS:
-            raise ConfigError(unknown("GPU", gpu, GPUS))
-        if device not in (None, "cuda", "cpu"):
-            raise ConfigError(f"--device is {device}; give cuda or cpu")
-        check_writable(output)
-        from libra.backends.calibration import calibrate_device
-
-        found = calibrate_device(device)
-        save_calibration(output, found)
-    except (ConfigError, ValueError, OSError, RuntimeError) as error:
-        bad_input(error)
-    except ModuleNotFoundError:
-        bad_input(ConfigError("PyTorch is not installed; pip install 'libra-rl[cpu]' or 'libra-rl[gpu]'"))
-    if as_json:
-        typer.echo(json.dumps(asdict(found)))
-    else:
-        Console().print(calibration_table(found, None if gpu is None else GPUS[gpu]))

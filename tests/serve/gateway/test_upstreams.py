@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 from serve.processes import EXAMPLES, ended, start
-from serve.stage import Scripted, Stage, say_nothing, staged, stop_in_mid_stream
+from serve.stage import Scripted, say_nothing, staged, stop_in_mid_stream
 
 from libra.route.baselines import LeastLoaded
-from libra.serve.gateway import health
+from libra.serve.gateway import upstreams
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
-from libra.serve.http_service import serving
+from libra.serve.http import serving
 
 BODY: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"trajectory": "t"}}
 
@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 10, "libra": {"traject
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"_CHECK_SECONDS": 0.05, "RECHECK_SECONDS": 0.05, "_CHECK_TIMEOUT": 0.5}.items():
-        monkeypatch.setattr(health, name, seconds)
+        monkeypatch.setattr(upstreams, name, seconds)
 
 
 def last_error(text: str) -> dict[str, Any]:
@@ -34,12 +34,12 @@ def last_error(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: bool) -> None:
-    async def test(stage: Stage) -> None:
-        stage.gateway.upstreams.mark_unhealthy("e0")  # the turn goes to the other, which hangs
+async def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: bool) -> None:
+    async with staged(engines=1, scripted=[Scripted(say_nothing)], engine_timeout_seconds=0.3) as stage:
+        stage.mark("e0", healthy=False)  # the turn goes to the other, which hangs
         turn = asyncio.create_task(stage.session.post("/v1/completions", json=BODY | {"stream": stream}))
         async with asyncio.timeout(10):
-            while not stage.gateway.upstreams.all["s0"].in_flight:
+            while not stage.engine("s0").in_flight:
                 await asyncio.sleep(0.005)
             stage.scripted[0].well = False
             response = await turn
@@ -49,25 +49,21 @@ def test_a_turn_of_an_engine_that_says_nothing_is_asked_again_elsewhere(stream: 
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 200
         assert [it.generated_tokens for it in stage.finished[0].turns] == [10]
 
-    staged(test, engines=1, scripted=[Scripted(say_nothing)], engine_timeout_seconds=0.3)
 
-
-def test_a_stream_of_an_engine_that_stops_ends_with_an_error() -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_stream_of_an_engine_that_stops_ends_with_an_error() -> None:
+    async with staged(engines=0, scripted=[Scripted(stop_in_mid_stream)], engine_timeout_seconds=0.3) as stage:
         async with asyncio.timeout(10), stage.session.post("/v1/completions", json=BODY | {"stream": True}) as response:
             assert b"choices" in await response.content.readany()
             stage.scripted[0].well = False
             error = last_error((await response.read()).decode())
         assert error["code"] == 503 and "engine s0 has sent nothing for" in error["message"]
-        assert stage.gateway.upstreams.all["s0"].in_flight == stage.gateway.upstreams.all["s0"].load_tokens == 0
-
-    staged(test, engines=0, scripted=[Scripted(stop_in_mid_stream)], engine_timeout_seconds=0.3)
+        assert stage.engine("s0").in_flight == stage.engine("s0").load_tokens == 0
 
 
 @pytest.mark.parametrize("script", [say_nothing, stop_in_mid_stream])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_turn_of_which_a_healthy_engine_says_nothing_ends_in_time(script: Any, stream: bool) -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_turn_of_which_a_healthy_engine_says_nothing_ends_in_time(script: Any, stream: bool) -> None:
+    async with staged(engines=0, scripted=[Scripted(script)], turn_timeout_seconds=0.3) as stage:
         async with asyncio.timeout(10):
             async with stage.session.post("/v1/completions", json=BODY | {"stream": stream}) as response:
                 text = await response.text()
@@ -75,45 +71,42 @@ def test_a_turn_of_which_a_healthy_engine_says_nothing_ends_in_time(script: Any,
         assert response.status == (200 if begun else 504)
         message = last_error(text)["message"] if begun else json.loads(text)["error"]["message"]
         assert "has sent nothing of the turn for" in message and "turn_timeout_seconds" in message
-        assert stage.gateway.upstreams.is_healthy("s0") and stage.gateway.counts.retries == 0
-
-    staged(test, engines=0, scripted=[Scripted(script)], turn_timeout_seconds=0.3)
+        assert stage.engine("s0").healthy and stage.gateway.counts.retries == 0
 
 
-def test_a_turn_that_fails_on_every_engine_is_not_tried_for_ever() -> None:
+async def test_a_turn_that_fails_on_every_engine_is_not_tried_for_ever() -> None:
     async def break_off(_: asyncio.StreamWriter) -> None:
         raise ConnectionResetError
 
-    async def test(stage: Stage) -> None:
+    async with staged(engines=0, scripted=[Scripted(break_off)], max_attempts=3) as stage:
         status, answer = await stage.post("/v1/completions", BODY)
         assert status == 503 and "tried on 3 engines, each of which failed" in answer["error"]["message"]
         assert sum(head.startswith(b"POST") for head in stage.scripted[0].heads) == 3
 
-    staged(test, engines=0, scripted=[Scripted(break_off)], max_attempts=3)
 
-
-def test_an_engines_own_refusal_reaches_the_client_when_nobody_else_can() -> None:
+async def test_an_engines_own_refusal_reaches_the_client_when_nobody_else_can() -> None:
     async def overloaded(writer: asyncio.StreamWriter) -> None:
         writer.write(
             b"HTTP/1.1 503 Busy\r\nRetry-After: 17\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\nbusy"
         )
 
-    async def test(stage: Stage) -> None:
-        async with stage.session.post("/v1/completions", json=BODY) as response:
-            assert (response.status, response.headers["Retry-After"], await response.text()) == (503, "17", "busy")
+    async with (
+        staged(engines=0, scripted=[Scripted(overloaded)], max_attempts=2) as stage,
+        stage.session.post("/v1/completions", json=BODY) as response,
+    ):
+        assert (response.status, response.headers["Retry-After"], await response.text()) == (503, "17", "busy")
 
-    staged(test, engines=0, scripted=[Scripted(overloaded)], max_attempts=2)
 
-
-def test_models_are_listed_although_an_engine_says_nothing() -> None:
+async def test_models_are_listed_although_an_engine_says_nothing() -> None:
     async def two(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
-    async def test(stage: Stage) -> None:
-        async with asyncio.timeout(10), stage.session.get("/v1/models") as response:
-            assert await response.text() == "{}"
-
-    staged(test, engines=0, scripted=[Scripted(say_nothing), Scripted(two)])
+    async with (
+        staged(engines=0, scripted=[Scripted(say_nothing), Scripted(two)]) as stage,
+        asyncio.timeout(10),
+        stage.session.get("/v1/models") as response,
+    ):
+        assert await response.text() == "{}"
 
 
 def test_a_stopped_process_holds_no_turn() -> None:
@@ -142,11 +135,11 @@ def test_a_stopped_process_holds_no_turn() -> None:
                     await asyncio.sleep(0.005)
                 os.kill(processes[0].pid, signal.SIGSTOP)
                 texts = await asyncio.gather(*turns)
-                assert not gateway.upstreams.is_healthy("e0") and gateway.counts.retries >= 2
+                assert not gateway.upstreams.all["e0"].healthy and gateway.counts.retries >= 2
                 for text in texts[1::2]:
                     assert "[DONE]" in text or "has sent nothing for" in last_error(text)["message"]
                 os.kill(processes[0].pid, signal.SIGCONT)
-                while not gateway.upstreams.is_healthy("e0"):
+                while not gateway.upstreams.all["e0"].healthy:
                     await asyncio.sleep(0.02)
 
     with ended() as processes:

@@ -1,4 +1,4 @@
-"""Serving an HTTP application until it is interrupted, with thousands of requests in flight.
+"""HTTP as the gateway and emulated engines serve it, with thousands of requests in flight, until it is interrupted.
 
 Invariants: the address is announced once it answers, and at shutdown pending requests end within a second. A connection
 that sends no request, or reads nothing of its response, is closed in time. The garbage collector runs only after
@@ -15,12 +15,17 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from aiohttp import web
+import msgspec
+from aiohttp import AddrInfoType, web
 from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 _BACKLOG = 4096  # connections waiting to be accepted
 _SHUTDOWN_SECONDS = 1.0  # for requests in flight
@@ -29,6 +34,11 @@ _STALLED_SECONDS = 60.0  # that a client may read nothing of its response
 _CONNECTIONS = 100_000  # between two garbage collections
 _LEFT = 5  # objects that a closed connection leaves, at least; together 1 kB
 _COLLECT_SECONDS = 1.0  # between two checks whether to collect
+_BODY_SECONDS = 60.0  # for a request body to arrive
+_KINDS = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable", 504: "timeout"}
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(slots=True)
@@ -36,6 +46,12 @@ class Connections:
     """Connections of a process, in both directions."""
 
     made: int = 0  # since the last collection
+
+    def socket(self, address: AddrInfoType) -> socket.socket:
+        """Of a connection that is made from here: a `TraceConfig` would slow every request down."""
+        self.made += 1
+        family, kind, protocol, _, _ = address
+        return socket.socket(family, kind, protocol)
 
 
 CONNECTIONS = web.AppKey("connections", Connections)  # set while an application is served
@@ -129,3 +145,79 @@ async def _collect(connections: Connections) -> None:
         if connections.made >= _CONNECTIONS and grown >= _LEFT * _CONNECTIONS:
             gc.collect()
             connections.made = 0
+
+
+# Requests that may be malformed, and errors in the shape of OpenAI's API
+
+
+def refusal(message: str, status: int) -> bytes:
+    """The JSON body. Statuses without a type of their own are invalid requests."""
+    kind = _KINDS.get(status, "invalid_request_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def refused(message: str, status: int, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = refusal(message, status)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+class RefusedRequest(Exception):  # noqa: N818 - an answer rather than an error
+    """Ends a handler with `refused(message, status, headers)`."""
+
+    def __init__(self, message: str, status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.headers = message, status, headers
+
+
+@web.middleware
+async def in_openai_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives every error response, aiohttp's own included, OpenAI's shape."""
+    try:
+        return await handler(request)
+    except RefusedRequest as error:
+        response = refused(error.message, error.status, error.headers)
+    except web.HTTPException as error:
+        kept = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        response = refused(f"{error.text or error.reason}", error.status, kept)
+    if not request.content.is_eof() or request.content.exception() is not None:
+        response.force_close()  # the rest of the body must not be read as a request
+    return response
+
+
+async def body_of(request: web.Request) -> bytes:
+    """The whole body, decompressed. Raises `RefusedRequest` if it is damaged or arrives too slowly."""
+    try:
+        if request.content.is_eof():  # it has arrived
+            return await request.read()
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise RefusedRequest(f"the body did not arrive within {_BODY_SECONDS:g} s", 408) from None
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise RefusedRequest(f"the body cannot be read ({type(error).__name__}): send it whole", 400) from None
+
+
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises ValueError in one line that names the field."""
+    try:
+        return decoder.decode(body)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+# Metrics
+
+
+@dataclass(slots=True, eq=False)
+class _Families(Collector):
+    families: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+
+def metrics(families: Iterable[Metric]) -> web.Response:
+    """The answer to Prometheus."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(families))
+    return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

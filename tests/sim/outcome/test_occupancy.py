@@ -17,8 +17,7 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
-from libra.sim.outcome.engine_series import EngineSeries
-from libra.sim.outcome.watcher import OccupancyRecorder
+from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.protocol import Requests
 

@@ -1,17 +1,75 @@
-"""Who looks at the engines of a running cluster, and remembers how full they were.
+"""How full engines were over time: who looks at them while a cluster runs, and what was seen.
 
-Invariant: memory is bounded however long the simulation is, and what is remembered is sums over time, so that fewer
-rows are coarser but not wrong.
+Invariant: memory is bounded however long the simulation is, and what is remembered is sums over time. Rows follow each
+other without a gap, and each says the mean over its time, so that the mean over any stretch of whole rows is exact
+however often rows were merged.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
+from numpy.typing import NDArray
 
 from libra.sim.engine.engine import SimEngine
-from libra.sim.outcome.engine_series import EngineSeries
 
 MOST_ROWS = 50_000  # of all engines together, about 20 MB
+
+Means = NDArray[np.float64]
+Ticks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineSeries:
+    """Arrays of one entry a row, read-only. Before the first row and after the last one the engine has nothing.
+
+    `running` and `waiting` are requests, as of the engine's latest decision; `held` are KV blocks, which between two
+    decisions are taken to grow evenly.
+    """
+
+    edges: Ticks  # [rows + 1], rising: a row is from one to the next
+    running: Means
+    waiting: Means
+    held: Means
+    held_peak: Ticks  # blocks, largest at any moment of the row
+    pauses: tuple[tuple[int, int], ...] = ()  # ticks of (start, end), for new weights; adjoining ones are one
+    more_pauses: int = 0  # that there was no room for
+
+    def __post_init__(self) -> None:
+        for values in (self.edges, self.running, self.waiting, self.held, self.held_peak):
+            values.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    @property
+    def most_held(self) -> int:
+        return int(self.held_peak.max(initial=0))
+
+    def merged(self, count: int) -> EngineSeries:
+        """Each `count` rows made into one; the last one may be of fewer."""
+        if count == 1 or not len(self):
+            return self
+        firsts = np.arange(0, len(self), count)
+        edges = np.append(self.edges[firsts], self.edges[-1])
+        spans, old = np.diff(edges), np.diff(self.edges)
+        running, waiting, held = (
+            np.add.reduceat(values * old, firsts) / spans for values in (self.running, self.waiting, self.held)
+        )
+        peaks = np.maximum.reduceat(self.held_peak, firsts)
+        return EngineSeries(edges, running, waiting, held, peaks, self.pauses, self.more_pauses)
+
+    def over(self, edges: Ticks) -> tuple[Means, Means, Means]:
+        """Means of (running, waiting, held) between neighbouring `edges`, which are ticks that rise."""
+        return self._mean(self.running, edges), self._mean(self.waiting, edges), self._mean(self.held, edges)
+
+    def _mean(self, values: Means, edges: Ticks) -> Means:
+        if not len(self):
+            return np.zeros(len(edges) - 1)
+        until = np.concatenate(([0.0], np.cumsum(values * np.diff(self.edges))))
+        mean: Means = np.diff(np.interp(edges, self.edges, until)) / np.diff(edges)
+        return mean
 
 
 class OccupancyRecorder:
@@ -81,32 +139,21 @@ class OccupancyRecorder:
         self._decisions *= 2
 
 
+@dataclass(slots=True)
 class _Seen:
     """One engine: rows of [start, running, waiting, held, largest held], where the three in the middle are times ticks
     (held: twice that), and what it was when last looked at."""
 
-    __slots__ = (
-        "events",
-        "filled",
-        "held",
-        "held_ticks",
-        "more_pauses",
-        "pauses",
-        "rows",
-        "running",
-        "steps",
-        "tick",
-        "waiting",
-    )
-
-    def __init__(self, now: int) -> None:
-        self.rows: list[list[int]] = []
-        self.filled = 0  # decisions in the last row
-        self.pauses: list[tuple[int, int]] = []
-        self.more_pauses = 0
-        self.tick = now
-        self.running = self.waiting = self.held = 0
-        self.held_ticks = self.events = self.steps = 0
+    tick: int
+    rows: list[list[int]] = field(default_factory=list)
+    filled: int = 0  # decisions in the last row
+    pauses: list[tuple[int, int]] = field(default_factory=list)
+    more_pauses: int = 0
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
+    held_ticks: int = 0
+    steps: int = 0
 
     def look(self, engine: SimEngine, now: int) -> None:
         self.tick = now
@@ -114,7 +161,6 @@ class _Seen:
         self.waiting = len(engine.waiting)
         self.held = engine.pool.held
         self.held_ticks = engine.held_ticks
-        self.events = engine.events
         self.steps = engine.steps
 
     def last(self, engine: SimEngine, now: int) -> None:

@@ -8,17 +8,16 @@ import sys
 from typing import Any
 
 from aiohttp import ClientSession
+from serve.stage import CONFIG, COST
 
 from libra.route.baselines import LeastLoaded
 from libra.serve.emulate.live_engine import LiveEngine
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
-from libra.serve.http_service import CONNECTIONS, serving
-from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import AffineCost
+from libra.serve.http import CONNECTIONS, serving
+from libra.sim.engine.config import EngineSpec
 
-CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=8, max_num_batched_tokens=64)
 TRANSPORT = {"_SelectorSocketTransport", "dict", "method", "socket", "TransportSocket", "tuple"}
 ROUNDS = 5
 
@@ -55,7 +54,7 @@ async def use(session: ClientSession, engine: LiveEngine) -> None:
 
 def test_nothing_refers_to_itself_but_transports_and_connections_are_counted() -> None:
     async def main() -> None:
-        emulator = Emulator([EngineSpec("e", CONFIG, AffineCost(2 * 10**9))], 1.0, 10, 0)
+        emulator = Emulator([EngineSpec("e", CONFIG, COST)], 1.0, 10, 0)
         behind = emulator.application()
         async with serving(behind, "127.0.0.1", 0) as base:
             sections = (UpstreamSection(name="e", url=f"{base}/v1", max_model_len=512),)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.tracking import simulated
 from libra.lengths import FALSE_ALARM_RATE, LengthTracker
-from libra.lengths.survival import at_risk, log_survival_variance
 from libra.trajectory import Trajectory, Turn
 
 PER_STEP = 48
@@ -122,55 +122,6 @@ def test_finished_ones_are_refused_and_leave_no_trace() -> None:
     with pytest.raises(ValueError, match=r"observe\(\)"):
         tracker.observe_running([trajectory(5000, 3, finished=False), trajectory(100)])
     assert tracker.snapshot() == before
-
-
-@pytest.mark.parametrize("confidence", [0, 1, math.nan])
-def test_impossible_confidence_is_refused(confidence: float) -> None:
-    with pytest.raises(ValueError, match="confidence"):
-        tracked([(100, 0)], [], 10).quantile_interval(0.5, confidence)
-
-
-@pytest.mark.parametrize("q", [0.5, 0.9])
-def test_intervals_hold_the_true_quantile_as_often_as_stated(q: float) -> None:
-    random = np.random.default_rng(7)
-    held = []
-    for _ in range(150):
-        lengths, limits = random.lognormal(8, 1, 200), random.lognormal(9, 1, 200)  # a third is cut off
-        tracker = tracked(
-            [(int(length), 0) for length, limit in zip(lengths, limits, strict=True) if length <= limit],
-            [(int(limit), 0) for length, limit in zip(lengths, limits, strict=True) if length > limit],
-            1e9,
-            4,
-        )
-        low, high = tracker.quantile_interval(q, 0.9)
-        truth = math.exp(8 + {0.5: 0.0, 0.9: 1.2816}[q])
-        held.append(low <= truth <= high)
-    assert 0.82 < np.mean(held) < 0.98
-
-
-def test_the_variance_of_a_share_against_greenwood() -> None:
-    finished, running = [4, 16, 16, 64, 256, 1024], [8, 8, 64, 512]  # bin edges
-    counts, still = np.zeros(16), np.zeros(16)
-    for context in finished:
-        counts[int(math.log2(context))] += 1
-    for context in running:
-        still[int(math.log2(context))] += 1
-    risk = at_risk(counts, still, np.zeros(16))
-    variance, summed = log_survival_variance(counts, risk, risk), 0.0
-    for context in (4, 16, 64, 256):
-        at_least = sum(x >= context for x in finished) + sum(x > context for x in running)
-        ends = finished.count(context)
-        summed += ends / (at_least * (at_least - ends))
-        assert variance[int(math.log2(context))] == pytest.approx(summed)
-    assert variance[10] == math.inf
-
-
-def test_in_the_last_bin_an_interval_is_that_of_a_counted_share() -> None:
-    tracker = tracked([(1000, 0)] * 100, [], 1e9)
-    error = 1.959964 * math.sqrt(0.5 * 0.5 / 100)
-    assert tracker.quantile_interval(0.5) == pytest.approx(
-        (tracker.quantile(0.5 - error), tracker.quantile(0.5 + error))
-    )
 
 
 class Run:
@@ -325,8 +276,17 @@ def test_in_expectation_what_is_cut_off_by_time_changes_nothing(
                 else:
                     running.append(come_to)
         tracker.observe_running(running)
-        truth = np.array([knows.quantile(0.5), knows.quantile(0.9), knows.mean_generated])
+        truth = np.array([knows.quantile(0.5), knows.quantile(0.9), knows.classes(1)[0].generated])
         for found, of in ((errors, tracker), (ignorant, only)):
-            found.append(np.array([of.quantile(0.5), of.quantile(0.9), of.mean_generated]) / truth - 1)
+            found.append(np.array([of.quantile(0.5), of.quantile(0.9), of.classes(1)[0].generated]) / truth - 1)
     assert np.abs(np.mean(errors, axis=0)).max() < stated
     assert np.abs(np.mean(errors, axis=0)).max() < np.abs(np.mean(ignorant, axis=0)).max()
+
+
+def test_in_a_whole_run_lengths_are_those_of_a_tracker_that_knows_all_ends() -> None:
+    errors = simulated("r2e_gym", 0, steps=12)[4:]
+    tracked, finished_only = (
+        np.mean([at[name] for at in errors], axis=0) for name in ("tracked", "finished only")
+    )  # P50, P90, P99 and mean
+    assert np.abs(tracked).max() < 0.05
+    assert np.abs(finished_only).max() > 0.1
