@@ -139,7 +139,7 @@ def _entry(prompt_id: str, drawn_from: Sequence[Trajectory]) -> _Candidates:
 def _nearest(one: Trajectory, of_task: Sequence[Trajectory], count: int) -> list[Trajectory]:
     """`one` and the `count` - 1 others nearest to it; ties by their place in `of_task`, as seen from its own.
 
-    Of a log that is cut, many are of the longest context: by their ids alone, all of them would borrow from the same few.
+    Of a log that is cut, many are of the longest context: by ids alone, all would borrow from the same few.
     """
     places = {trajectory.prompt_id: place for place, trajectory in enumerate(of_task)}
     own, size = places[one.prompt_id], len(of_task)
