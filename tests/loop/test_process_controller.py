@@ -196,7 +196,7 @@ async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are
     async def late() -> Message:
         asked.set()
         await hold.wait()
-        return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
+        return StateDigest(0, 0, 64, [StatePlace(0, 0)])
 
     core = made.launcher.workers["core-0"]
     core.instead[Identify] = late

@@ -20,8 +20,8 @@ from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
 from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
+from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
-from libra.backends.transport.weights import BUFFERS
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
 from libra.config.run import ShapeConfig, TrainingConfig

@@ -26,8 +26,7 @@ from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, So
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.messages import Failure, Stop
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.backends.transport.shared_memory import Vector, WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096

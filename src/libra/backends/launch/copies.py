@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from libra.backends.launch.launcher import CopyError, SourceLostError
 from libra.backends.launch.node import NodeLostError, RemoteNode
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.backends.transport.weights import WeightUpdateError
+from libra.backends.transport.shared_memory import WeightUpdateError
 
 COPY_SECONDS = 120.0  # for each end of a copy
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import ForkError, LaunchError
-from libra.backends.transport.weights import create_buffer
+from libra.backends.transport.shared_memory import create_buffer
 
 WORKER_ENVIRONMENT = {
     # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.

@@ -18,8 +18,7 @@ from libra.backends.arithmetic import Bf16Speed
 from libra.backends.environment import hardware_name
 from libra.backends.launch.fork_server import ForkServer
 from libra.backends.launch.launcher import LaunchError
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer
+from libra.backends.transport.shared_memory import Vector, WeightBuffer
 
 _CONNECT_SECONDS = 20.0
 
