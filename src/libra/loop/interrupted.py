@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from libra.exec.allocation import bucket_limits, current_allocation
 from libra.exec.journal import JournalReplay, read_journal, replay
-from libra.exec.pool import Worker
+from libra.exec.pool import Worker, bucket_limits, current_allocation
 from libra.loop.checkpoint import RunState, latest_checkpoint
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import RECORDS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import libra
-from libra.backends.environment import COMPUTING, versions
+from libra.backends.machine import COMPUTING, versions
 from libra.backends.transport.messages import Precision
 from libra.config.cache import cache_directory
 from libra.config.run import RunConfig

@@ -9,9 +9,8 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
-from libra.backends.arithmetic import Choice, served_dtype
-from libra.backends.environment import LIBRARIES, versions
 from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import RunConfig, ShapeConfig, StartConfig
@@ -247,7 +246,7 @@ class Session:
                 "measuring engines that hand no KV over",
                 lambda: measure_plain(executor, engines, trajectories, measured),
             )
-        if len(executor.healthy()) == self._config.cluster.slots:  # else it is of a smaller machine
+        if len(executor.pool.healthy()) == self._config.cluster.slots:  # else it is of a smaller machine
             keep_profile(key, profile)
         self._phase.line(f"measured in {time.monotonic() - began:.1f} s: {profile_words(profile)}")
         return profile

@@ -19,7 +19,7 @@ import msgspec
 
 from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
 from libra.backends.grpo.state_stream import StateRequest, StateStream, Verdict
-from libra.backends.launch.fork_server_main import die_with
+from libra.backends.launch.worker import die_with
 from libra.backends.transport.shared_vectors import LayoutError
 from libra.backends.transport.trainer_messages import Serve, StatePlace
 
