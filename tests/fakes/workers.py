@@ -154,7 +154,7 @@ class MadeWorker:
         return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
 
     def _standing(self) -> StateDigest:
-        return StateDigest(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
+        return StateDigest(self.version, self.version, 64, [StatePlace(0, 0)], ready=True)
 
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1

@@ -32,10 +32,10 @@ from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsP
 from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
 from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import Origin, begin_session
+from libra.loop.process_controller import WorkerSettings, begin_session
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
@@ -84,8 +84,18 @@ class Made:
             self.launcher,
             self.pool,
             self.fleet,
-            CONFIG,
-            Origin(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
+            WorkerSettings(
+                CONFIG.training,
+                CONFIG.engines,
+                share=0.45,
+                port=0,
+                seed=0,
+                model=directory,
+                precision="fp32",
+                kv_bytes=16,
+                version=4,
+                checkpoint=checkpoint,
+            ),
             self.journal,
             self.told,
         )
@@ -187,7 +197,7 @@ async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are
     async def late() -> Message:
         asked.set()
         await hold.wait()
-        return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
+        return StateDigest(0, 0, 64, [StatePlace(0, 0)])
 
     core = made.launcher.workers["core-0"]
     core.instead[Identify] = late

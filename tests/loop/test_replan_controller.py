@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.small_run import CONFIG, FIRST, PROFILE, episode
+from fakes.small_run import FIRST, PROFILE, episode, make_observations
 
 from libra.exec.executor import Executor
 from libra.exec.pool import DEADLINES, bucket_limits, current_allocation, make_pool
 from libra.exec.protocols import Applied, MoveOutcome
-from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.plan.allocation import Allocation
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.replanner import Outlook
 from libra.plan.transition import Role, Transition, device_transition
-from libra.report.live import PlainDisplay
 
 PERIOD = 3
 
@@ -77,25 +75,21 @@ class MadeExecutor:
 
 class Made:
     def __init__(self, directory: Path, mode: str) -> None:
-        config = CONFIG.model_copy(
-            update={
-                "allocation": mode,
-                "planner": CONFIG.planner.model_copy(update={"period": PERIOD}),
-                "training": CONFIG.training.model_copy(update={"steps": 1000}),
-            }
-        )
         self.executor = MadeExecutor()
         self.recorder = Recorder(directory, 0.0)
         self.recorder.begin()
-        self.observations = Observations(config, PROFILE, 8)
+        self.observations = make_observations(PERIOD)
         self.observations.observe([episode(0, index) for index in range(20)], [40, 100])
         self.controller = ReplanController(
-            config,
             cast(Executor, self.executor),
             self.observations,
             self.recorder,
-            PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
-            first=FIRST,
+            lambda text: None,
+            FIRST,
+            steps=1000,
+            period=PERIOD,
+            seed=0,
+            adaptive=mode == "adaptive",
             first_period=4,
         )
         self.directory, self.step = directory, 0

@@ -31,8 +31,7 @@ from libra.backends.launch.ray import SlotOffer, node_slots
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.messages import Acknowledged, Failure, Stop
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.backends.transport.shared_memory import Vector, WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096

@@ -24,6 +24,7 @@ from libra.backends.grpo.train_state import TrainState
 from libra.backends.launch.worker import Pacer
 from libra.backends.machine import served_dtype
 from libra.backends.transport.messages import Tensor
+from libra.backends.transport.shared_memory import WeightBuffer, make_layout
 from libra.backends.transport.trainer_messages import (
     Commit,
     MeasureTraining,
@@ -36,7 +37,6 @@ from libra.backends.transport.trainer_messages import (
     WarmedUp,
     WarmUp,
 )
-from libra.backends.transport.weights import WeightBuffer, make_layout
 
 _GRADIENT_NORM = 1.0  # clip
 _MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes

@@ -19,6 +19,7 @@ from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summ
 from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
 from libra.backends.transport.messages import Acknowledged, Message, Precision
+from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import (
     Commit,
     Discard,
@@ -33,11 +34,10 @@ from libra.backends.transport.trainer_messages import (
     Trained,
     TrainingMeasured,
 )
-from libra.backends.transport.weights import BUFFERS
 from libra.config.run import TrainingConfig
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.exec.ratio import Ratio
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 Reply = TypeVar("Reply", bound=Message)
 _FREE = 0.001  # seconds in which a step boundary is entered that nobody holds

@@ -20,7 +20,7 @@ from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, Receptio
 from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.backends.transport.weights import WeightUpdateError
+from libra.backends.transport.shared_memory import WeightUpdateError
 from libra.exec.background import raise_in_loop
 from libra.exec.pool import LOSS_WINDOW, with_loss
 

@@ -30,8 +30,8 @@ from libra.backends.launch.worker import die_with, serve_and_leave
 from libra.backends.machine import Bf16Speed, probe
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import StartEngine
+from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import StartTrainer
-from libra.backends.transport.weights import create_buffer
 
 WORKER_ENVIRONMENT = {
     # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.

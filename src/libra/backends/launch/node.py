@@ -21,8 +21,7 @@ from typing import Any, Protocol
 from libra.backends.launch.fork_server import ForkServer, LaunchError
 from libra.backends.machine import Bf16Speed, hardware_name
 from libra.backends.transport.channel import ControllerChannel
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer
+from libra.backends.transport.shared_memory import Vector, WeightBuffer
 
 _CONNECT_SECONDS = 20.0
 _TOKEN_BYTES = 32

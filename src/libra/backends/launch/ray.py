@@ -23,7 +23,7 @@ from libra.backends.launch.launcher import SourceLostError
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.config.cache import cache_directory
 from libra.config.run import ClusterConfig
-from libra.records.disk import writing
+from libra.records.files import writing
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 

@@ -10,7 +10,7 @@ import pytest
 
 from libra.backends.transport.messages import Precision
 from libra.config.run import RunConfig
-from libra.loop.profile_cache import profile_key
+from libra.loop.calibration import profile_key
 
 FILE: dict[str, Any] = {
     "name": "keyed",
