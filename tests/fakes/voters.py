@@ -194,7 +194,7 @@ class Voter:
                 if self.late > 0:
                     self.late -= 1
                 else:
-                    self._copy(StatePlace(self._follows, 0, 0))
+                    self._copy(StatePlace(self._follows, 0))
                 return self._standing(order.generation in self._prepared and order.generation not in self.unformed)
             case MeasureTraining():
                 members = [voter for voter in self._floor.replicas.values() if voter.generation == self.generation]
@@ -249,7 +249,7 @@ class Voter:
 
     def _standing(self, ready: bool, behind: str = "") -> StateDigest:
         number = -1 if behind else len(self.steps)
-        return StateDigest(number, self._hash(), 64, [StatePlace(self._index, 0, 0)], ready, behind)
+        return StateDigest(number, self._hash(), 64, [StatePlace(self._index, 0)], ready, behind)
 
     def _hash(self) -> int:
         return zlib.crc32(repr(self.steps).encode())

@@ -31,7 +31,7 @@ from libra.backends.transport.trainer_messages import (
 
 VOTE = Reduced(3, "", 2.0, 0.5, 100, 40, 1.0, 20.0, 3.0)
 TRAINED = Trained(3, 77, 5, 0.25, 1.5)
-PLACES = [StatePlace(10 + part, part, 1) for part in range(3)]
+PLACES = [StatePlace(10 + part, part) for part in range(3)]
 
 
 @pytest.mark.parametrize("parts", [2, 3])

@@ -29,8 +29,8 @@ from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.grpo import Denominator, micro_batches
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.tiny_model import TokenizerCodec
+from libra.backends.transport.shared_memory import WeightBuffer
 from libra.backends.transport.trainer_messages import Commit, MeasureTraining, Sample, Train, Trained, WarmUp
-from libra.backends.transport.weights import WeightBuffer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,6 +19,7 @@ from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summ
 from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
 from libra.backends.transport.messages import Acknowledged, Message, Precision
+from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import (
     Commit,
     Discard,
@@ -33,7 +34,6 @@ from libra.backends.transport.trainer_messages import (
     Trained,
     TrainingMeasured,
 )
-from libra.backends.transport.weights import BUFFERS
 from libra.config.run import TrainingConfig
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.exec.ratio import Ratio

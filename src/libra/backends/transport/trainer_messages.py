@@ -1,7 +1,7 @@
 """Messages between the controller and a training replica.
 
-Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), gradients through a process group
-(`elastic.py`), and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
+Invariant: no tensor travels here. Weights go through shared memory, gradients through a process group (`elastic.py`),
+and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
 """
 
 from __future__ import annotations
@@ -104,12 +104,11 @@ class Enter(Message, frozen=True):
 
 
 class StatePlace(msgspec.Struct, frozen=True, tag=True):
-    """Where one process of a replica publishes its part of the state, on its own node: two files that process `pid`
-    holds open."""
+    """Where one process of a replica publishes its part of the state, on its own node: a file that process `pid` holds
+    open."""
 
     pid: int
-    board: int  # file descriptors of that process
-    ring: int
+    descriptor: int  # of that process
 
 
 TOKEN_BYTES = 32  # of ASCII
