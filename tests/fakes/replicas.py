@@ -23,7 +23,7 @@ from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import TrainingWorker
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
 from libra.backends.transport.messages import Denominator, Precision
 from libra.backends.transport.shared_memory import create_buffer

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from fakes.far_end import FarEnd
 
-from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
+from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,

@@ -13,7 +13,7 @@ from fakes.small_run import episode
 
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
-from libra.loop.interrupted import Recorded, cut_back, missing_trajectories
+from libra.loop.checkpoint import Recorded, cut_back, missing_trajectories
 from libra.loop.recorder import Recorder
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 from libra.records.causes import Cause

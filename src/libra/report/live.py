@@ -48,14 +48,14 @@ class RunView:
     name: str
     step: int
     steps: int
-    reward: float | None  # mean over the last `reward_steps`
-    reward_steps: int
-    tokens_per_second: float | None
-    staleness_mean: float | None
-    staleness_max: int | None
-    workers: tuple[tuple[str, str, str], ...]  # (id, role, detail)
-    last_decision: str  # empty: none yet
-    phase: str
+    reward: float | None = None  # mean over the last `reward_steps`
+    reward_steps: int = 0
+    tokens_per_second: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    workers: tuple[tuple[str, str, str], ...] = ()  # (id, role, detail)
+    last_decision: str = ""  # empty: none yet
+    phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
 
 
@@ -102,10 +102,11 @@ class PlainDisplay:
             self._write(view)
 
     def line(self, text: str) -> None:
+        self._latest = None  # whatever was not shown yet is of before: it may not follow
         write_line(self._stream, f"{duration(self._clock() - self._began)}  {text}")
 
     def close(self) -> None:
-        if self._latest is not None and self._latest is not self._shown:
+        if self._latest is not None:
             self._write(self._latest)
 
     def _write(self, view: RunView) -> None:

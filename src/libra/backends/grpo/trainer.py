@@ -15,13 +15,13 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.elastic import GradientExchange, PeerLostError
 from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
 from libra.backends.grpo.model_files import MODEL, OPTIMISER, load_file, load_or_make, save_files
 from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
 from libra.backends.grpo.train_state import TrainState
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
+from libra.backends.machine import served_dtype
 from libra.backends.transport.messages import Tensor
 from libra.backends.transport.shared_memory import WeightBuffer, make_layout
 from libra.backends.transport.trainer_messages import (
