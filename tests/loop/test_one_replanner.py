@@ -12,7 +12,7 @@ from oracles.small_cluster import CLUSTER, QWEN_14B, RECIPE, trajectories
 
 from libra.cost.device import SwitchCost
 from libra.exec.executor import Executor
-from libra.exec.pool import Worker, WorkerPool
+from libra.exec.pool import WorkerPool
 from libra.exec.protocols import Applied, ProcessController
 from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
@@ -49,9 +49,6 @@ class ClusterExecutor:
 
     def __init__(self) -> None:
         self.pool, self.made, self._allocation = WorkerPool([]), list[Transition](), cast(Allocation | None, None)
-
-    def healthy(self) -> tuple[Worker, ...]:
-        return ()
 
     def allocation(self) -> Allocation | None:
         return self._allocation

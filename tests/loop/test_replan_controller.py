@@ -13,9 +13,8 @@ from typing import Any, cast
 import pytest
 from fakes.small_run import FIRST, PROFILE, episode, make_observations
 
-from libra.exec.allocation import bucket_limits, current_allocation
 from libra.exec.executor import Executor
-from libra.exec.pool import DEADLINES, Worker, make_pool
+from libra.exec.pool import DEADLINES, bucket_limits, current_allocation, make_pool
 from libra.exec.protocols import Applied, MoveOutcome
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
@@ -39,9 +38,6 @@ class MadeExecutor:
         self.open = asyncio.Event()
         self.open.set()
         self._make(self.transition(FIRST))
-
-    def healthy(self) -> tuple[Worker, ...]:
-        return self.pool.healthy()
 
     def allocation(self) -> Allocation | None:
         return current_allocation((w.duty for w in self.pool.all()), bucket_limits(self.plans), 100)
@@ -173,7 +169,7 @@ async def test_a_slot_that_came_back_is_used_at_the_next_boundary(made: Made, mo
     await made.boundary()
     [wanted] = made.executor.wanted
     assert devices(wanted) == 4
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
     if mode == "static":
         assert (wanted, made.rows("decisions")) == (FIRST, 0)
     await made.boundary()
@@ -208,7 +204,7 @@ async def test_a_loss_during_a_move_is_planned_around_after_it(made: Made) -> No
     assert made.controller.urgent
     await made.boundary()
     assert len(made.executor.wanted) == 2
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
 
 
 async def test_a_plan_for_other_workers_is_dropped(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +236,7 @@ async def test_a_move_that_was_not_made_is_planned_around_at_once_where_a_slot_i
     assert made.controller.urgent and len(made.executor.wanted) == 2
     await made.boundary()
     assert len(made.executor.wanted) == 3
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
     await made.boundary()
     assert not made.controller.urgent and len(made.executor.wanted) == 3
 
@@ -250,7 +246,7 @@ async def test_an_idle_slot_is_not_forgotten(made: Made) -> None:
     made.executor.outcomes = ["undone"]
     made.lose("rollout-1")
     await made.boundary(PERIOD + 2)
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
 
 
 async def test_a_dropped_plan_has_no_outcome(made: Made) -> None:
@@ -279,7 +275,7 @@ async def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(made: Made) 
     assert made.executor.dropped == ["the run has made all its steps"] and not ending.done()
     made.executor.open.set()
     await ending
-    assert not any(worker.role in DEADLINES for worker in made.executor.healthy())
+    assert not any(worker.role in DEADLINES for worker in made.executor.pool.healthy())
 
 
 async def test_the_end_of_a_run_does_not_wait_for_a_plan(made: Made) -> None:

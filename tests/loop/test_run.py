@@ -19,8 +19,8 @@ from fakes.scripted import AskTool, echo
 from fakes.small_run import PROFILE
 from fakes.workers import MadeLauncher, MadeWorker
 
-from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
+from libra.backends.machine import Bf16Speed
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import (
     EngineMeasured,

@@ -86,7 +86,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
-    from libra.backends.launch.launcher import LaunchError
+    from libra.backends.launch.fork_server import LaunchError
     from libra.exec.journal import JournalError
     from libra.exec.protocols import WorkerFailedError, WorkerLostError
     from libra.loop.checkpoint import can_be_resumed

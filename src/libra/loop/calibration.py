@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import libra
-from libra.backends.environment import COMPUTING, versions
+from libra.backends.machine import COMPUTING, versions
 from libra.backends.transport.messages import Precision
 from libra.config.cache import cache_directory
 from libra.config.run import RunConfig
@@ -96,7 +96,7 @@ async def measured_profile(
                 "measuring engines that hand no KV over",
                 lambda: measure_plain(executor, engines, trajectories, measured),
             )
-    if len(executor.healthy()) == config.cluster.slots:  # else it is of a smaller machine
+    if len(executor.pool.healthy()) == config.cluster.slots:  # else it is of a smaller machine
         path = profile_path(key)
         with writing(path):
             save_profile(path, profile)

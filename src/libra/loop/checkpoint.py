@@ -19,9 +19,8 @@ import msgspec
 
 from libra.backends.grpo.trainers import Trainers, save_weights
 from libra.config.run import ConfigError
-from libra.exec.allocation import bucket_limits, current_allocation
 from libra.exec.journal import JournalReplay, read_journal, replay
-from libra.exec.pool import Worker
+from libra.exec.pool import Worker, bucket_limits, current_allocation
 from libra.loop.episode_file import History, read_history
 from libra.loop.recorder import RECORDS
 from libra.loop.rollout import Episode

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers, save_weights, start_order
+from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
+from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
+from libra.backends.machine import served_dtype
 from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
 from libra.backends.transport.shared_memory import BUFFERS

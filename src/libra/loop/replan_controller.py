@@ -122,7 +122,7 @@ class ReplanController:
         self.periods.end(self._without_change)
 
     def _any_idle(self) -> bool:
-        return any(worker.role is Role.IDLE for worker in self._executor.healthy())
+        return any(worker.role is Role.IDLE for worker in self._executor.pool.healthy())
 
     def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
@@ -157,7 +157,7 @@ class ReplanController:
 
     async def _decide(self, steps_left: int) -> None:
         """Plan, decide, and carry the decision out, while the steps go on."""
-        workers, current = self._executor.healthy(), self._executor.allocation()
+        workers, current = self._executor.pool.healthy(), self._executor.allocation()
         if not self._adaptive:
             if current is not None and self._predict(current, tried=True) is not None:
                 return
@@ -168,7 +168,7 @@ class ReplanController:
         replanner = self._observations.replanner
         outlook = replanner.outlook(self._site(current), steps_left)
         proposal = await asyncio.to_thread(outlook.propose, self._seed)
-        if self._executor.healthy() != workers:
+        if self._executor.pool.healthy() != workers:
             self.worker_lost()  # it was planned for others
             return
         replanner.decided(proposal)

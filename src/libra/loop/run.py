@@ -11,9 +11,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from libra.backends.arithmetic import choose
-from libra.backends.launch.launcher import WorkerLauncher
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
+from libra.backends.machine import choose
 from libra.config.run import ClusterConfig, ConfigError, RunConfig
 from libra.environments.protocol import Environment
 from libra.loop.checkpoint import read_interrupted

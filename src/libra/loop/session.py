@@ -15,9 +15,8 @@ from typing import Self
 
 import psutil
 
-from libra.backends.arithmetic import Choice, served_dtype
-from libra.backends.environment import LIBRARIES, versions
 from libra.backends.launch.launcher import WorkerLauncher
+from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import RunConfig, ShapeConfig, StartConfig

@@ -36,7 +36,7 @@ from libra.backends.grpo.publication import (
     Update,
     overwritten,
 )
-from libra.backends.launch.fork_server_main import die_with
+from libra.backends.launch.worker import die_with
 from libra.backends.transport.shared_memory import LayoutError, Vector
 from libra.backends.transport.trainer_messages import RelayPlace, Serve, StatePlace
 

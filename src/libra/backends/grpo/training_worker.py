@@ -17,7 +17,7 @@ from libra.backends.grpo.relay import Relay
 from libra.backends.grpo.replica_processes import Channel, serve_together
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.grpo.trainer import TrainerProcess
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import FromWorker, ToWorker, WorkerChannel
 from libra.backends.transport.messages import Acknowledged, Ready, Stop
 from libra.backends.transport.shared_memory import LayoutError
