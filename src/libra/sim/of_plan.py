@@ -25,8 +25,7 @@ from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.resampled import Resampled
 from libra.sim.training_run.system import System
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.drawing import draw
-from libra.sim.workload.replay import Replay
+from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory
 
 
