@@ -25,7 +25,7 @@ from libra.route.hierarchy import Hierarchy, state_of
 from libra.route.policy import TurnRequest
 from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.metrics import metrics_of
-from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.episodes import Resampled
 from libra.trajectory import Trajectory
 
 OURS, THEIRS, ATTAINED = "cmlfq", "cmlfq-published", "attained service"
