@@ -22,9 +22,9 @@ from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
 from libra.exec.pool import DEADLINES, Worker, make_pool
 from libra.exec.protocols import Applied, MoveOutcome, WorkerFailedError, WorkerLostError
+from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.interrupted import allocation_in_force
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, Duty, Role, Transition

@@ -16,7 +16,7 @@ from libra.backends.transport.trainer_messages import SaveCheckpoint
 from libra.config.yaml_file import ConfigError
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import Evaluation
 
 STATE = RunState(3, 12.5, {"seen": 7}, {"policy": "some"}, Evaluation("start", 0, 8, 0.25, 0.5, 2.0))

@@ -7,8 +7,7 @@ from typing import cast
 
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.loop.fleet import ServingEngine
-from libra.loop.observations import EngineWork
-from libra.loop.tally import EngineCounters
+from libra.loop.observations import EngineCounters, EngineWork
 
 
 def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> ServingEngine:

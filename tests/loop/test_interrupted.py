@@ -8,7 +8,7 @@ import pytest
 
 from libra.exec.journal import JournalReplay
 from libra.exec.pool import make_pool
-from libra.loop.interrupted import allocation_in_force
+from libra.loop.checkpoint import allocation_in_force
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import TRAIN, Duty, Role
 

@@ -13,12 +13,12 @@ from fakes.small_run import episode
 
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
-from libra.loop.interrupted import Recorded, cut_back, missing_trajectories
+from libra.loop.checkpoint import Recorded, cut_back, missing_trajectories
 from libra.loop.recorder import Recorder
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 from libra.records.causes import Cause
 from libra.records.device_time import Phase
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import PeriodRecord, StepRecord
 
 LONG = Duty(Role.ROLLOUT, "long")

