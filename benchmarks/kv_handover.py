@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import Generate, KVBufferPlace, KVTransfer, Piece, Save, StartEngine
 from libra.backends.transport.messages import Acknowledged, Ready

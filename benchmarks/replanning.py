@@ -30,15 +30,16 @@ from libra.cost.engine_memory import BLOCK
 from libra.hardware.cluster import load_cluster
 from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
+from libra.plan.allocation import Allocation
+from libra.plan.decision import live_refill, switch_cost, switch_seconds
 from libra.plan.model.horizon import PoolSizes, pool_sizes, shortest_path
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines
-from libra.plan.problem import Allocation, Problem
+from libra.plan.problem import Problem
 from libra.plan.replanner import REPLANNER_HALF_LIFE_STEPS, Replanner
-from libra.plan.switching import live_refill, switch_cost, switch_seconds
 from libra.trajectory import Trajectory, Turn
 
 PERIOD = 5  # steps between two decisions

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from libra.cost.corrections import UNCORRECTED, BatchFactors
 from libra.cost.grid import EngineProfile
 from libra.hardware.cluster import NodeClass
+from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_options
 from libra.plan.options.price import bucket_prices, price
-from libra.plan.problem import Allocation, EngineOption, Problem
+from libra.plan.problem import EngineOption, Problem
 
 Floats = NDArray[np.float64]
 

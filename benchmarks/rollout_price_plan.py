@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from benchmarks.rollout_price_cases import Case
 from libra.cost.corrections import BATCH, BatchFactors
+from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest, Menu
 from libra.plan.options.price import price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation, Proof, Solution
+from libra.plan.problem import Proof, Solution
 
 
 def request_of(case: Case) -> ClusterRequest:

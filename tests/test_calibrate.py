@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `exec` is not installed")
 
-from libra.backends.arithmetic import probe  # noqa: E402
 from libra.backends.calibration import Sizes, calibrate_device  # noqa: E402
+from libra.backends.machine import probe  # noqa: E402
 from libra.cost.sources.rates import Measured  # noqa: E402
 from libra.cost.sources.roofline import roofline  # noqa: E402
 from libra.hardware.cluster import GPUS  # noqa: E402

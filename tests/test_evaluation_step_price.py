@@ -21,9 +21,10 @@ from benchmarks.evaluation.step_price import EXPERIMENT as STEP_PRICE
 from benchmarks.evaluation.step_price import STALENESS, error
 from benchmarks.evaluation.step_price_cell import FIRST_SEED, step
 from benchmarks.rollout_price_cases import FITTED, TESTED
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import devices_used, infeasibility, price
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
 # Steps
 

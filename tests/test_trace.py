@@ -108,7 +108,9 @@ def test_a_whole_log_is_read_summarised_and_tracked(path: Path) -> None:
     tracker = LengthTracker(half_life=1e9)  # nothing is forgotten, so tracker and log must agree
     for trajectory in finished:
         tracker.observe(trajectory)
-    assert tracker.mean_generated == pytest.approx(sum(t.generated_tokens for t in finished) / len(finished), rel=1e-5)
+    assert tracker.classes(1)[0].generated == pytest.approx(
+        sum(t.generated_tokens for t in finished) / len(finished), rel=1e-5
+    )
     classes = tracker.classes()
     assert len(classes) <= 8
     assert classes[-1].peak_context == max(trajectory.peak_context for trajectory in finished)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.cluster_request import ClusterRequest, Menu
 from libra.plan.options.price import infeasibility, price
 from libra.plan.placement import place
 from libra.plan.plan import Plan, answer
-from libra.plan.problem import Allocation, Bucket, Proof, Solution, TrainingOption
+from libra.plan.problem import Proof, Solution, TrainingOption
 
 UNPROVEN = 0.0  # seconds: no bound was asked for
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import devices_used, infeasibility, training_option
-from libra.plan.problem import Allocation, Bucket, Problem, TrainingOption
+from libra.plan.problem import Problem, TrainingOption
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ from benchmarks.evaluation.foresight import Foreseeing, Foresight, Foretold
 from benchmarks.evaluation.setting import Setting
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
+from libra.plan.decision import switch_cost
 from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
-from libra.plan.switching import switch_cost
 from libra.route.oracle import Oracle
 from libra.sim.training_run.episodes import Episodes
-from libra.sim.training_run.replanning import Replanning
-from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, System
+from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, Replanning, System
 
 PERIOD = 5  # steps between two decisions
 ORACLE_BUCKETS = (4, 1)  # at most; an oracle knows which of them is better for a run

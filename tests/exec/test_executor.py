@@ -23,7 +23,7 @@ from libra.exec.journal import (
 )
 from libra.exec.pool import LOSS_WINDOW, MOST_LOSSES
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 
 # FIRST: hybrid-0 trains, hybrid-1 is the long engine, both rollouts are short ones.
@@ -36,7 +36,7 @@ OUT_OF_MEMORY = WorkerFailedError("worker hybrid-0: out of memory")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    made = World(tmp_path, groups=4)
+    made = World(tmp_path, steps=2)
     made.heard.moved.clear()
     yield made
     made.close()

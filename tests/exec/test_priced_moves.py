@@ -17,11 +17,11 @@ from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, UnsupportedTransitionError
 from libra.lengths.classes import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.decision import machine_seconds
 from libra.plan.options.price import price
-from libra.plan.problem import Allocation, Bucket
 from libra.plan.replanner import Outlook
 from libra.plan.site import Scenario, SlotSite
-from libra.plan.switching import machine_seconds
 from libra.plan.transition import Device, Duty, Role, Transition, device_transition, unsafe
 
 SWITCH = SwitchCost(engine_start=8.0, trainer_join=3.0, weight_load=0.0)
@@ -149,7 +149,7 @@ def test_the_gain_of_a_decision_is_that_of_its_moves(size: tuple[int, int, int])
     changed = 0
     for before in allocations(*size):
         devices = tuple(started(size, before))
-        site = SlotSite(config, devices, before, PROFILE, 8, 40.0, 1.0)
+        site = SlotSite(config.training, config.engines, 100, devices, before, PROFILE, 8, 40.0, 1.0)
         decision = Outlook(site, (Scenario(CLASSES, 1.0),) * 3, 100.0, 0.0).propose().decision
         [question] = site.questions([Scenario(CLASSES, 1.0)])
         transition = decision.transition

@@ -12,7 +12,7 @@ from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import TurnReport
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 from libra.trajectory.record import Trajectory
 

@@ -16,8 +16,8 @@ from arithmetic import LOGPROB_GAP, PRECISION
 from shared_fork_server import SharedForkServer
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.backends.arithmetic import served_dtype
 from libra.backends.launch.handle import Handle
+from libra.backends.machine import served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import LoadWeights, MeasureHandover, StartEngine
 from libra.backends.transport.messages import Acknowledged, Ready
@@ -30,7 +30,7 @@ from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
 pytestmark = pytest.mark.integration

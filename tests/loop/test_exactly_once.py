@@ -19,7 +19,7 @@ from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, ToolCall
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import Episode, Rollout
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route import policy
 from libra.route.catalogue import POLICIES, policy_named
 from libra.route.policy import Placement, ToolReturn, TurnRequest, View

@@ -10,7 +10,7 @@ from fakes.engines import Script, ScriptedEngine
 from fakes.scripted import FirstInstance, instance
 
 from libra.loop.fleet import ServingFleet
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.policy import InstanceView, View
 
 TWO = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 1, 40, 160)))

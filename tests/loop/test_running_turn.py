@@ -12,7 +12,7 @@ from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.policy import Placement, ToolReturn, TurnRequest, View
 
 PROMPT = [ord("a"), STOP]  # after which the model goes on for longer than a turn may

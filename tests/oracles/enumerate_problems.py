@@ -16,7 +16,8 @@ from itertools import islice, pairwise
 
 from hypothesis import strategies as st
 
-from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
 
 @dataclass(frozen=True, slots=True)

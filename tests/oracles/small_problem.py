@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
 SHORT_FEW = EngineOption("short", "a", 1, 4, 2000, 0.5, ((8.0, 16.0), (6.0, 20.0)), (0.0, 0.0), (4.0, 9.0))
 SHORT_MANY = EngineOption("short", "a", 1, 8, 2000, 0.5, ((4.0, 8.0), (6.0, 12.0)), (0.0, 0.0), (6.0, 15.0))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest, StepWorkload
-from libra.plan.problem import Allocation, Bucket
 
 SHORT = TrajectoryClass(0.75, 1000, 900.0, 100.0, 10.0, 50_000.0, 1000.0, 2.0, 3.0, 0.5, 0.6)
 LONG = TrajectoryClass(0.25, 4000, 3500.0, 400.0, 40.0, 800_000.0, 2000.0, 4.0, 10.0, 2.0, 0.5)

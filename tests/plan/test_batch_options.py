@@ -20,10 +20,11 @@ from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import weight_sync
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.engines import engine_options, most_buckets
 from libra.plan.options.price import bucket_prices, price
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation, Bucket, EngineOption, Problem
+from libra.plan.problem import EngineOption, Problem
 
 SYNC = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", max_buckets=2)
 STALENESS = (0, 1, 3)

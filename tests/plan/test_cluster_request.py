@@ -14,11 +14,12 @@ from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_options
 from libra.plan.options.layouts import training_layouts
 from libra.plan.planner import rooflines
-from libra.plan.problem import Allocation, Bucket, InfeasiblePlanError, Pool
+from libra.plan.problem import InfeasiblePlanError, Pool
 
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
 MIXED = Cluster((A800, L40S))

@@ -6,18 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from libra.plan.allocation import ONE_DEVICE, Allocation, Bucket
 from libra.plan.decision import Case, decide, expected
 from libra.plan.options.price import price
-from libra.plan.problem import (
-    ONE_DEVICE,
-    Allocation,
-    Bucket,
-    EngineOption,
-    Pool,
-    Prediction,
-    Problem,
-    TrainingOption,
-)
+from libra.plan.problem import EngineOption, Pool, Prediction, Problem, TrainingOption
 from libra.plan.transition import Transition, group_transition
 
 

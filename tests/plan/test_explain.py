@@ -11,23 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.explain.alternatives import Alternative, relaxations, restrictions, splits, without_strays
 from libra.plan.explain.explanation import Explanation, by_kind, explain
 from libra.plan.model.relaxation import require_feasible
 from libra.plan.model.solve import STEP_TOLERANCE, solve
 from libra.plan.options.price import infeasibility, price, training_option
-from libra.plan.problem import (
-    Allocation,
-    Bucket,
-    EngineOption,
-    InfeasiblePlanError,
-    Pool,
-    Problem,
-    Proof,
-    Solution,
-    TrainingOption,
-)
-from libra.plan.transition import engines_by_shape
+from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, Proof, Solution, TrainingOption
 
 FEW = settings(max_examples=40, deadline=None)
 CLOSE = 2 * STEP_TOLERANCE  # relative: the tie-break's and the bisection's together
@@ -58,8 +48,8 @@ def is_other_with_more(problem: Problem, allocation: Allocation, other: Allocati
     mine, others = training_option(problem, allocation), training_option(problem, other)
     assert mine is not None and others is not None
     trains = mine.pool == others.pool and mine.devices >= others.devices
-    engines = engines_by_shape(allocation)
-    return trains and all(engines[shape] >= count for shape, count in engines_by_shape(other).items())
+    engines = allocation.engines_by_shape
+    return trains and all(engines[shape] >= count for shape, count in other.engines_by_shape.items())
 
 
 @st.composite

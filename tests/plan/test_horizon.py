@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.model.horizon import PoolSizes, optima, plan_horizon, shortest_path
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Allocation, Bucket, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
-from libra.plan.transition import engines_by_shape
+from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 DEVICES = 5
 
@@ -39,7 +39,7 @@ def split(replicas: int) -> Allocation:
 
 def restarts(problem: Problem, current: Allocation, wanted: Allocation) -> float:
     """Ten seconds for each engine and each replica that starts."""
-    engines = (engines_by_shape(wanted) - engines_by_shape(current)).total()
+    engines = (wanted.engines_by_shape - current.engines_by_shape).total()
     return 10.0 * (engines + max(0, wanted.replicas - current.replicas))
 
 

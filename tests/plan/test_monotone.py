@@ -14,10 +14,11 @@ from oracles.small_cluster import CLUSTER, QWEN_14B
 
 from libra.config.recipe import Recipe
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.model.solve import solve
 from libra.plan.options.price import infeasibility, price
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation, Bucket, Problem
+from libra.plan.problem import Problem
 
 _SHAPES = ("a800/tp1", "a800/tp2", "a800/tp4", "a800/tp8")
 _PEAKS = (1000, 3000, 8000)

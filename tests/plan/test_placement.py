@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.placement import DeviceGroup, place
-from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
 NODE_SIZES = {8: (1, 2, 4, 8), 6: (1, 2, 6), 12: (1, 2, 4, 12)}
 PLACED = settings(max_examples=150, deadline=None)

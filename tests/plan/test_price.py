@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import priced, problems, step_of
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, SHORT_MANY, TWO, one_bucket, two_buckets
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import (
     bucket_prices,
     devices_used,
@@ -20,7 +21,7 @@ from libra.plan.options.price import (
     step_parts,
     training_option,
 )
-from libra.plan.problem import Allocation, Bucket, Pool, Prediction, Problem, TrainingOption
+from libra.plan.problem import Pool, Prediction, Problem, TrainingOption
 
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))
 SYNC = replace(PROBLEM, staleness=0)

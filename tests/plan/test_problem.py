@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, one_bucket, two_buckets
 
-from libra.plan.problem import Allocation, Bucket, Pool
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.problem import Pool
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("nodes", lambda: Pool("a", -1, 8), "nodes is -1; set it to 0 or more"),

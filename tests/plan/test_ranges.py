@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from oracles.enumerate_problems import bucket_step, priced, problems
 from oracles.small_problem import ONE, PROBLEM
 
+from libra.plan.allocation import Bucket
 from libra.plan.model.ranges import NEVER, RangeTable
-from libra.plan.problem import Bucket, Problem, TrainingOption
+from libra.plan.problem import Problem, TrainingOption
 
 MOST = 6  # engines that the oracle tries
 

@@ -12,10 +12,10 @@ from oracles.small_cluster import RECIPE as SMALL_BATCHES
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
+from libra.plan.allocation import Allocation
 from libra.plan.model.solve import STEP_TOLERANCE
 from libra.plan.options.price import infeasibility, price
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation
 from libra.plan.replanner import Replanner
 from libra.trajectory import Trajectory, Turn
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from oracles.small_request import LONG, PROFILE, REQUEST, SHORT, WORKLOAD, one_bucket, slot_requests, two_buckets
 
+from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.price import bucket_prices, price
 from libra.plan.options.slots import EngineShape, SlotCounts, SlotRequest
-from libra.plan.problem import ONE_DEVICE, Allocation, InfeasiblePlanError, Pool, Prediction, TrainingOption
+from libra.plan.problem import InfeasiblePlanError, Pool, Prediction, TrainingOption
 
 MORE_STALE = replace(REQUEST, workload=replace(WORKLOAD, max_staleness=3))
 SLOW_TRAINER = replace(MORE_STALE, profile=replace(PROFILE, train=replace(PROFILE.train, per_token=1e-3)))

@@ -8,9 +8,10 @@ import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_14B, RECIPE
 
 from libra.cost.device import SwitchCost
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.decision import ENGINE_START, TRAINER_START, live_refill, switch_cost, switch_seconds
 from libra.plan.planner import Planner
-from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
-from libra.plan.switching import ENGINE_START, TRAINER_START, live_refill, switch_cost, switch_seconds
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.plan.transition import group_transition
 
 REQUEST = Planner(CLUSTER, QWEN_14B, RECIPE).request(CLASSES)

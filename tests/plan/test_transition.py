@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.cost.device import SwitchCost
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.decision import machine_seconds
 from libra.plan.placement import place
-from libra.plan.problem import Allocation, Bucket, EngineOption, Pool, Problem, TrainingOption
-from libra.plan.switching import machine_seconds
+from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.plan.transition import (
     IDLE,
     TRAIN,
@@ -23,7 +24,6 @@ from libra.plan.transition import (
     Move,
     Role,
     Transition,
-    describe,
     device_transition,
     group_transition,
     unsafe,
@@ -377,5 +377,5 @@ def test_a_group_that_is_displaced_starts_again() -> None:
 
 def test_describe() -> None:
     planned = Allocation(1, (Bucket("short", 2, 0, 40), Bucket("middle", 1, 40, 80), Bucket("long", 1, 80, 160)))
-    assert describe(planned) == "train 1 | short 2 <= 40 | middle 1 <= 80 | long 1 <= 160"
-    assert describe(Allocation(2, ())) == "train 2"
+    assert planned.describe() == "train 1 | short 2 <= 40 | middle 1 <= 80 | long 1 <= 160"
+    assert Allocation(2, ()).describe() == "train 2"

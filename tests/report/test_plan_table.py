@@ -14,6 +14,7 @@ from rich.table import Table
 from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.explain.explanation import Bound
 from libra.plan.explain.idle import IdleDevices
 from libra.plan.offline import LogEvidence
@@ -22,7 +23,7 @@ from libra.plan.options.slots import EngineShape
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.plan.planner import rooflines
-from libra.plan.problem import Allocation, Bucket, Prediction, Proof
+from libra.plan.problem import Prediction, Proof
 from libra.report.plan_table import log_notes, plan_tables
 from libra.trajectory import Trajectory, Turn
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
-from libra.backends.arithmetic import choose, probe, served_dtype
+from libra.backends.machine import choose, probe, served_dtype
 from libra.cost.sources.rates import Calibration, Measured
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from libra.cli import emulation, planning, routing, run, simulation, trace
+from libra.cli import calibrate, emulation, explain, plan, routing, run, simulation, trace
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -22,9 +22,9 @@ app = typer.Typer(
 )
 for command in (
     run.run,
-    planning.plan,
-    planning.explain,
-    planning.calibrate,
+    plan.plan,
+    explain.explain,
+    calibrate.calibrate,
     simulation.simulate,
     routing.route,
     emulation.emulate,

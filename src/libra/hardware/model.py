@@ -11,6 +11,13 @@ from dataclasses import dataclass
 _MATRICES = 3  # of a gated MLP: gate, up, down
 
 
+def require_at_least(minimum: int, **fields: int) -> None:
+    """Raise ValueError naming the first of `fields` that is below `minimum`."""
+    for field, value in fields.items():
+        if value < minimum:
+            raise ValueError(f"{field} is {value}; set it to {minimum} or more")
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts. `layers` of the model's layers route each token to `active` of `count` experts."""
@@ -22,8 +29,8 @@ class Experts:
     layers: int
 
     def __post_init__(self) -> None:
-        _require(1, count=self.count, active=self.active, intermediate=self.intermediate, layers=self.layers)
-        _require(0, shared_intermediate=self.shared_intermediate)
+        require_at_least(1, count=self.count, active=self.active, intermediate=self.intermediate, layers=self.layers)
+        require_at_least(0, shared_intermediate=self.shared_intermediate)
         if self.active > self.count:
             raise ValueError(f"active is {self.active}, but there are {self.count} experts; lower it")
 
@@ -39,8 +46,10 @@ class LatentAttention:
     value_dim: int  # per head
 
     def __post_init__(self) -> None:
-        _require(0, q_rank=self.q_rank)
-        _require(1, kv_rank=self.kv_rank, nope_dim=self.nope_dim, rope_dim=self.rope_dim, value_dim=self.value_dim)
+        require_at_least(0, q_rank=self.q_rank)
+        require_at_least(
+            1, kv_rank=self.kv_rank, nope_dim=self.nope_dim, rope_dim=self.rope_dim, value_dim=self.value_dim
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +76,9 @@ class ModelSpec:
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
-        _require(1, layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
-        _require(1, head_dim=self.head_dim, vocab=self.vocab, max_context=self.max_context)
-        _require(1 if self.dense_layers else 0, intermediate=self.intermediate)
+        require_at_least(1, layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
+        require_at_least(1, head_dim=self.head_dim, vocab=self.vocab, max_context=self.max_context)
+        require_at_least(1 if self.dense_layers else 0, intermediate=self.intermediate)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads is {self.kv_heads}; it must divide the {self.heads} heads")
         if self.sparse_layers > self.layers:
@@ -221,9 +230,3 @@ class ModelSpec:
         multiplied = self.active_parameters - self.embedding_parameters + vocabulary
         dims = 2 * self.head_dim if self.latent is None else self.head_dim + self.latent.value_dim
         return 2.0 * multiplied * tokens + 2.0 * dims * self.heads * self.layers * context_sum
-
-
-def _require(minimum: int, **fields: int) -> None:
-    for field, value in fields.items():
-        if value < minimum:
-            raise ValueError(f"{field} is {value}; set it to {minimum} or more")

@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.hardware.model import require_at_least
+
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["zero1", "zero2", "zero3"]
 
@@ -44,10 +46,7 @@ class ParallelLayout:
     chunked_logits: bool  # logits are made, used and made again a few tokens at a time
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "dp", "cp", "ep", "micro_tokens"):
-            value = getattr(self, field)
-            if value < 1:
-                raise ValueError(f"{field} is {value}; set it to 1 or more")
+        require_at_least(1, tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, micro_tokens=self.micro_tokens)
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(RECOMPUTE)}")
         if self.sharding not in SHARDING:

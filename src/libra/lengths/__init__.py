@@ -5,8 +5,8 @@ how much work it has had, tokens and tools, never that this was all.
 """
 
 from libra.lengths.classes import TAIL_SHARE, TrajectoryClass
+from libra.lengths.evidence import FALSE_ALARM_RATE, Drift
 from libra.lengths.forecast import LengthForecast
-from libra.lengths.survival import FALSE_ALARM_RATE, Drift
-from libra.lengths.tracker import LengthTracker, merge
+from libra.lengths.tracker import LengthTracker
 
-__all__ = ["FALSE_ALARM_RATE", "TAIL_SHARE", "Drift", "LengthForecast", "LengthTracker", "TrajectoryClass", "merge"]
+__all__ = ["FALSE_ALARM_RATE", "TAIL_SHARE", "Drift", "LengthForecast", "LengthTracker", "TrajectoryClass"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.lengths.cohorts import Sums
+from libra.lengths.cohorts import LOG_CONTEXT, Sums
 
 TAIL_SHARE = 0.05  # the class of the longest trajectories holds no more than this share of them, where bins allow
 
@@ -45,7 +45,6 @@ class Distribution:
     sums: Array  # [bin, field of `Sums`], so that a column's total is the mean over all trajectories
     lower: Array  # tokens: the bin's lower edge
     peaks: Array  # tokens: the longest final context in the bin
-    log_survival_variance: Array  # of the estimated share that outlives the bin, as the variance of its logarithm
     samples: float  # equally weighted finished trajectories that would say as much
 
     def total(self) -> Sums:
@@ -59,19 +58,11 @@ class Distribution:
         inside = min(1.0, 1 - float((upto[at] - q) / self.shares[at]))
         return float(self.lower[at] * (self.peaks[at] / self.lower[at]) ** inside)
 
-    def share_error(self, q: float) -> float:
-        """Standard error of the share of trajectories found below the true quantile `q` (Greenwood 1926)."""
-        at = min(int(np.searchsorted(np.cumsum(self.shares), q)), len(self.shares) - 1)
-        if at < len(self.shares) - 1:
-            return (1 - q) * math.sqrt(self.log_survival_variance[at])
-        # Nothing is known to outlive the last bin: there the error is that of a share counted in as many samples.
-        return math.sqrt(q * (1 - q) / self.samples) if self.samples else math.inf
-
     def level_error(self) -> float:
         """Standard error of the mean logarithm of the final context, for independent trajectories."""
         if not self.samples:
             return math.inf
-        logs = self.sums[:, Sums._fields.index("log_context")] / self.shares
+        logs = self.sums[:, LOG_CONTEXT] / self.shares
         mean = float((self.shares * logs).sum())
         return math.sqrt(float((self.shares * (logs - mean) ** 2).sum()) / self.samples)
 

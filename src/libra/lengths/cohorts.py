@@ -48,6 +48,9 @@ class Sums(NamedTuple):
     tool_seconds_squared: float  # of the trajectory's tool seconds
 
 
+LOG_CONTEXT = Sums._fields.index("log_context")
+
+
 def sums_of(trajectory: Trajectory, block_tokens: int, unknown_tool_seconds: float = 0.0) -> Sums:
     """Of one trajectory, as far as it has come. The cache keeps whole blocks of `block_tokens` tokens; a tool return
     whose seconds were not recorded counts as `unknown_tool_seconds`.

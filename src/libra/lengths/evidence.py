@@ -1,8 +1,9 @@
-"""Cohorts weighed together, in two memories.
+"""Cohorts weighed together, in two memories: what the finished say about the running, and whether lengths have changed.
 
 Invariant: a trajectory weighs `2 ** (-n / half_life)`, n being how many have started with later versions, finished or
 not; in the opening cohort, those that arrived after it count as well. The recent memory has a shorter half-life and
-the same trajectories.
+the same trajectories. One that is still running counts among those that could have finished wherever it has been, and
+nowhere else; where none is running, a share is the plain weighted histogram's.
 """
 
 from __future__ import annotations
@@ -14,32 +15,104 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.lengths import survival
 from libra.lengths.classes import Distribution
-from libra.lengths.cohorts import COUNTS, OCTAVES, POWERS, SUMS, Cohort, Sums, Table
+from libra.lengths.cohorts import COUNTS, LOG_CONTEXT, OCTAVES, POWERS, SUMS, Cohort, Table
 
+FALSE_ALARM_RATE = 0.01  # chance that one look at stationary trajectories calls them drifted
 FORGOTTEN = 1e-3  # trajectories: a bin whose share is worth less than this is left out, with its largest context
-
-_LOG = Sums._fields.index("log_context")
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Drift:
+    """Whether recent trajectories end after other work (`cohorts.work`) than the older ones."""
+
+    distance: float  # largest difference between the two, in units of the share of trajectories
+    threshold: float  # exceeded by chance in at most `FALSE_ALARM_RATE` of looks
+    drifted: bool
+
+
+def at_risk(finished: Array, running: Array, passed: Array) -> Array:
+    """[bin, ...] how many could have finished in each bin: all that reach it, those still in it by the part passed.
+
+    `finished` and `running` count trajectories by the bin of their (current) length; `passed` is the sum over the
+    running ones of the part of that bin behind them (the actuarial estimate, with each one's own part instead of half).
+    """
+    reached = np.cumsum((finished + running)[::-1], axis=0)[::-1]
+    beyond = np.zeros_like(reached)
+    beyond[:-1] = reached[1:]
+    return beyond + finished + passed
+
+
+def hazard(finished: Array, risk: Array) -> Array:
+    """[bin] share of those at risk in a bin that finish in it."""
+    return np.divide(finished, risk, out=np.zeros_like(risk), where=risk > 0)
+
+
+def lift(finished: Array, running: Array, passed: Array) -> Array:
+    """[bin] how many trajectories each one that finishes in a bin stands for: itself, and its share of those that were
+    lost from sight before it, by weight.
+
+    That is the inverse of the probability of still being seen there (Robins & Rotnitzky 1992), estimated by the product
+    limit: the sum of `lift * finished` up to a bin is its share of the total (Satten & Datta 2001). Where nothing runs
+    all are 1.
+    """
+    risk = at_risk(finished, running, passed)
+    total = float((finished + running).sum())
+    seen = np.divide(total, risk, out=np.zeros_like(risk), where=risk > 0)
+    # The share that reaches each bin: the product limit (Kaplan & Meier 1958) of the hazards.
+    outlived = np.concatenate(([1.0], np.cumprod(1 - hazard(finished, risk))[:-1]))
+    return np.asarray(outlived * seen)
+
+
+def find_drift(finished: Array, risk: Array) -> Drift:
+    """Compare the shares that outlive each bin of work in a slow and in a fast memory of the same trajectories.
+
+    The columns of both arrays are weighted by `cohorts.POWERS`: s, f, s**2, s f and f**2, for the weights s and f of
+    a trajectory in the two memories. Where hazards h do not depend on the weights, the ratio of the two shares, less
+    1, is a martingale in the work whatever is still running; its variance C grows by
+    `h / (1 - h) * sum (f / F - s / S)**2` a bin, over those at risk, F and S being their total weights. It tends to a
+    Brownian motion W(C), and `sqrt(n) W(C) / (1 + n C)` is a Brownian bridge for any n (Hall & Wellner 1980), whose
+    largest excursion exceeds x with a probability of at most `2 * exp(-2 * x**2)` (Kolmogorov's distribution). With
+    1 / n the sum over all trajectories, and none running, `1 / (1 + n C)` is about the share itself, and the test that
+    of Kolmogorov and Smirnov. The threshold is the x for `FALSE_ALARM_RATE`; binning can only lower the rate.
+
+    Assumed: independent trajectories (samples of one prompt resemble each other and raise the rate), weights spread
+    over enough of them for the limit (half-lives of a few dozen), and a rate per look: looks at trajectories that do
+    not overlap each have their own chance. No trajectories, or one, are no drift.
+    """
+    ending, recent_ending = hazard(finished[:, 0], risk[:, 0]), hazard(finished[:, 1], risk[:, 1])
+    known = (risk[:, 1] > 0) & (ending < 1)  # from the first bin up to one that nothing outlives
+    slow, fast, slow_squares, products, fast_squares = risk[known].T
+    ending, recent_ending = ending[known], recent_ending[known]
+    # Below 1e-12 the three terms cancel to rounding noise: the two memories are still the same.
+    spread = np.maximum(fast_squares / fast**2 - 2 * products / (fast * slow) + slow_squares / slow**2, 1e-12)
+    if not spread.size:
+        return Drift(distance=0.0, threshold=1.0, drifted=False)  # all in the first bin
+    variance = np.cumsum(ending / (1 - ending) * spread)
+    ratio = np.cumprod((1 - recent_ending) / (1 - ending))
+    # Censoring can only widen the variance; where an estimate of it says otherwise, the share itself is the scale.
+    scale = np.maximum(1 + variance / spread[0], 1 / np.cumprod(1 - ending))
+    distance = float(np.abs((ratio - 1) / scale).max())
+    threshold = math.sqrt(math.log(2 / FALSE_ALARM_RATE) / 2 * float(spread[0]))
+    return Drift(distance, threshold, distance > threshold)
+
+
+@dataclass(frozen=True, slots=True)
 class WeighedCohorts:
     """All cohorts together. The columns of [bin, power] arrays are weighted by `POWERS`; a finished trajectory weighs
-    for itself and for the running ones that it stands for (`survival.lift`)."""
+    for itself and for the running ones that it stands for (`lift`)."""
 
     weights: Array  # [cohort] of its newest trajectory
     finished: Array  # [bin, power]
     ended: Array  # [bin, power] with the running ones that no finished one tells more about
     sums: Array  # [bin, field] of the finished ones
     peaks: Array  # [bin] tokens: the longest finished one
-    risk: Array  # [bin, power] that end there or later
     by_work: Array  # [work bin] share of all trajectories that end there
     log_contexts: Array  # [work bin] mean logarithm of the final context of those
-    drift: survival.Drift
+    drift: Drift
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -62,7 +135,7 @@ class WeighedCohorts:
     def distribution(self, ahead: Cohort, bins_per_octave: int) -> Distribution:
         """The bins that are not forgotten. What a trajectory of some length is like is taken from the slow memory, as
         it changes less than how many there are; in a bin that only running ones have reached, from `ahead`."""
-        weight, square = self.memory
+        weight, _ = self.memory
         ended = self.ended[:, weight]
         kept = np.flatnonzero(ended >= FORGOTTEN)
         ahead_counts, ahead_sums = np.zeros(ahead.bins), np.zeros_like(self.sums)
@@ -77,9 +150,6 @@ class WeighedCohorts:
             sums=sums * (share / counts)[:, None],
             lower=np.exp2(kept / bins_per_octave),
             peaks=np.maximum(self.peaks, ahead.peaks)[kept],
-            log_survival_variance=survival.log_survival_variance(
-                self.finished[:, weight], self.risk[:, weight], self.risk[:, square]
-            )[kept],
             samples=self.samples,
         )
 
@@ -110,21 +180,20 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
     work_bins = int(furthest[0]) + 1
     finished_by_work = _summed(cells[:, 0], finished, work_bins)
     running_by_work, passed_by_work = (_summed(running_cells[:, 0], each, work_bins) for each in (running, passed))
-    drift = survival.drift(finished_by_work, survival.at_risk(finished_by_work, running_by_work, passed_by_work))
+    drift = find_drift(finished_by_work, at_risk(finished_by_work, running_by_work, passed_by_work))
 
     still, still_passed = (_summed(running_cells[~no_more, 0], each[~no_more], work_bins) for each in (running, passed))
     by_work = _summed(end_cells[:, 0], ends, work_bins)
-    slow, fast = (survival.lift(by_work[:, m], still[:, m], still_passed[:, m]) for m in (0, 1))
+    slow, fast = (lift(by_work[:, m], still[:, m], still_passed[:, m]) for m in (0, 1))
     factors = np.column_stack((slow, fast, slow**2, slow * fast, fast**2))
     ends *= factors[end_cells[:, 0]]
     finished_by_context = _summed(cells[:, 1], ends[: len(finished)], bins)
     ended = _summed(end_cells[:, 1], ends, bins)
-    risk = np.cumsum(ended[::-1], axis=0)[::-1]
 
     memory = ends[:, int(drift.drifted)]
     # A running one that ends in its bin is taken to be in the middle of it.
     log_contexts = (end_cells[:, 1] + 0.5) * math.log(2) * OCTAVES / bins
-    log_contexts[: len(finished)] = sums[:, _LOG] / finished[:, 0]
+    log_contexts[: len(finished)] = sums[:, LOG_CONTEXT] / finished[:, 0]
     shares = np.bincount(end_cells[:, 0], memory, work_bins)
     logs = np.bincount(end_cells[:, 0], memory * log_contexts, work_bins)
     return WeighedCohorts(
@@ -133,7 +202,6 @@ def weigh(cohorts: Sequence[Cohort], half_life: float) -> WeighedCohorts:
         ended=ended,
         sums=_summed(cells[:, 1], sums * slow[cells[:, 0], None], bins),
         peaks=np.max([cohort.peaks for cohort in cohorts], axis=0),
-        risk=risk,
         by_work=shares / shares.sum(),
         log_contexts=np.divide(logs, shares, out=np.zeros(work_bins), where=shares > 0),
         drift=drift,

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.lengths.classes import TrajectoryClass
-from libra.lengths.cohorts import Cohort, Sums
+from libra.lengths.cohorts import LOG_CONTEXT, Cohort
 from libra.lengths.evidence import WeighedCohorts
 
 DAMPING = 0.9  # each version ahead continues the trend by this much of the one before (Gardner & McKenzie 1985)
 TREND_MEMORY = 4  # a trend is seen over this many half-lives of the rest: a small change between noisy levels
-_LOG = Sums._fields.index("log_context")
 _MIN_POINTS = 6  # a line with a step through fewer leaves nothing to judge its error by
 _STEP_F = 12.0  # about the 1 % point of the largest F over all places of one step (Andrews 1993, table I)
 
@@ -57,7 +56,7 @@ def cohort_levels(cohorts: Sequence[Cohort], evidence: WeighedCohorts) -> Array:
     levels = []
     for cohort in cohorts:
         to_come = cohort.running.values[:, 0] @ expected[cohort.running.cells[:, 0]]
-        levels.append((cohort.sums[:, _LOG].sum() + to_come) / cohort.started)
+        levels.append((cohort.sums[:, LOG_CONTEXT].sum() + to_come) / cohort.started)
     return np.array(levels)
 
 

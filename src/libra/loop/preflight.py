@@ -26,7 +26,7 @@ from libra.config.run import (
     StartConfig,
 )
 from libra.loop.run_directory import check_run_directory
-from libra.plan.request import longest_context
+from libra.plan.options.slots import longest_context
 from libra.route.catalogue import policy_named
 
 # Memory of the process that imports the libraries, and of one worker beside it, as proportional set size on the tiny
@@ -182,9 +182,6 @@ def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
     host, port = metrics.host, metrics.port
     if port is None:
         return
-    for library in ("aiohttp", "prometheus_client"):
-        if find_spec(library) is None:
-            raise ConfigError(f"metrics.port: {library} is not installed: pip install 'libra-rl[http]'")
     if port == training_port:
         raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
     _try_port("metrics.port", host, port, "give a free port, or leave it out")

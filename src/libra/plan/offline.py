@@ -14,9 +14,8 @@ from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig
 from libra.cost.device import DeviceProfile
 from libra.lengths import LengthTracker
-from libra.plan.options.slots import SlotCounts, SlotRequest
+from libra.plan.options.slots import SLOT_CLASSES, SlotCounts, SlotRequest, longest_context, make_request, make_tracker
 from libra.plan.planner import PLANNER_HALF_LIFE_STEPS, recipe_tracker
-from libra.plan.request import SLOT_CLASSES, longest_context, make_request, make_tracker
 from libra.trajectory import Trajectory
 
 
@@ -120,7 +119,8 @@ def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfil
     """The planning question for what `gather` found."""
     cluster = config.cluster
     return make_request(
-        config,
+        config.training,
+        config.engines,
         evidence.tracker.classes(SLOT_CLASSES),
         profile,
         fleet=SlotCounts(cluster.core, cluster.hybrid, cluster.rollout),

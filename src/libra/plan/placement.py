@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from libra.plan.allocation import Allocation
 from libra.plan.options.price import training_option
-from libra.plan.problem import Allocation, Pool, Problem
+from libra.plan.problem import Pool, Problem
 
 Role = Literal["train", "generate"]
 

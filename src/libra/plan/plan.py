@@ -16,13 +16,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from libra.hardware.parallel import ParallelLayout
+from libra.plan.allocation import Allocation
 from libra.plan.explain.conflict import conflict, message
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import bucket_prices
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
-from libra.plan.problem import STRICT, Allocation, InfeasiblePlanError, Prediction, Problem, Proof, Solution
+from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
 FORMAT = 2
 

@@ -16,9 +16,10 @@ from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
 from libra.lengths import LengthTracker, TrajectoryClass
+from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest, Held
 from libra.plan.plan import Plan, Solver, make_plan
-from libra.plan.problem import Allocation, Problem
+from libra.plan.problem import Problem
 
 CLASSES = 24  # classes of trajectories that a plan tells apart
 PLANNER_HALF_LIFE_STEPS = 4.0  # optimiser steps, of a tracker to plan from, unless the caller knows better

@@ -71,6 +71,9 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from libra.hardware.model import require_at_least
+from libra.plan.allocation import Allocation
+
 Bottleneck = Literal["rollout", "training", "latency", "publication"]  # what the largest part of a step is
 # The families of constraints, as above.
 Family = Literal[
@@ -91,17 +94,8 @@ Family = Literal[
 ]
 SolverStatus = Literal["optimal", "feasible"]
 
-ONE_DEVICE = "one device"  # the layout of a replica that is not spread over devices
-
 # How requests and plans are read from a file: see `libra.plan.plan`. It also holds for the values inside them.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def require_at_least(minimum: int, **fields: int) -> None:
-    """Raise ValueError naming the first of `fields` that is below `minimum`."""
-    for field, value in fields.items():
-        if value < minimum:
-            raise ValueError(f"{field} is {value}; set it to {minimum} or more")
 
 
 def _require_costs(owner: str, **fields: Iterable[float]) -> None:
@@ -211,42 +205,6 @@ class TrainingOption:
     def after_rollout(self) -> float:
         """Seconds of training after the last trajectory."""
         return self.seconds if self.tail is None else self.tail
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The engines that serve final contexts in `(above, up_to]` tokens. Buckets of an allocation are contiguous."""
-
-    shape: str
-    engines: int
-    above: int
-    up_to: int
-
-    def __post_init__(self) -> None:
-        require_at_least(1, engines=self.engines)
-        if not 0 <= self.above < self.up_to:
-            raise ValueError(f"bucket ({self.above}, {self.up_to}] is empty; its range needs 0 <= above < up_to")
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Who does what: training replicas in one layout, and the rollout buckets, shortest first."""
-
-    replicas: int
-    buckets: tuple[Bucket, ...]
-    layout: str = ONE_DEVICE
-
-    def __post_init__(self) -> None:
-        require_at_least(0, replicas=self.replicas)
-        reached = 0
-        for bucket in self.buckets:
-            if bucket.above != reached:
-                raise ValueError(f"bucket {bucket} leaves a gap or overlaps; start it above {reached}")
-            reached = bucket.up_to
-
-    @property
-    def engines(self) -> int:
-        return sum(bucket.engines for bucket in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)

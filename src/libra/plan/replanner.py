@@ -15,12 +15,13 @@ from threading import Lock
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import scaled
+from libra.plan.allocation import Allocation
 from libra.plan.decision import Case, Decision, decide, expected
 from libra.plan.model.solve import solve
 from libra.plan.options.price import infeasibility, price
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
-from libra.plan.problem import Allocation, Prediction, Problem, Proof, Solution
+from libra.plan.problem import Prediction, Problem, Proof, Solution
 from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 
@@ -117,7 +118,7 @@ class Replanner:
         holds: float | None = None,
     ) -> None:
         """`plan` is what runs; without one the first decision starts the best. `switch` are measured role changes,
-        instead of the stated ones of `libra.plan.switching`. A `tracker` that has seen trajectories is gone on with;
+        instead of the stated ones of `libra.plan.decision`. A `tracker` that has seen trajectories is gone on with;
         there must be one where there is no planner. `holds` are the steps for which a plan is taken to hold before
         there is one that has held longer; None: a period.
         """

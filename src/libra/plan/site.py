@@ -5,30 +5,23 @@ Invariant: a site is a value. Asking it changes nothing, so a thread may search 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from libra.config.run import RunConfig
+from libra.config.run import ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, SwitchCost
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation
+from libra.plan.decision import cluster_seconds, live_refill, machine_seconds, switch_cost
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
-from libra.plan.options.slots import SlotCounts, SlotRequest
+from libra.plan.options.slots import SLOT_CLASSES, SlotCounts, SlotRequest, longest_context, make_request
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
-from libra.plan.problem import Allocation, Problem, Solution
-from libra.plan.request import SLOT_CLASSES, longest_context, make_request
-from libra.plan.switching import cluster_seconds, live_refill, machine_seconds, switch_cost
-from libra.plan.transition import (
-    Device,
-    Role,
-    Transition,
-    device_transition,
-    group_transition,
-    longest_shapes,
-)
+from libra.plan.problem import Problem, Solution
+from libra.plan.transition import Device, Role, Transition, device_transition, group_transition, longest_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,9 @@ class ClusterSite:
 class SlotSite:
     """The healthy devices of a run on slots. What is measured is of the run so far."""
 
-    config: RunConfig
+    training: TrainingConfig
+    engines: Mapping[str, ShapeConfig]
+    horizon: int
     devices: tuple[Device, ...]
     current: Allocation | None
     profile: DeviceProfile
@@ -148,11 +143,7 @@ class SlotSite:
 
     @property
     def longest_context(self) -> int:
-        return longest_context(self.config.engines)
-
-    @property
-    def horizon(self) -> int:
-        return self.config.planner.horizon
+        return longest_context(self.engines)
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
         requests = [self.request(each) for each in scenarios]
@@ -161,7 +152,8 @@ class SlotSite:
     def request(self, scenario: Scenario) -> SlotRequest:
         kinds = [device.allowed for device in self.devices]
         return make_request(
-            self.config,
+            self.training,
+            self.engines,
             scenario.classes,
             self.profile,
             fleet=SlotCounts(
@@ -184,7 +176,3 @@ class SlotSite:
 
     def plan(self, question: Question, solution: Solution) -> Plan:
         return answer(question.request, question.problem, solution)
-
-    def untried(self) -> SlotSite:
-        """The same, where the router has not worked with the present ranges yet."""
-        return replace(self, current=None)

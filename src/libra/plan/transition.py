@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from libra.plan.options.price import ranges
+from libra.plan.allocation import Allocation
 from libra.plan.placement import DeviceGroup
-from libra.plan.problem import Allocation, EngineOption, TrainingOption
+from libra.plan.problem import EngineOption, TrainingOption
 
 
 class Role(StrEnum):
@@ -82,7 +82,7 @@ class Transition:
     @property
     def rebuckets(self) -> bool:
         """Whether the router has to send turns by other ranges."""
-        return self.before is None or ranges(self.before) != ranges(self.after)
+        return self.before is None or self.before.ranges != self.after.ranges
 
     def words(self) -> tuple[str, ...]:
         """For people: equal moves together."""
@@ -99,10 +99,10 @@ class Transition:
             if now[move.worker] != move.before:
                 return f"{move.worker} does {now[move.worker]}, not {move.before}"
             now[move.worker] = move.after
-        wanted = Counter({Duty(Role.ROLLOUT, shape): count for shape, count in engines_by_shape(self.after).items()})
+        wanted = Counter({Duty(Role.ROLLOUT, shape): count for shape, count in self.after.engines_by_shape.items()})
         wanted[TRAIN] = self.after.replicas
         made = Counter(duty for duty in now.values() if duty != IDLE)
-        return None if made == wanted else f"the moves do not lead to {describe(self.after)}"
+        return None if made == wanted else f"the moves do not lead to {self.after.describe()}"
 
 
 def longest_shapes(engines: Iterable[EngineOption], longest_context: int) -> frozenset[str]:
@@ -140,7 +140,7 @@ def device_transition(
     leave; longer engines start before shorter ones, and joining the training comes last. `longest` are the shapes that
     hold the longest contexts. Raises ValueError where the devices cannot be that, or nobody would hold those."""
     if not any(bucket.shape in longest for bucket in wanted.buckets):
-        raise ValueError(f"no engine of {describe(wanted)} holds the longest contexts; {', '.join(longest)} would")
+        raise ValueError(f"no engine of {wanted.describe()} holds the longest contexts; {', '.join(longest)} would")
     kept = _kept_engines(devices, wanted)
     may_train = sorted(
         (device for device in devices if Role.TRAIN in device.allowed),
@@ -158,7 +158,7 @@ def device_transition(
     if len(training) < wanted.replicas:
         raise ValueError(f"{wanted.replicas} replicas are wanted, but only {len(training)} workers may train")
     generating = [device for device in devices if device not in training]
-    missing = engines_by_shape(wanted)
+    missing = wanted.engines_by_shape
     if len(generating) != missing.total() or any(Role.ROLLOUT not in device.allowed for device in generating):
         raise ValueError(f"{missing.total()} engines are wanted, but {len(generating)} workers are left for them")
     moving = []
@@ -201,7 +201,7 @@ def _without_a_gap(devices: Sequence[Device], moves: Sequence[Move], longest: Co
 
 def _kept_engines(devices: Sequence[Device], wanted: Allocation) -> set[str]:
     """The engines that `wanted` needs as they are; of several, those first that cannot train instead."""
-    missing = engines_by_shape(wanted)
+    missing = wanted.engines_by_shape
     kept = set()
     for device in sorted(devices, key=lambda d: (Role.TRAIN in d.allowed, -d.slot)):
         if device.duty.shape is not None and missing[device.duty.shape] > 0:
@@ -242,7 +242,7 @@ def _located(group: DeviceGroup) -> tuple[str, Duty]:
 
 def _groups(allocation: Allocation) -> Counter[tuple[str, Duty]]:
     groups = Counter({("", Duty(Role.TRAIN, allocation.layout)): allocation.replicas})
-    for shape, engines in engines_by_shape(allocation).items():
+    for shape, engines in allocation.engines_by_shape.items():
         groups["", Duty(Role.ROLLOUT, shape)] += engines
     return groups
 
@@ -250,17 +250,3 @@ def _groups(allocation: Allocation) -> Counter[tuple[str, Duty]]:
 def joins(current: Allocation, training: TrainingOption) -> int:
     """Replicas that have to be started to train so: another layout starts all of them anew."""
     return max(0, training.replicas - (current.replicas if training.layout == current.layout else 0))
-
-
-def engines_by_shape(allocation: Allocation) -> Counter[str]:
-    """Running engines, in the order of the buckets: shortest first."""
-    engines: Counter[str] = Counter()
-    for bucket in allocation.buckets:
-        engines[bucket.shape] += bucket.engines
-    return engines
-
-
-def describe(allocation: Allocation) -> str:
-    """For people: `train 2 | short 1 <= 40 | long 1 <= 160`."""
-    engines = (f"{bucket.shape} {bucket.engines} <= {bucket.up_to}" for bucket in allocation.buckets)
-    return " | ".join([f"train {allocation.replicas}", *engines])

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
-from libra.route import cmlfq
 from libra.route.catalogue import policy_named
+from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 
-DEFAULT_ROUTE = cmlfq.NAME  # as in `libra run`
+DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
 
 
 @dataclass(frozen=True, slots=True)

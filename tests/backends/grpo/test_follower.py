@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import libra.backends.grpo.publication
-import libra.backends.grpo.state_stream
+import libra.backends.grpo.relay
 import libra.backends.grpo.training_worker
-from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
-from libra.backends.grpo.gradient_ring import SLOTS, Update
-from libra.backends.grpo.publication import OverrunError
+from libra.backends.grpo.publication import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, SLOTS, OverrunError, Update
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.grpo.training_worker import SNAPSHOTS, BehindError, Follower, SilentError
 
@@ -42,13 +40,13 @@ class Core:
             if is_step:
                 yield from self._make_gradient()
                 after.put_back(state.keep())
-                after.gradient()[:-1] += state._ring.slots[(state.number + 1) % SLOTS][:-1]
+                after.gradient()[:-1] += state._board.slots[(state.number + 1) % SLOTS][:-1]
                 after.step(1.0, 0.0)
             else:
                 after.put_back(make_state(len(self.history)).keep())
             self.history[state.number + 1] = vectors(after)
             if is_step:  # from here on a joiner may be there before the core
-                state._ring.publish(Update(state.number + 1, 0.01, 1.0, 0.0))
+                state._board.publish(Update(state.number + 1, 0.01, 1.0, 0.0))
                 yield True
             with state.change():
                 yield True
@@ -95,7 +93,7 @@ def test_a_torn_state_is_never_taken_for_a_whole_one(
     states, updates, looks = iter(beside_states), iter(beside_updates), iter(between)
     with pytest.MonkeyPatch.context() as patch, reading(way, core.state, joiner) as publication:
         around_copies(patch, lambda is_gradient: core.act(next(updates if is_gradient else states, 0)))
-        patch.setattr(libra.backends.grpo.state_stream, "_PIECE_BYTES", 80)
+        patch.setattr(libra.backends.grpo.relay, "_PIECE_BYTES", 80)
         patch.setattr(libra.backends.grpo.publication, "_wait", lambda: core.act(1))
         follower, going = Follower(publication, joiner), True
         while going:

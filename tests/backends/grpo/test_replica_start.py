@@ -16,7 +16,7 @@ from libra.backends.transport.messages import Failure
 
 LEADER = """
 import os, signal, socket, sys
-from libra.backends.launch.fork_server_main import serve_and_leave
+from libra.backends.launch.worker import serve_and_leave
 from libra.backends.grpo import replica_processes
 from libra.backends.grpo.model_part import meet
 from libra.backends.transport.channel import WorkerChannel

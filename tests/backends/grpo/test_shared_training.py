@@ -18,7 +18,7 @@ from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import SNAPSHOTS
 from libra.backends.transport.messages import Precision
-from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.shared_memory import Vector
 from libra.backends.transport.trainer_messages import Reduced, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,15 +20,18 @@ import numpy as np
 import pytest
 from fakes.far_end import PATIENCE
 from fakes.fork_servers import BARE
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
-from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
-from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
+from libra.backends.launch.fork_server import ForkError, ForkServer, LaunchError
+from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
+from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError, Reception
+from libra.backends.launch.ray import SlotOffer, node_slots
+from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.backends.transport.messages import Failure, Stop
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.backends.transport.messages import Acknowledged, Failure, Stop
+from libra.backends.transport.shared_memory import Vector, WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096
@@ -334,13 +338,12 @@ async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_n
     assert holds(hanging, newer) and not waiting.done()
     waiting.cancel()
 
-    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
-    monkeypatch.setattr("libra.backends.launch.cluster.COPY_SECONDS", 120.0)
+    monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", 0.05)
     with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not there in"):
         await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
-    with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 120 s\)"):
+    with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 0 s\)"):
         await away.channel.receive()
-    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", PATIENCE)
+    monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", PATIENCE)
     while nodes.present[1] is hanging or not launcher.offers(1):
         await asyncio.sleep(0.01)
     again = await launcher.spawn("w1", 1)
@@ -353,7 +356,7 @@ async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_n
 async def test_weights_that_are_not_read_cost_no_node(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, nodes, trainer, away, _ = workers
     nodes.present[0].read = lambda *order: asyncio.sleep(PATIENCE)  # type: ignore[method-assign]
-    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", 0.05)
     with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*: not read in"):
         await launcher.bring(publish(nodes.present[0], 4), SIZE, trainer, away)
     assert launcher.exists(away) and launcher.offers(1)
@@ -481,3 +484,92 @@ async def test_a_node_without_memory_for_the_weights_costs_its_engines_and_not_t
     nodes.present[0].read = lambda *order: asyncio.sleep(0, np.zeros(SIZE, np.uint8))  # type: ignore[method-assign]
     with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*Cannot allocate memory"):
         await launcher.bring(weights, SIZE, trainer, away)
+
+
+async def knock(reception: Reception, *words: bytes) -> socket.socket:
+    connection = await asyncio.to_thread(socket.create_connection, reception.address)
+    connection.settimeout(PATIENCE)
+    for word in words:
+        connection.sendall(word)
+    return connection
+
+
+async def is_closed(connection: socket.socket) -> bool:
+    with connection:
+        return await asyncio.to_thread(connection.recv, 1) == b""
+
+
+async def test_a_worker_with_its_token_is_let_in_once_and_nobody_else() -> None:
+    broken: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
+    async with Reception.open("127.0.0.1") as reception:
+        assert reception.address[0] == "127.0.0.1"
+        with reception.expect() as (token, arrival):
+            assert await is_closed(await knock(reception, bytes(32)))
+            assert not arrival.done()
+            worker = await knock(reception, token[:5], token[5:])
+            channel = await asyncio.wait_for(arrival, PATIENCE)
+            with worker:
+                WorkerChannel(worker).send(Acknowledged())
+                assert await channel.receive() == Acknowledged()
+                assert await is_closed(await knock(reception, token))
+            channel.close()
+        with reception.expect() as (token, arrival):
+            pass
+        assert await is_closed(await knock(reception, token))  # nobody expects it any more
+        assert not arrival.done()
+        half = await knock(reception, b"half a token")
+        half.close()
+    assert not broken
+
+
+async def test_silence_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.backends.launch.node._TOKEN_SECONDS", 0.05)
+    async with Reception.open("127.0.0.1") as reception:
+        assert await is_closed(await knock(reception))
+
+
+def placed(slots: int, rooms: list[int]) -> list[NodeSlot]:
+    return node_slots(slots, [SlotOffer("n", cpus, 0.0) for cpus in rooms], 1.0, None)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 12))
+def test_slots_are_spread_as_evenly_as_there_is_room(rooms: list[int], slots: int) -> None:
+    if sum(rooms) < slots:
+        with pytest.raises(LaunchError, match=f"{slots} slots are wanted, .* room for {sum(rooms)}"):
+            placed(slots, rooms)
+        return
+    found = placed(slots, rooms)
+    assert len(set(found)) == slots
+    counts = Counter(slot.node for slot in found)
+    assert sorted(counts) == list(range(len(counts)))
+    for node, count in counts.items():
+        assert {slot.number for slot in found if slot.node == node} == set(range(count))
+    # Water that fills vessels: no node has two more than another one that is not full.
+    level = next(level for level in range(slots + 1) if sum(min(each, level) for each in rooms) >= slots)
+    assert all(level - 1 <= count <= level for count in counts.values() if count not in rooms)
+    assert sorted(counts.values()) <= sorted(min(each, level) for each in rooms if each)
+    width = sum(each > 0 for each in rooms)
+    assert len({slot.node for slot in found[:width]}) == min(width, slots)  # core trainers come first
+
+
+def test_core_trainers_are_on_different_nodes() -> None:
+    assert placed(4, [0, 2, 2, 2]) == [NodeSlot(0, 0), NodeSlot(1, 0), NodeSlot(2, 0), NodeSlot(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("offers", "most", "rooms"),
+    [
+        ([(2.0, 0.0), (1.0, 0.0), (0.0, 0.0)], None, [4, 2, 0]),
+        ([(0.9, 0.0), (0.44, 0.0)], None, [2, 0]),
+        ([(64.0, 0.0)], 3, [3]),
+        ([(2.0, 8.0), (64.0, 0.0)], None, [8, 0]),  # where there are accelerators, those are the devices
+        ([(2.0, 8.0), (2.0, 4.0)], 6, [6, 4]),
+    ],
+)
+def test_the_slots_that_nodes_have(offers: list[tuple[float, float]], most: int | None, rooms: list[int]) -> None:
+    found = node_slots(sum(rooms), [SlotOffer("n", *offer) for offer in offers], 0.45, most)
+    assert list(Counter(slot.node for slot in found).values()) == [each for each in rooms if each]
+    words = ", ".join(f"n {each}" for each in rooms)
+    with pytest.raises(LaunchError, match=f"room for {sum(rooms)}, {words}; use fewer"):
+        node_slots(sum(rooms) + 1, [SlotOffer("n", *offer) for offer in offers], 0.45, most)

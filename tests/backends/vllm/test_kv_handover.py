@@ -20,7 +20,7 @@ from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
-from libra.plan.problem import Allocation, Bucket
+from libra.plan.allocation import Allocation, Bucket
 from libra.route.baselines import LeastLoaded
 
 FRAMES = 8

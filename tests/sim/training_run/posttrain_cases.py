@@ -15,12 +15,13 @@ from oracles.small_cluster import CLASSES, QWEN_06B
 from libra.config.recipe import Recipe
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.parallel import ParallelLayout
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import price, training_option
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
-from libra.plan.problem import Allocation, Bucket, Proof, Solution
+from libra.plan.problem import Proof, Solution
 from libra.route.admission import Admission
 from libra.sim import cluster as sim_cluster
 from libra.sim.clock import ticks

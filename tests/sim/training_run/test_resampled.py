@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.episodes import Resampled
 from libra.trajectory import Trajectory, Turn, read_trajectories, truncate
 
 DATA = Path(os.environ.get("LIBRA_DATA", Path(__file__).parents[3] / "../shared/data/trajectories"))
@@ -70,6 +70,16 @@ def test_a_single_sample_is_joined_by_the_nearest_of_its_task(sizes: list[tuple[
         assert {each.task for each in group} == {own.task}
     everyone = {source(each, log).id for number in range(made.prompts) for each in made.group(number, 0)}
     assert everyone == {each.id for each in log}  # 60 draws from 6 candidates leave none out
+
+
+def test_of_equally_long_trajectories_all_are_borrowed_alike() -> None:
+    made = [trajectory(f"t{p:02}", f"p{p:02}", 5_000) for p in range(60)]
+    log = tuple(
+        replace(each, turns=(replace(each.turns[0], tool_seconds=p), each.turns[1])) for p, each in enumerate(made)
+    )
+    drawn = Resampled(log, 70, 40_960, seed=3, neighbours=7)
+    waits = Counter(each.turns[0].tool_seconds for number in range(60) for each in drawn.group(number, 0))
+    assert len(waits) == 60 and max(waits.values()) < 2 * 70  # each is a candidate of as many prompts as any other
 
 
 @pytest.mark.parametrize(("tilt", "version"), [(0.0, 10), (1.5, 0), (1.5, 5), (1.5, 10), (1.5, 99), (-1.0, 10)])

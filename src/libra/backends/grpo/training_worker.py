@@ -17,10 +17,10 @@ from libra.backends.grpo.relay import Relay
 from libra.backends.grpo.replica_processes import Channel, serve_together
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.grpo.trainer import TrainerProcess
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import FromWorker, ToWorker, WorkerChannel
 from libra.backends.transport.messages import Acknowledged, Ready, Stop
-from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.transport.shared_memory import LayoutError
 from libra.backends.transport.trainer_messages import (
     CatchUp,
     Commit,
@@ -75,21 +75,14 @@ class Follower:
     def advance(self) -> None:
         """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
         `BehindError`, `SilentError`, `UnreachableError`."""
-        while self.number is None or self._more(self.number + 1):
+        while True:
             if self.number is None:
                 if not self._at_rest():
                     return
                 self._take_snapshot()
-            else:
-                self._take_update(self.number + 1)
+            elif not self._take_update(self.number + 1):
+                break
         self._snapshots = 0
-
-    def _more(self, number: int) -> bool:
-        try:
-            return self._publication.has_update(number)
-        except OverrunError:
-            self.number = None
-            return True
 
     def _at_rest(self) -> bool:
         """Whether there is a state to copy now. That there is none yet is no copy that was overtaken."""
@@ -112,13 +105,15 @@ class Follower:
         self._snapshots += 1
         self.number = self._state.take_state(self._publication)
 
-    def _take_update(self, number: int) -> None:
+    def _take_update(self, number: int) -> bool:
+        """Whether there is more to do: an update was taken, or missed."""
         try:
-            self._state.take_update(self._publication, number)
+            if not self._state.take_update(self._publication, number):
+                return False
+            self.number = number
         except OverrunError:
             self.number = None
-        else:
-            self.number = number
+        return True
 
 
 _LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little beside a step

@@ -17,7 +17,7 @@ from vllm.config import WeightTransferConfig
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -35,7 +35,7 @@ from libra.backends.transport.engine_messages import (
     StartEngine,
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
-from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Report, Sampled
 from libra.backends.vllm.weight_transfer import BACKEND

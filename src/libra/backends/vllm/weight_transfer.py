@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from libra.backends.transport.messages import Tensor
-from libra.backends.transport.weights import WeightBuffer
+from libra.backends.transport.shared_memory import WeightBuffer
 
 BACKEND = "libra_shm"
 

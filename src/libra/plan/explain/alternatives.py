@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.price import fixed_seconds, training_option
-from libra.plan.problem import Allocation, Family, InfeasiblePlanError, Problem, TrainingOption
+from libra.plan.problem import Family, InfeasiblePlanError, Problem, TrainingOption
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from libra.plan.allocation import Allocation
 from libra.plan.explain.alternatives import (
     Alternative,
     Split,
@@ -23,7 +24,6 @@ from libra.plan.explain.idle import idle_devices
 from libra.plan.model.solve import solve
 from libra.plan.options.price import bucket_latency, bucket_prices, devices_used, price, step_parts, training_option
 from libra.plan.problem import (
-    Allocation,
     Bottleneck,
     Family,
     InfeasiblePlanError,
@@ -33,7 +33,6 @@ from libra.plan.problem import (
     Solution,
     TrainingOption,
 )
-from libra.plan.transition import engines_by_shape
 
 RUNNERS_UP = 3
 SAME_STEP = 1e-3  # relative: steps that a smaller cluster and the plan's have in common
@@ -255,7 +254,7 @@ def _plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanVie
         replicas=allocation.replicas,
         training_pool=training.pool,
         training_devices=training.devices,
-        engines=tuple(engines_by_shape(allocation).items()),
+        engines=tuple(allocation.engines_by_shape.items()),
         buckets=len(allocation.buckets),
         predicted=predicted,
         loss=predicted.step / step - 1 if step > 0 else 0.0,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from libra.plan.allocation import Allocation
 from libra.plan.model.ranges import NEVER, RangeTable
 from libra.plan.options.price import devices_used, fixed_seconds, price, training_option
-from libra.plan.problem import Allocation, EngineOption, Family, Problem
+from libra.plan.problem import EngineOption, Family, Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
+from libra.plan.allocation import Allocation
 from libra.plan.model.ranges import NEVER, Counts, Range, make_allocation
 from libra.plan.model.relaxation import Candidate
 from libra.plan.options.price import training_option
-from libra.plan.problem import Allocation, Pool, Problem, TrainingOption
-from libra.plan.transition import engines_by_shape, joins
+from libra.plan.problem import Pool, Problem, TrainingOption
+from libra.plan.transition import joins
 
 _sum = cp_model.LinearExpr.sum
 _weighted_sum = cp_model.LinearExpr.weighted_sum
@@ -159,7 +160,7 @@ class StepModel:
         option = training_option(self.problem, excluded)
         assert option is not None  # it fits
         less = [x for c, x in zip(self.candidates, self.x, strict=True) if not _trains_alike(c.training, option)]
-        for shape, engines in engines_by_shape(excluded).items():
+        for shape, engines in excluded.engines_by_shape.items():
             fewer = self.cp.new_bool_var("")
             self.cp.add(self.n[self.problem.shapes.index(shape)] < engines).only_enforce_if(fewer)
             less.append(fewer)
@@ -184,7 +185,7 @@ class StepModel:
         current = self.problem.current
         if current is None:
             return 0
-        running = engines_by_shape(current)
+        running = current.engines_by_shape
         starts = []
         for s, shape in enumerate(self.problem.shapes):
             start = self.cp.new_int_var(0, self.most[s], f"start[{s}]")
@@ -224,7 +225,7 @@ def contains(problem: Problem, allocation: Allocation, other: Allocation) -> boo
     the same pool with as many devices or more. Both fit the problem."""
     mine, others = (training_option(problem, a) for a in (allocation, other))
     assert mine is not None and others is not None
-    return _trains_alike(mine, others) and engines_by_shape(allocation) >= engines_by_shape(other)
+    return _trains_alike(mine, others) and allocation.engines_by_shape >= other.engines_by_shape
 
 
 def _trains_alike(option: TrainingOption, other: TrainingOption) -> bool:

@@ -16,9 +16,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.price import devices_used, infeasibility, price, training_option
-from libra.plan.problem import Allocation, InfeasiblePlanError, Problem
+from libra.plan.problem import InfeasiblePlanError, Problem
 
 # Seconds lost on going from one allocation to another, given the problem of the period that begins.
 SwitchSeconds = Callable[[Problem, Allocation, Allocation], float]

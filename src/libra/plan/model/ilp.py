@@ -21,12 +21,13 @@ import numpy as np
 import pulp
 from pulp.apis import coin_api
 
+from libra.plan.allocation import Allocation
 from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
 from libra.plan.model.relaxation import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.solve import STEP_TOLERANCE
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Allocation, Problem, Proof, Solution, TrainingOption
-from libra.plan.transition import engines_by_shape, joins
+from libra.plan.problem import Problem, Proof, Solution, TrainingOption
+from libra.plan.transition import joins
 
 _SHORTEST = 1e-6  # seconds; steps are not told apart below it
 _ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
@@ -239,7 +240,7 @@ class StepProgram:
         for s, shape in enumerate(self.problem.shapes):
             start = self._integer(f"start_{s}", self._most(s))
             engines = pulp.lpSum(n for c in range(len(self.x)) for shape_of, n in self._engines(c) if shape_of == s)
-            self._add(f"starts_{s}", start >= engines - engines_by_shape(current)[shape])
+            self._add(f"starts_{s}", start >= engines - current.engines_by_shape[shape])
             starts.append(start)
         return pulp.lpSum(starts) + pulp.lpSum(
             (joins(current, candidate.training) + (not candidate.keeps)) * x

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import fixed_seconds
-from libra.plan.problem import Allocation, Bucket, Problem, TrainingOption
+from libra.plan.problem import Problem, TrainingOption
 
 Range = tuple[int, int, int]  # shape, first class, last class
 

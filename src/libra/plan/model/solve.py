@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from ortools.sat.python import cp_model
 
+from libra.plan.allocation import Allocation
 from libra.plan.model.cpsat import StepModel, contains
 from libra.plan.model.ranges import NEVER, Counts, RangeTable, make_allocation, most_buckets, present_ranges
 from libra.plan.model.relaxation import (
@@ -24,7 +25,7 @@ from libra.plan.model.relaxation import (
     require_feasible,
 )
 from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Allocation, InfeasiblePlanError, Problem, Proof, Solution
+from libra.plan.problem import InfeasiblePlanError, Problem, Proof, Solution
 
 STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
 

@@ -19,10 +19,11 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation
 from libra.plan.options.classes import check_classes, reach
 from libra.plan.options.engines import RejectedEngine, engine_kv_tokens, engine_options, most_buckets
 from libra.plan.options.layouts import Layouts, Rejected, training_layouts
-from libra.plan.problem import STRICT, Allocation, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
+from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
 

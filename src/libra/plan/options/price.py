@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.plan.problem import Allocation, Bottleneck, EngineOption, Prediction, Problem, TrainingOption
+from libra.plan.allocation import Allocation
+from libra.plan.problem import Bottleneck, EngineOption, Prediction, Problem, TrainingOption
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -27,11 +28,6 @@ class BucketPrice:
     load: float  # seconds each of its engines needs for one step: work, new weights, refresh; see `Prediction.rollout`
     residence: float  # seconds of its longest trajectory
     alone: float  # those of residence that it would take with no other beside it, where batches overlap; else all
-
-
-def ranges(allocation: Allocation) -> tuple[tuple[str, int], ...]:
-    """What the router needs to know of an allocation: which shape serves contexts up to which length."""
-    return tuple((bucket.shape, bucket.up_to) for bucket in allocation.buckets)
 
 
 def training_option(problem: Problem, allocation: Allocation) -> TrainingOption | None:
@@ -149,7 +145,7 @@ def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice
     """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
     training = training_option(problem, allocation)
     assert training is not None
-    tried = problem.current is not None and ranges(problem.current) == ranges(allocation)
+    tried = problem.current is not None and problem.current.ranges == allocation.ranges
     routers = np.array(problem.recall_known if tried else problem.recall_possible)
     peaks = np.array(problem.peaks)
     found = []

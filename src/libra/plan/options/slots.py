@@ -7,26 +7,21 @@ seconds, lengths are tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile
+from libra.cost.engine_facts import BLOCK_TOKENS
 from libra.cost.rollout import concurrency, measured_timing, residence, work
 from libra.cost.train import step_seconds
-from libra.lengths import TrajectoryClass
+from libra.hardware.model import require_at_least
+from libra.lengths import LengthTracker, TrajectoryClass
+from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.classes import check_classes, present, reach
-from libra.plan.problem import (
-    ONE_DEVICE,
-    STRICT,
-    Allocation,
-    EngineOption,
-    InfeasiblePlanError,
-    Pool,
-    Problem,
-    TrainingOption,
-    require_at_least,
-)
+from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 _POOL = "slots"
 
@@ -172,3 +167,56 @@ class SlotRequest:
         tokens = self.workload.trajectories * self.workload.train_tokens
         seconds = step_seconds(self.profile.train, tokens, replicas)
         return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)
+
+
+SLOT_CLASSES = 8  # few enough to read in a plan, and to solve quickly (`python -m benchmarks.planning`)
+
+
+def make_tracker(planner: PlannerConfig) -> LengthTracker:
+    """An empty tracker that forgets as the configuration says and knows the engine's blocks."""
+    return LengthTracker(planner.half_life, block_tokens=BLOCK_TOKENS)
+
+
+def engine_shapes(engines: Mapping[str, ShapeConfig]) -> tuple[EngineShape, ...]:
+    """The engine sizes of the configuration, shortest first."""
+    return tuple(
+        EngineShape(name, shape.max_model_len, shape.max_num_seqs, shape.kv_tokens)
+        for name, shape in sorted(engines.items(), key=lambda item: item[1].max_model_len)
+    )
+
+
+def longest_context(engines: Mapping[str, ShapeConfig]) -> int:
+    """Tokens beyond which no trajectory can grow: what the longest engine size holds."""
+    return max(shape.max_model_len for shape in engines.values())
+
+
+def make_request(
+    training: TrainingConfig,
+    engines: Mapping[str, ShapeConfig],
+    classes: tuple[TrajectoryClass, ...],
+    profile: DeviceProfile,
+    *,
+    fleet: SlotCounts,
+    max_turn_tokens: int,
+    train_tokens: float,
+    router_hit: float,
+    current: Allocation | None,
+) -> SlotRequest:
+    """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
+    Raises ValueError where no engine size holds one of the classes."""
+    return SlotRequest(
+        fleet=fleet,
+        shapes=engine_shapes(engines),
+        profile=profile,
+        workload=StepWorkload(
+            trajectories=training.trajectories,
+            group_size=training.samples_per_prompt,
+            max_staleness=training.max_staleness,
+            max_turn_tokens=max_turn_tokens,
+            longest_context=longest_context(engines),
+            train_tokens=train_tokens,
+            router_hit=router_hit,
+            classes=classes,
+        ),
+        current=current,
+    )

@@ -1,0 +1,55 @@
+"""`libra calibrate`: what this device can do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from libra.cli.errors import bad_input
+from libra.cli.output import check_writable
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the calibration as JSON to this file.")],
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda or cpu (default: cuda where there is one).")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="Known GPU to hold the result against: A100, H100, H200, ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
+) -> None:
+    """Measure this device with PyTorch: matrix products, attention, a training step; for `libra plan --profile FILE`.
+
+    Takes less than a minute. Medians and spread are of repeated runs after a warm-up.
+
+    Exit status: 0 done, 2 bad input.
+    """
+    from libra.config.yaml_file import ConfigError, unknown
+    from libra.cost.sources.grid_file import save_calibration
+    from libra.hardware.cluster import GPUS
+    from libra.report.tables import calibration_table
+
+    try:
+        if gpu is not None and gpu not in GPUS:
+            raise ConfigError(unknown("GPU", gpu, GPUS))
+        if device not in (None, "cuda", "cpu"):
+            raise ConfigError(f"--device is {device}; give cuda or cpu")
+        check_writable(output)
+        from libra.backends.calibration import calibrate_device
+
+        found = calibrate_device(device)
+        save_calibration(output, found)
+    except (ConfigError, ValueError, OSError, RuntimeError) as error:
+        bad_input(error)
+    except ModuleNotFoundError:
+        bad_input(ConfigError("PyTorch is not installed; pip install 'libra-rl[cpu]' or 'libra-rl[gpu]'"))
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        Console().print(calibration_table(found, None if gpu is None else GPUS[gpu]))

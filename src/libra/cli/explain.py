@@ -1,0 +1,99 @@
+"""`libra explain`: why a plan is what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from libra.cli.errors import bad_input, no_plan, require_pages
+from libra.cli.output import check_writable, write_text
+
+if TYPE_CHECKING:
+    from libra.plan.plan import Plan
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json of `libra plan`.")],
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="Plan again and explain that: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the explanation as a page to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
+) -> None:
+    """Why this plan: what bounds it and by how much, the next best plans, what binds, what one more node would buy.
+
+    Everything is solved again from the request that the plan embeds; nothing else is read.
+
+    Exit status: 0 done, 2 bad input, 3 no plan exists under --what-if.
+    """
+    from libra.config.yaml_file import ConfigError
+    from libra.plan.explain.explained import explain_plan
+    from libra.plan.plan import parse_plan
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.explain_table import explain_tables, headline, routing_sentence
+
+    change = ""
+    if html is not None:
+        require_pages()
+    try:
+        check_writable(html, reads=(plan,))
+        found = parse_plan(plan.read_bytes(), where=str(plan))
+        if what_if:
+            before, found = found.predicted.step, _assumed(found, what_if)
+            change = f"{' '.join(what_if)}: {before:,.2f} s -> {found.predicted.step:,.2f} s a step"
+        explanation = explain_plan(found)
+        if html is not None:
+            from libra.report.explain_page import explain_page
+
+            write_text(html, explain_page(explanation, _title(found), _distribution(found)))
+    except InfeasiblePlanError as error:
+        no_plan(error)
+    except (ConfigError, ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(explanation)))
+        return
+    console = Console()
+    for line in (change, headline(explanation), routing_sentence(explanation)):
+        if line:
+            console.print(line, highlight=False, soft_wrap=True)
+    for table in explain_tables(explanation):
+        console.print(table)
+
+
+def _assumed(plan: Plan, what_if: list[str]) -> Plan:
+    from libra.config.yaml_file import ConfigError
+    from libra.plan.explain.explained import assume_otherwise
+    from libra.plan.explain.what_if import assume
+    from libra.plan.options.slots import SlotRequest
+
+    if isinstance(plan.request, SlotRequest):
+        raise ConfigError("--what-if changes a cluster; this is the plan of a run on one machine")
+    return assume_otherwise(plan, *assume(plan.request.cluster, plan.request.recipe, what_if))
+
+
+def _title(plan: Plan) -> str:
+    from libra.plan.options.slots import SlotRequest
+
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        return f"{request.profile.model} on {request.fleet.devices} slots"
+    nodes = " + ".join(f"{n.count} x {n.gpus} {n.gpu.name}" for n in request.cluster.nodes)
+    return f"{request.model.name} on {nodes}"
+
+
+def _distribution(plan: Plan) -> list[tuple[int, float]]:
+    from libra.plan.options.slots import SlotRequest
+
+    request = plan.request
+    classes = request.workload.classes if isinstance(request, SlotRequest) else request.classes
+    return [(cls.peak_context, cls.share) for cls in classes]

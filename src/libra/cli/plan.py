@@ -1,0 +1,220 @@
+"""`libra plan`: a plan from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from libra.cli.errors import bad_input, no_plan
+from libra.cli.output import STDOUT, check_writable, reading, write_text
+from libra.report.words import printable
+
+if TYPE_CHECKING:
+    from libra.config.recipe import Recipe
+    from libra.plan.offline import LogEvidence
+    from libra.plan.plan import Plan, Solver
+    from libra.trajectory import Trajectory
+
+
+class SolverName(StrEnum):
+    cp_sat = "cp-sat"
+    ilp = "ilp"
+
+
+def plan(
+    where: Annotated[
+        Path, typer.Argument(metavar="CLUSTER", help="cluster.yaml: classes of nodes; or the configuration of a run.")
+    ],
+    trajectories: Annotated[Path, typer.Option("--trajectories", "-t", help="JSONL log of trajectories.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="config.json of the model, its directory, or a known name.")
+    ] = None,
+    request: Annotated[
+        Path | None, typer.Option("--request", "-r", help="request.yaml: batch, mode, lengths, what training keeps.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            "-p",
+            help="auto, tables, roofline or a calibration file; with a run's configuration: its profile.json.",
+        ),
+    ] = None,
+    truncate_context: Annotated[
+        bool, typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="gpus=64, NODES=12 (nodes of a class) or a key of the request, such as batch=1024; may be repeated.",
+        ),
+    ] = None,
+    longest_tool_call: Annotated[
+        float | None,
+        typer.Option(
+            "--longest-tool-call",
+            metavar="SECONDS",
+            min=0,
+            help="Count longer tool calls as so long: for logs whose calls wait for people.",
+        ),
+    ] = None,
+    solver: Annotated[
+        SolverName, typer.Option("--solver", help="cp-sat, or the integer linear program (extra ilp).")
+    ] = SolverName.cp_sat,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Solve again with the other solver and hold both against each other.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file; - is standard output.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON on standard output.")] = False,
+) -> None:
+    """Plan offline: who trains, who generates, in which parallelism and buckets, on which GPUs.
+
+    With --model the plan is for a cluster of GPUs. Without it, CLUSTER is the configuration of a run on one machine
+    (as for `libra run`), and --profile is the profile.json that a run has measured. The plan embeds its request and a
+    proof (status, bound, gap); the same inputs give the same bytes.
+
+    Exit status: 0 a plan, 1 the solvers disagree (--confirm), 2 bad input, 3 no plan exists (the message names what
+    conflicts).
+    """
+    # Imported here: `--help` must not wait for the solver.
+    from libra.config.yaml_file import ConfigError
+    from libra.plan.explain.explained import bound_and_idle
+    from libra.plan.plan import DisagreementError, dump_plan
+    from libra.plan.problem import InfeasiblePlanError
+    from libra.report.plan_table import log_notes, plan_tables
+
+    notes: list[str] = []
+    if output == STDOUT:
+        output, as_json = None, True
+    try:
+        named = [Path(it) / within for it in (model, profile) if it is not None for within in ("", "config.json")]
+        check_writable(output, reads=(where, trajectories, request, *named))
+        if model is None:
+            found, evidence = _plan_run(where, trajectories, profile, what_if, longest_tool_call, solver.value)
+        else:
+            found, evidence = _plan_cluster(
+                where,
+                trajectories,
+                model,
+                request,
+                profile or "auto",
+                truncate_context,
+                what_if or [],
+                longest_tool_call,
+                solver.value,
+                notes,
+            )
+        if confirm:
+            notes.append(_confirmed(found, solver.value))
+        text = dump_plan(found)
+        bound, idle = bound_and_idle(found)
+        if output is not None:
+            write_text(output, text)
+    except InfeasiblePlanError as error:
+        no_plan(error)
+    except DisagreementError as error:
+        typer.echo(f"libra: {error}", err=True)
+        raise typer.Exit(1) from None
+    except (ConfigError, ModuleNotFoundError, ValueError, OSError) as error:
+        bad_input(error)
+    if as_json:
+        typer.echo(text, nl=False)
+    else:
+        console = Console()
+        for table in plan_tables(found, bound, idle):
+            console.print(table)
+    for note in (*notes, *log_notes(found, bound, evidence)):
+        typer.echo(
+            f"note: {printable(note)}", err=as_json
+        )  # standard output is the plan, and nothing else, with --json
+
+
+def _confirmed(plan: Plan, solver: Solver) -> str:
+    from libra.plan.plan import confirm
+
+    other = confirm(plan, "ilp" if solver == "cp-sat" else "cp-sat")
+    return (
+        f"confirmed: {solver} has a step of {plan.predicted.step:,.4f} s and proves that none is below"
+        f" {plan.proof.bound:,.4f} s; {other.solver} has {other.step:,.4f} s and {other.bound:,.4f} s"
+    )
+
+
+def _plan_run(
+    where: Path,
+    log: Path,
+    profile: str | None,
+    what_if: list[str] | None,
+    longest_tool_call: float | None,
+    solver: Solver,
+) -> tuple[Plan, LogEvidence]:
+    from libra.config.run import ConfigError, load_config
+    from libra.cost.sources.profile_file import load_profile
+    from libra.plan.offline import gather, request_from
+    from libra.plan.plan import make_plan
+    from libra.trajectory import read_trajectories
+
+    if profile is None:
+        raise ConfigError(
+            "--model or --profile is missing: with --model a cluster of GPUs is planned; with --profile profile.json"
+            " (what a run has measured) a run on one machine"
+        )
+    if what_if:
+        raise ConfigError("--what-if changes a cluster; change the configuration of a run in its file")
+    settings = load_config(where)
+    evidence = gather(settings, _read(log, read_trajectories(log)), longest_tool_call)
+    request = request_from(settings, evidence, load_profile(Path(profile)))
+    return make_plan(request, seed=settings.seed, solver=solver), evidence
+
+
+def _plan_cluster(
+    where: Path,
+    log: Path,
+    model: str,
+    request: Path | None,
+    profile: str,
+    truncate: bool,
+    what_if: list[str],
+    longest_tool_call: float | None,
+    solver: Solver,
+    notes: list[str],
+) -> tuple[Plan, LogEvidence]:
+    from libra.cost.sources.profiles import engine_profiles
+    from libra.hardware.cluster import load_cluster
+    from libra.hardware.model_file import load_model
+    from libra.plan.explain.what_if import assume
+    from libra.plan.offline import gather_workload
+    from libra.plan.planner import Planner
+    from libra.trajectory import read_trajectories, read_workload
+
+    cluster, shape = load_cluster(where), load_model(model)
+    recipe = _recipe(request, shape.max_context, notes)
+    cluster, recipe = assume(cluster, recipe, what_if)
+    evidence = gather_workload(recipe, _read(log, read_workload(log, recipe.max_length, truncate)), longest_tool_call)
+    if truncate:
+        cut = sum(trajectory.peak_context > recipe.max_length for trajectory in _read(log, read_trajectories(log)))
+        notes.append(
+            f"{cut:,} of {evidence.finished + evidence.unfinished:,} trajectories cut at {recipe.max_length:,}"
+        )
+    profiles = engine_profiles(cluster, shape, recipe, profile, notes.append)
+    return Planner(cluster, shape, recipe, profiles).plan(evidence.tracker, solver=solver), evidence
+
+
+def _read(log: Path, trajectories: Iterator[Trajectory]) -> Iterator[Trajectory]:
+    return reading(log, trajectories, "trajectories")
+
+
+def _recipe(request: Path | None, max_context: int, notes: list[str]) -> Recipe:
+    from libra.config.recipe import Recipe, load_recipe
+
+    if request is not None:
+        return load_recipe(request)
+    notes.append(f"no --request: 512 trajectories a step, 16 a prompt, up to {max_context:,} tokens, asynchronous")
+    return Recipe(batch=512, samples_per_prompt=16, max_length=max_context)
