@@ -39,7 +39,7 @@ from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateErr
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Report, Sampled
 from libra.backends.vllm.weight_transfer import BACKEND
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 
 
 class VllmEngine:
