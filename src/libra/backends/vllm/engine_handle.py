@@ -27,7 +27,7 @@ from libra.backends.transport.engine_messages import (
     Save,
     Saved,
 )
-from libra.exec.background import raise_in_loop
+from libra.exec.background import background
 from libra.exec.protocols import WorkerLostError
 
 # An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
@@ -61,8 +61,7 @@ class EngineHandle(Handle):
         self.version = -1
         self.load_tokens = 0  # context tokens of the requests it holds
         super().__init__(link, on_lost)
-        self._watcher = asyncio.create_task(self._watch(), name=f"watch {link.name}")
-        self._watcher.add_done_callback(raise_in_loop)
+        self._watcher = background(self._watch(), f"watch {link.name}")
 
     @property
     def running(self) -> int:
