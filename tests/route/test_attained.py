@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import OK
 
+from benchmarks.workloads.routing_quality import static_fleet
 from libra.route.bucket import AttainedService, bucket_of
 from libra.route.policy import TurnRequest
-from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
 
 LIMITS = (10, 25, 60)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from sessions import LIMITS, OK, Event, events, instances, requests, tell, views
 
 from libra.route.bucket import AttainedService, Bucketed, bucket_of, server
-from libra.route.by_length import LengthByPrompt
+from libra.route.expected_length import LengthByPrompt, LengthPredictor
 from libra.route.policy import InstanceView, Placement, Policy, TurnRequest, View
-from libra.route.predictor import LengthPredictor
 from libra.trajectory import Trajectory, Turn
 
 RULES: list[type[Bucketed]] = [LengthByPrompt, LengthPredictor, AttainedService]

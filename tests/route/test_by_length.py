@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.route.by_length import KEPT, LengthByPrompt, QuantileMatch
+from benchmarks.workloads.routing_quality import static_fleet
+from libra.route.expected_length import KEPT, LengthByPrompt, QuantileMatch
 from libra.route.policy import TurnRequest
-from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
 
 pairs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 30)), min_size=1, max_size=12)

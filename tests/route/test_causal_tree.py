@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from libra.route.causal_tree import RECENT, CausalTree, Estimate, Node, ToolState, payload_class
+from libra.route.published import RECENT, CausalTree, Estimate, Node
+from libra.route.tool_state import ToolState, payload_class
 from libra.trajectory import Trajectory, Turn
 
 OK = ToolState("search", "small", "ok")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import OK, Event, events, finished, requests, tell, tool_returns, views
 
-from libra.route.causal_tree import ToolState, payload_class
 from libra.route.cmlfq import BLIND, BLIND_STAYS, BUCKET_OVERRUN, CMLFQ, MOVES, PLACED, STAYS
 from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS, MigrationCost
+from libra.route.tool_state import ToolState, payload_class
 from libra.trajectory import Trajectory, Turn
 
 FAIL = ToolReturn("search", "error", 5)

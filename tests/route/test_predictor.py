@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.route import predictor
+from benchmarks.workloads.routing_quality import static_fleet
+from libra.route import expected_length
+from libra.route.expected_length import FEATURES, HALF_LIFE, PENALTY, TASKS, LengthPredictor, Ridge, features, log_k
 from libra.route.policy import Placement, TurnRequest
-from libra.route.predictor import FEATURES, HALF_LIFE, PENALTY, TASKS, LengthPredictor, Ridge, features, log_k
-from libra.route.quality import static_fleet
 from libra.trajectory import Trajectory, Turn
 
 FLEET = static_fleet((1_000, 4_000, 16_000), turn_tokens=100)
@@ -162,7 +162,7 @@ def test_a_prediction_off_any_scale_is_still_a_number_of_tokens() -> None:
 
 
 def test_prompts_are_forgotten_from_the_least_recently_updated_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "MAX_PROMPTS", 3)
+    monkeypatch.setattr(expected_length, "MAX_PROMPTS", 3)
     policy = LengthPredictor()
     for prompt_id in "abcadd":
         policy.finished(done(100, 1_024, id=prompt_id, prompt_id=prompt_id))

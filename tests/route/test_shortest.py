@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import LIMITS, OK, Event, events, tell
 
-from libra.route.baselines import LeastLoaded
-from libra.route.causal_tree import ToolState
+from libra.route.baselines import MEMORY, LeastLoaded, RemainingTable, ShortestRemaining
 from libra.route.policy import InstanceView, ToolReturn, TurnRequest, View
-from libra.route.shortest import MEMORY, RemainingTable, ShortestRemaining, remainders
+from libra.route.tool_state import ToolState, remainders
 from libra.trajectory import Trajectory, Turn
 
 GOOD, BAD = ToolState("search", "small", "ok"), ToolState("search", "small", "error")
@@ -28,7 +27,8 @@ def done(*turns: Turn, id: str = "done", task: str = "task") -> Trajectory:
 
 def test_remainders() -> None:
     trajectory = done(Turn(10, "search", "ok", 5), Turn(20, "search", "error", 600))
-    assert list(remainders(trajectory)) == [(None, 665), (GOOD, 650), (ToolState("search", "medium", "error"), 30)]
+    error = ToolState("search", "medium", "error")
+    assert list(remainders(trajectory)) == [(0, None, 665), (1, GOOD, 650), (2, error, 30)]
 
 
 @given(st.lists(st.tuples(st.sampled_from("mn"), states, st.integers(0, 1_000)), max_size=30), states)

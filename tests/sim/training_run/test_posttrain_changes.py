@@ -32,13 +32,13 @@ from libra.plan.plan import Plan
 from libra.route.baselines import LeastLoaded, RoundRobin
 from libra.route.bucket import AttainedService
 from libra.route.cmlfq import CMLFQ
+from libra.route.expected_length import LengthPredictor
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
-from libra.route.predictor import LengthPredictor
 from libra.sim.clock import seconds, ticks
 from libra.sim.planned_engines import planned_engines
-from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
+from libra.sim.workload.caller import EpisodeCaller
 from libra.trajectory import Trajectory, Turn
 
 GROUP = 4

@@ -6,9 +6,9 @@ trajectories, turns and fleet in the same order. Nothing is generated: no load c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,34 +33,29 @@ _COLUMNS = np.dtype([(name, np.bool_ if name == "single_shot" else np.int64) for
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quality:
-    """The outcomes of a replay, a row for each trajectory counted, and measures over them.
-
-    A trajectory counts as often as its weight says; `evaluate` gives each the weight 1.
-    """
+    """The outcomes of a replay, a row for each trajectory counted, and measures over them."""
 
     ids: tuple[str, ...]
-    prompts: tuple[str, ...]
     outcomes: NDArray[np.void]  # a column for each field of `Outcome`
-    weights: NDArray[np.float64]
 
     @property
     def single_shot_accuracy(self) -> float:
         """Share of trajectories that were in the bucket of their true final context after their first tool return; a
         trajectory without tool return counts by its first placement."""
-        return self._ratio("single_shot")
+        return float(self.outcomes["single_shot"].mean())
 
     @property
     def majority_rate(self) -> float:
         """Share of trajectories in the most frequent true bucket: the accuracy of sending everything there."""
-        return float(np.bincount(self.outcomes["bucket"], self.weights).max() / self.weights.sum())
+        return float(np.bincount(self.outcomes["bucket"]).max() / len(self.outcomes))
 
     @property
     def balanced_accuracy(self) -> float:
         """Single-shot accuracy within each true bucket that occurs, averaged over these buckets: one over their number
         for whoever sends everything to the same one."""
         bucket = self.outcomes["bucket"]
-        of_bucket = np.bincount(bucket, self.weights)
-        right = np.bincount(bucket, self.weights * self.outcomes["single_shot"])
+        of_bucket = np.bincount(bucket)
+        right = np.bincount(bucket, self.outcomes["single_shot"])
         return float((right[of_bucket > 0] / of_bucket[of_bucket > 0]).mean())
 
     @property
@@ -68,16 +63,12 @@ class Quality:
         """Tokens in context when a trajectory was moved to another instance, as a share of the tokens in context at all
         placements and of all generated: of what engines had before them, the part that was moved or recomputed because
         of a migration. In the midst of a turn, what it has generated is in context."""
-        return self._ratio("moved_tokens", "tokens")
+        return float(self.outcomes["moved_tokens"].sum() / self.outcomes["tokens"].sum())
 
     @property
     def moves(self) -> float:
         """Placements on another instance than the one before, per trajectory."""
-        return self._ratio("moves")
-
-    def _ratio(self, of: str, to: str | None = None) -> float:
-        total = self.weights.sum() if to is None else self.weights @ self.outcomes[to]
-        return float(self.weights @ self.outcomes[of] / total) if total else float("nan")
+        return float(self.outcomes["moves"].mean())
 
 
 def static_fleet(limits: Sequence[int], *, turn_tokens: int, instances: int = 1) -> View:
@@ -123,12 +114,8 @@ def evaluate(
                     policy.finished(replay.trajectory)
             running = [replay for replay in running if not replay.ended]
     counted = replays[warm_up:]
-    return Quality(
-        tuple(it.trajectory.id for it in counted),
-        tuple(it.trajectory.prompt_id for it in counted),
-        np.array([it.outcome() for it in counted], dtype=_COLUMNS),
-        np.ones(len(counted)),
-    )
+    outcomes = np.array([it.outcome() for it in counted], dtype=_COLUMNS)
+    return Quality(tuple(it.trajectory.id for it in counted), outcomes)
 
 
 class _Replay:
@@ -201,53 +188,3 @@ class _Replay:
         self.tokens += context
         self.right.append(placement.bucket == self.bucket)
         return placement
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A measure, and the bounds that hold it in a share `confidence` of such samples."""
-
-    value: float
-    low: float
-    high: float
-    confidence: float
-
-
-def bootstrap(
-    measure: Callable[[Quality], float],
-    quality: Quality,
-    other: Quality | None = None,
-    *,
-    by_prompt: bool = False,
-    resamples: int = 1_000,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> Interval:
-    """Percentile bootstrap interval of a measure, or of its difference to that of `other` (Efron and Tibshirani 1993,
-    chapter 13).
-
-    Trajectories are drawn with replacement, the same ones for both policies: the difference is paired, and the two must
-    be of the same trajectories in the same order, else ValueError. `by_prompt` draws whole prompts with all their
-    samples: samples of one prompt resemble each other, and intervals that take them for independent are too narrow.
-    """
-    if other is not None and quality.ids != other.ids:
-        raise ValueError("the two are not of the same trajectories: evaluate both policies on one list and one warm_up")
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}; give 1 or more, and about 1000 for bounds of 95 %")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}; it must lie between 0 and 1")
-
-    def value(weights: NDArray[Any]) -> float:
-        drawn = measure(replace(quality, weights=quality.weights * weights))
-        return drawn if other is None else drawn - measure(replace(other, weights=other.weights * weights))
-
-    keys = quality.prompts if by_prompt else quality.ids
-    units, unit_of = np.unique(np.array(keys), return_inverse=True)
-    random = np.random.default_rng(seed)
-    drawn = [
-        value(np.bincount(random.integers(len(units), size=len(units)), minlength=len(units))[unit_of])
-        for _ in range(resamples)
-    ]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Interval(value(np.ones(len(keys))), float(low), float(high), confidence)
