@@ -18,7 +18,6 @@ from accelerate.state import AcceleratorState
 from fakes.samples import RATE, sample
 
 from libra.backends.grpo.elastic import GradientExchange
-from libra.backends.grpo.grpo import Denominator
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.grpo.training_worker import TrainingWorker
@@ -26,7 +25,7 @@ from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
-from libra.backends.transport.messages import Precision
+from libra.backends.transport.messages import Denominator, Precision
 from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import (
     Commit,

@@ -37,6 +37,7 @@ from libra.backends.transport.trainer_messages import (
     Serving,
     StateDigest,
     StatePlace,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
@@ -224,7 +225,8 @@ class Voter:
         if not failed:
             self._pending = key
         tokens = sum(sum(sample.generated) for sample in order.samples)
-        return Reduced(order.version, "lost" if failed else "", 0.5, 0.1, 2 * tokens, tokens, 1.0, 1.5, 0.5)
+        sums = TokenSums(2 * tokens, tokens, 1.0, 1.5, 0.5)
+        return Reduced(order.version, "lost" if failed else "", 0.5, 0.1, sums)
 
     def _step(self, order: Commit, fate: Fate) -> Trained:
         assert self._pending is not None and self._pending[1] == order.version, "a step without a summed gradient"

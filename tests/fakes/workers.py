@@ -48,6 +48,7 @@ from libra.backends.transport.trainer_messages import (
     StartTrainer,
     StateDigest,
     StatePlace,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
@@ -159,7 +160,7 @@ class MadeWorker:
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1
         tokens = sum(sum(sample.generated) for sample in order.samples)
-        return Reduced(order.version, "", 0.001, 0.0, 2 * tokens, tokens, 0.0, 1.0 * tokens, 0.0)
+        return Reduced(order.version, "", 0.001, 0.0, TokenSums(2 * tokens, tokens, 0.0, 1.0 * tokens))
 
     def _step(self, order: Commit) -> Trained:
         assert order.version == self.version + 1

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch.distributed import TCPStore
 
-from libra.backends.grpo.divided_orders import divide, join
+from libra.backends.grpo.joint_step import divide, join
 from libra.backends.grpo.model_part import HOST, Inside, meet
 from libra.backends.launch.worker import die_with, serve_and_leave
 from libra.backends.transport.channel import FromWorker, PeerChannel, ToWorker, WorkerChannel

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -31,6 +30,7 @@ from libra.backends.transport.trainer_messages import (
     Reduced,
     Sample,
     StartTrainer,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
@@ -41,17 +41,6 @@ from libra.backends.transport.trainer_messages import (
 _GRADIENT_NORM = 1.0  # clip
 _MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
 _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Over the generated tokens of a share, and the tokens that went through the model."""
-
-    forward_tokens: int = 0
-    generated_tokens: int = 0
-    clipped: float = 0.0
-    behaviour_weight: float = 0.0
-    prox_gap: float = 0.0
 
 
 class TrainerProcess:
@@ -89,10 +78,7 @@ class TrainerProcess:
         sums = self._backward(order.samples)
         compute_seconds = time.monotonic() - began
         gradient[-1] = denominator(
-            self._settings.denominator,  # type: ignore[arg-type]
-            order.sequences,
-            order.tokens,
-            self._settings.token_constant,
+            self._settings.denominator, order.sequences, order.tokens, self._settings.token_constant
         )
         failure, exchange_seconds = "", 0.0
         try:
@@ -101,17 +87,7 @@ class TrainerProcess:
             failure = str(error)
         else:
             self._reduced = order.version, gradient
-        return Reduced(
-            order.version,
-            failure,
-            compute_seconds,
-            exchange_seconds,
-            sums.forward_tokens,
-            sums.generated_tokens,
-            sums.clipped,
-            sums.behaviour_weight,
-            sums.prox_gap,
-        )
+        return Reduced(order.version, failure, compute_seconds, exchange_seconds, sums)
 
     def commit(self, order: Commit) -> Trained:
         """The optimiser step, with the gradient that was summed for this version."""
@@ -215,34 +191,23 @@ class TrainerProcess:
                 self.commit(Commit(0, -1))
                 whole = time.monotonic() - began
                 if repeat > 0:  # the first time pays for kernels that are set up when they are first met
-                    batches.append((vote.forward_tokens, vote.compute_seconds))
+                    batches.append((vote.sums.forward_tokens, vote.compute_seconds))
                     exchanges.append(vote.exchange_seconds)
                     steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
         return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
 
-    def _backward(self, samples: list[Sample]) -> _Sums:
+    def _backward(self, samples: list[Sample]) -> TokenSums:
         """Add the gradient of the summed loss to the gradient that is open."""
-        sums = _Sums()
+        settings, sums = self._settings, TokenSums()
         for batch, last in self._micro_batches(samples):
             ids, mask, behaviour, advantages = collate(batch)
             with self.part.accumulating(last):
-                logprobs = self._logprobs(ids, self._settings.temperature)
+                logprobs = self._logprobs(ids, settings.temperature)
                 # One step per batch: the proximal policy is the policy that enters the step.
-                found = loss_sum(
-                    logprobs,
-                    logprobs.detach(),
-                    behaviour,
-                    advantages,
-                    mask,
-                    self._settings.clip,
-                    self._settings.denominator,  # type: ignore[arg-type]
-                )
-                self._accelerator.backward(found.loss)
-            sums.forward_tokens += ids.numel()
-            sums.generated_tokens += found.tokens
-            sums.clipped += found.clipped
-            sums.behaviour_weight += found.behaviour_weight
-            sums.prox_gap += found.prox_gap
+                prox = logprobs.detach()
+                loss, found = loss_sum(logprobs, prox, behaviour, advantages, mask, settings.clip, settings.denominator)
+                self._accelerator.backward(loss)
+            sums += found
             self._pacer.pace()
         return sums
 

@@ -8,7 +8,7 @@ import pytest
 from fakes.samples import batch
 from msgspec.structs import replace
 
-from libra.backends.grpo.divided_orders import divide, join
+from libra.backends.grpo.joint_step import divide, join
 from libra.backends.transport.channel import FromWorker
 from libra.backends.transport.messages import Acknowledged
 from libra.backends.transport.trainer_messages import (
@@ -22,6 +22,7 @@ from libra.backends.transport.trainer_messages import (
     Serving,
     StateDigest,
     StatePlace,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
@@ -29,7 +30,7 @@ from libra.backends.transport.trainer_messages import (
     WarmUp,
 )
 
-VOTE = Reduced(3, "", 2.0, 0.5, 100, 40, 1.0, 20.0, 3.0)
+VOTE = Reduced(3, "", 2.0, 0.5, TokenSums(100, 40, 1.0, 20.0, 3.0))
 TRAINED = Trained(3, 77, 5, 0.25, 1.5)
 PLACES = [StatePlace(10 + part, part) for part in range(3)]
 
@@ -68,8 +69,8 @@ def test_what_concerns_all_goes_to_all() -> None:
 
 
 def test_a_replica_votes_for_all_its_processes() -> None:
-    other = Reduced(3, "", 1.0, 1.5, 50, 20, 2.0, 10.0, 4.0)
-    assert join([VOTE, other]) == Reduced(3, "", 2.0, 0.5, 150, 60, 3.0, 30.0, 7.0)
+    other = Reduced(3, "", 1.0, 1.5, TokenSums(50, 20, 2.0, 10.0, 4.0))
+    assert join([VOTE, other]) == Reduced(3, "", 2.0, 0.5, TokenSums(150, 60, 3.0, 30.0, 7.0))
     voted = join([VOTE, replace(other, failure="somebody is gone")])
     assert isinstance(voted, Reduced) and voted.failure == "somebody is gone"
 
