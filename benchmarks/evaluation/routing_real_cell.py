@@ -26,7 +26,7 @@ from libra.route.published import CausalTree
 from libra.route.tool_state import ToolState, payload_class, state_of
 from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.metrics import metrics_of
-from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.episodes import Resampled
 from libra.trajectory import Trajectory
 
 OURS, THEIRS, ATTAINED = "cmlfq", "cmlfq-published", "attained service"

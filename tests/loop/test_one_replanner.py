@@ -23,8 +23,7 @@ from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
 from libra.plan.site import ClusterSite, SlotSite
 from libra.plan.transition import Device, Transition
-from libra.sim.training_run.replanning import Replanning
-from libra.sim.training_run.system import Moment
+from libra.sim.training_run.system import Moment, Replanning
 from libra.trajectory.record import Trajectory
 
 PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"batch": 1024}))

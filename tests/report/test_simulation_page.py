@@ -22,7 +22,7 @@ from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS
 from libra.sim.outcome.result import SimulationResult
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 RESULTS = {"busy": busy, "cut short": cut_short, "trajectories": trajectories}
 

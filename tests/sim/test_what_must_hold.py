@@ -36,10 +36,9 @@ from libra.sim.engine.iteration_cost import AffineCost, DecodeBatch, IterationCo
 from libra.sim.engine.request import Request
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.result import result_of
-from libra.sim.workload.arrivals import Poisson
-from libra.sim.workload.distribution import Constant
-from libra.sim.workload.generated_requests import generated_requests
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.distributions import Constant, Poisson
+from libra.sim.workload.generated import generated_requests
+from libra.sim.workload.requests import Requests
 
 STEP = 100  # ticks
 

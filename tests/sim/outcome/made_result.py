@@ -12,8 +12,8 @@ from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.workload.protocol import Requests, Workload
 from libra.sim.workload.replay import Replay
+from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn
 
 SECOND = AffineCost(TICKS)

@@ -19,7 +19,7 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 
 def rows(series: EngineSeries) -> list[tuple[float, float, float, float, int]]:

@@ -37,8 +37,8 @@ from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, request_columns, result_of
 from libra.sim.outcome.result_file import FIELDS, FORMAT, document, write_outcomes
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.caller import TrajectoryCaller
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.caller import Caller
+from libra.sim.workload.requests import Requests
 
 
 def alike(value: float) -> Spread:
@@ -240,7 +240,7 @@ def test_requests_that_did_not_run_are_refused() -> None:
 def test_a_result_holds_on_to_nothing_of_its_cluster() -> None:
     result = simulated(two_trajectories(), watcher=OccupancyRecorder())
     for found in reached(result):
-        assert not isinstance(found, SimEngine | Request | SimCluster | TrajectoryCaller | OccupancyRecorder), found
+        assert not isinstance(found, SimEngine | Request | SimCluster | Caller | OccupancyRecorder), found
 
 
 def reached(root: object) -> list[Any]:

@@ -36,9 +36,9 @@ from libra.route.expected_length import LengthPredictor
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.sim.clock import seconds, ticks
 from libra.sim.planned_engines import planned_engines
-from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.outcome import SimulatedRun
 from libra.sim.training_run.system import System
+from libra.sim.workload.caller import EpisodeCaller
 from libra.trajectory import Trajectory, Turn
 
 GROUP = 4

@@ -43,9 +43,9 @@ from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
-from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.system import System
+from libra.sim.workload.caller import EpisodeCaller
 from libra.trajectory import Turn, read_trajectories
 
 GROUP = 4  # samples

@@ -14,8 +14,7 @@ from libra.plan.plan import Plan
 from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
 from libra.route.baselines import LeastLoaded
-from libra.sim.training_run.replanning import Replanning
-from libra.sim.training_run.system import System
+from libra.sim.training_run.system import Replanning, System
 from libra.trajectory import Turn
 
 GROUP = 4

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.episodes import Resampled
 from libra.trajectory import Trajectory, Turn, read_trajectories, truncate
 
 DATA = Path(os.environ.get("LIBRA_DATA", Path(__file__).parents[3] / "../shared/data/trajectories"))

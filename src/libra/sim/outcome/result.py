@@ -18,7 +18,7 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Request, Status
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
-from libra.sim.workload.caller import TrajectoryCaller
+from libra.sim.workload.caller import Caller
 
 ENDS: tuple[Status, ...] = ("finished", "interrupted", "cancelled", "refused", "unfinished")
 
@@ -138,7 +138,7 @@ def request_columns(requests: Sequence[Request]) -> RequestColumns:
         of: Callable[[Request], int | None] = attrgetter(field)
         return column(-1 if (value := of(request)) is None else value for request in requests)
 
-    callers = [it if isinstance(it := request.owner, TrajectoryCaller) else None for request in requests]
+    callers = [it if isinstance(it := request.owner, Caller) else None for request in requests]
     try:
         columns = RequestColumns(
             number=all_of("number"),
@@ -162,7 +162,7 @@ def request_columns(requests: Sequence[Request]) -> RequestColumns:
                 -1 if caller is None else trajectories.setdefault(caller.trajectory.id, len(trajectories))
                 for caller in callers
             ),
-            turn=column(-1 if caller is None else caller.turn for caller in callers),
+            turn=column(-1 if caller is None else caller.call.turn for caller in callers),
             last_call=np.fromiter((caller is not None and caller.last for caller in callers), bool, len(requests)),
             reasons=tuple(reasons),
             trajectories=tuple(trajectories),

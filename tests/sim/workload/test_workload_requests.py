@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
-from libra.sim.workload.protocol import Requests
-from libra.sim.workload.recorded_requests import recorded_requests
 from libra.sim.workload.request_file import RecordedRequest, RequestFormatError, read_azure_requests, read_requests
+from libra.sim.workload.requests import Requests, recorded_requests
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 AZURE = ROOT.parent / "shared" / "data" / "serving" / "azure_2023_conv.csv"
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations, count
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,13 +18,13 @@ from hypothesis import strategies as st
 from libra.route import policy
 from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
-from libra.sim.workload.arrivals import AtTimes, Poisson, Steady
-from libra.sim.workload.caller import Call, TrajectoryCaller, calls
-from libra.sim.workload.protocol import Workload
-from libra.sim.workload.replay import Kept, Replay
+from libra.sim.workload.caller import Call, Caller, calls
+from libra.sim.workload.distributions import Arrivals, Poisson, Ticks
+from libra.sim.workload.replay import Kept, Replay, draw
+from libra.sim.workload.requests import Workload
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "trajectories"
+DATA = Path(__file__).parents[4] / "shared" / "data" / "trajectories"
 
 
 def made(
@@ -61,9 +64,21 @@ def run(
     return ended
 
 
-def owner(request: Request) -> TrajectoryCaller:
-    assert isinstance(request.owner, TrajectoryCaller)
+class EachSecond(Arrivals):
+    def chunks(self, count: int, generator: np.random.Generator) -> Iterator[Ticks]:
+        yield np.arange(count) * TICKS
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def owner(request: Request) -> Caller:
+    assert isinstance(request.owner, Caller)
     return request.owner
+
+
+def turn_of(request: Request) -> tuple[str, int]:
+    return owner(request).trajectory.id, owner(request).call.turn
 
 
 def token(request: Request, position: int) -> Hashable:
@@ -140,9 +155,7 @@ def test_every_turn_that_generates_is_asked_once_after_its_tools(
     log: list[Trajectory], concurrency: int | None, service: list[int]
 ) -> None:
     asking = [t for t in log if t.generated_tokens]
-    replay = Replay(
-        log, arrivals=AtTimes(tuple(n * TICKS for n in range(len(asking)))), concurrency=concurrency, seed=1
-    )
+    replay = Replay(log, arrivals=EachSecond(), concurrency=concurrency, seed=1)
     ended = run(replay, lambda r: service[r.number])
     assert sorted(r.number for r in ended) == list(range(replay.requests))
     assert replay.requests == sum(turn.generated_tokens > 0 for t in log for turn in t.turns)
@@ -167,7 +180,7 @@ def test_every_turn_that_generates_is_asked_once_after_its_tools(
 def test_a_slot_is_taken_as_soon_as_it_is_free() -> None:
     log = [made(name, [called(5), last(5)], finished=True) for name in "abcd"]
     ended = run(Replay(log, concurrency=2), lambda r: (1 + r.number % 4) * TICKS)
-    assert [(owner(r).trajectory.id, owner(r).turn, r.arrival // TICKS, (r.finish or 0) // TICKS) for r in ended] == [
+    assert [(*turn_of(r), r.arrival // TICKS, (r.finish or 0) // TICKS) for r in ended] == [
         ("a", 0, 0, 1),
         ("b", 0, 0, 3),
         ("a", 1, 2, 4),
@@ -228,8 +241,8 @@ def test_the_calls_of_a_trajectory(trajectory: Trajectory, wanted: list[Call]) -
 def test_a_refused_turn_ends_its_trajectory_and_lets_the_next_one_start() -> None:
     log = [made(name, [called(5), called(5), last(5)], finished=True) for name in "abc"]
     replay = Replay(log, concurrency=1)
-    ended = run(replay, lambda _: TICKS, fails=lambda r: owner(r).trajectory.id == "b" and owner(r).turn == 1)
-    assert [(owner(r).trajectory.id, owner(r).turn) for r in ended] == [
+    ended = run(replay, lambda _: TICKS, fails=lambda r: owner(r).trajectory.id == "b" and owner(r).call.turn == 1)
+    assert [turn_of(r) for r in ended] == [
         ("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("c", 0), ("c", 1), ("c", 2),
     ]  # fmt: skip
     assert (replay.completed, replay.unfinished) == (2, {"b": "too long"})
@@ -259,7 +272,7 @@ def test_a_second_start_says_the_same_and_knows_nothing_of_the_first() -> None:
 
 def test_copies_start_together_and_share_the_prompt_only() -> None:
     replay = Replay(
-        [made("a", [last(5)], finished=True), made("b", [last(5)])], samples_per_prompt=3, arrivals=Steady(1)
+        [made("a", [last(5)], finished=True), made("b", [last(5)])], samples_per_prompt=3, arrivals=EachSecond()
     )
     requests = list(replay.start())
     assert [(owner(r).trajectory.id, r.arrival // TICKS) for r in requests] == [
@@ -277,25 +290,20 @@ def test_start_is_in_the_order_of_arrival_when_tools_come_first() -> None:
     assert [(r.number, r.arrival) for r in Replay(log).start()] == [(1, 0), (2, 0), (0, 5 * TICKS)]
 
 
-def caller_of(request: Request) -> TrajectoryCaller:
-    assert isinstance(request.owner, TrajectoryCaller)
-    return request.owner
-
-
 def test_a_caller_says_what_a_router_may_know() -> None:
     log = [made("a", [called(0, 1, tool="ls"), called(5, 3), called(0, 2, tool="cat"), last(1)], "p", finished=True)]
     first, second = run(Replay(log), lambda _: TICKS)
-    assert caller_of(first).routing_request() == policy.TurnRequest("a", "p", 10, 11, "t")
-    assert caller_of(first).returned() is None
-    assert caller_of(second).routing_request() == policy.TurnRequest("a", "p", 10, 21, "t")
-    assert caller_of(second).returned() == policy.ToolReturn("cat", "ok", 2)
-    assert (caller_of(first).turn, caller_of(second).turn) == (1, 3)
-    assert (caller_of(first).last, caller_of(second).last) == (False, True)
+    assert owner(first).routing_request() == policy.TurnRequest("a", "p", 10, 11, "t")
+    assert owner(first).returned() is None
+    assert owner(second).routing_request() == policy.TurnRequest("a", "p", 10, 21, "t")
+    assert [owner(second).returned() for _ in range(2)] == [policy.ToolReturn("cat", "ok", 2), None]  # told once
+    assert (owner(first).call.turn, owner(second).call.turn) == (1, 3)
+    assert (owner(first).last, owner(second).last) == (False, True)
 
 
 def test_no_tool_between_two_turns_is_no_tool_return() -> None:
     _, second = run(Replay([made("a", [last(5), last(5)], finished=True)]), lambda _: TICKS)
-    assert caller_of(second).returned() is None
+    assert owner(second).returned() is None
 
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
@@ -313,7 +321,6 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
         "several samples of prompt 'p'",
     ),
     ("unknown rule", lambda: Replay([], rewrite_keeps="all"), "rewrite_keeps is 'all'"),  # type: ignore[arg-type]
-    ("times", lambda: Replay([made("a", [last(1)])], arrivals=AtTimes((1, 2))), "2 times are given for 1 arrivals"),
     ("seconds", lambda: Replay([made("a", [last(1)])], unknown_tool_seconds=-1.0), "-1.0 seconds is no duration"),
     ("not its own", lambda: Replay([]).finished(Request(3, 0, 1, 1), 0), "request 3 was made by no trajectory"),
 ]
@@ -350,3 +357,45 @@ def test_real_logs_are_asked_in_full(name: str, trajectories: int, requests: int
     assert len(ended) == replay.requests == requests
     assert sum(r.prompt_tokens for r in ended) == prompts
     assert sum(r.output_tokens for r in ended) == outputs
+
+
+def numbered(size: int) -> list[Trajectory]:
+    turns = (Turn(5, None, None, 0),)
+    return [Trajectory(f"t{i}", f"p{i // 2}", "x", 10 + i, turns, None, 0, True) for i in range(size)]
+
+
+@given(size=st.integers(1, 30), count=st.integers(1, 100), seed=st.integers(0, 2**32))
+def test_as_many_as_wanted_each_as_often_as_fair(size: int, count: int, seed: int) -> None:
+    drawn = draw(numbered(size), count, seed)
+    assert drawn == draw(numbered(size), count, seed)
+    assert len({trajectory.id for trajectory in drawn}) == len(drawn) == count
+    times = Counter(trajectory.id.partition(" ")[0] for trajectory in drawn)
+    if count <= size:
+        assert max(times.values()) == 1
+    else:
+        assert len(times) == size
+        assert len({trajectory.id for trajectory in drawn[:size]} & {it.id for it in numbered(size)}) == size
+    prompts = {trajectory.id: trajectory.prompt_id for trajectory in numbered(size)}
+    for trajectory in drawn:
+        assert trajectory.prompt_id == prompts[trajectory.id.partition(" ")[0]]
+
+
+def test_prompts_of_their_own_where_samples_are_made() -> None:
+    drawn = draw(numbered(1), 3, 0, same_prompts=False)
+    assert [(it.id, it.prompt_id) for it in drawn] == [
+        ("t0", "p0"),
+        ("t0 (drawn 2)", "p0 (drawn 2)"),
+        ("t0 (drawn 3)", "p0 (drawn 3)"),
+    ]
+
+
+def test_the_order_is_random() -> None:
+    assert draw(numbered(20), 20, 0) != draw(numbered(20), 20, 1)
+    assert set(draw(numbered(20), 20, 0)) == set(numbered(20))
+
+
+def test_nothing_to_draw_or_to_draw_from_is_refused() -> None:
+    with pytest.raises(ValueError, match="no finished trajectory to draw from; give a log with at least one"):
+        draw([], 1, 0)
+    with pytest.raises(ValueError, match="count is 0; draw 1 trajectory or more"):
+        draw(numbered(1), 0, 0)
