@@ -28,7 +28,7 @@ from libra.serve.gateway.upstreams import (
     Upstream,
     Upstreams,
 )
-from libra.serve.http import CONNECTIONS, RefusedRequest, body_of, in_openai_shape, metrics, refused
+from libra.serve.http import CONNECTIONS, RefusedRequest, body_of, in_openai_shape, metrics_response, refused
 from libra.trajectory import Trajectory
 
 _LARGEST_BODY = 64 * 2**20  # bytes
@@ -284,7 +284,7 @@ class Gateway:
         return web.Response(status=200 if self.upstreams.instances else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return metrics(self._families())
+        return metrics_response(self._families())
 
     def _families(self) -> Iterator[Metric]:
         for counter in fields(self.counts):
