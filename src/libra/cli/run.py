@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from libra.cli.errors import bad_input, require_pages
-from libra.config.run import ConfigError, RunConfig, load_config
+from libra.config.run import AllocationMode, ConfigError, LauncherKind, RunConfig, load_config
 from libra.environments.protocol import Environment
-
-
-class LauncherKind(StrEnum):
-    local = "local"
-    ray = "ray"
-
-
-class AllocationMode(StrEnum):
-    adaptive = "adaptive"
-    static = "static"
 
 
 def run(
@@ -64,8 +53,8 @@ def run(
         "seed": seed,
         "training.steps": steps,
         "training.learning_rate": learning_rate,
-        "allocation": allocation.value if allocation is not None else None,
-        "cluster.launcher": launcher.value if launcher is not None else None,
+        "allocation": allocation,
+        "cluster.launcher": launcher,
         "cluster.ray_address": ray_address,
         "metrics.port": metrics_port,
     }

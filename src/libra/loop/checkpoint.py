@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ async def save_checkpoint(directory: Path, trainers: Trainers, state: RunState) 
     try:
         await save_weights(trainers, part, optimiser=True)
         with writing(part / _STATE):
-            (part / _STATE).write_text(_dump(state))
+            (part / _STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
         await asyncio.to_thread(_sync, part)
         with writing(target):
             part.rename(target)
@@ -94,19 +94,6 @@ def latest_checkpoint(directory: Path) -> tuple[Path, RunState]:
 
 def _complete(directory: Path) -> list[Path]:
     return [path for path in directory.glob("checkpoint-*") if path.suffix != ".part" and (path / _STATE).is_file()]
-
-
-def _dump(state: RunState) -> str:
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "step": state.step,
-            "seconds": state.seconds,
-            "tracker": state.tracker,
-            "policy": state.policy,
-            "started": json.loads(state.started.to_json()),
-        }
-    )
 
 
 def _sync(directory: Path) -> None:

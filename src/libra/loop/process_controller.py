@@ -95,11 +95,9 @@ class SlotProcesses:
 
     @property
     def trainer(self) -> Trainers | None:
-        """See `ProcessController`."""
         return self._trainers
 
     def unsupported(self, transition: Transition) -> str | None:
-        """See `ProcessController`."""
         wanted, slots = transition.after, {worker.id for worker in self._pool.all()}
         if wanted.layout != ONE_DEVICE:
             return f"layout {wanted.layout}: each slot trains one whole replica, none can be spread over several"
@@ -112,11 +110,9 @@ class SlotProcesses:
         return None
 
     def offers(self, slot: int) -> bool:
-        """See `ProcessController`."""
         return self._launcher.offers(slot)
 
     async def free(self, worker: str, duty: Duty) -> None:
-        """See `ProcessController`."""
         if duty.role is Role.TRAIN:
             await (await self.trainers.leave(worker)).stop()
             return
@@ -129,14 +125,12 @@ class SlotProcesses:
         await engine.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
-        """See `ProcessController`."""
         if duty.shape is None:
             await self._start_trainer(worker)
         else:
             await self._start_engine(worker, duty.shape)
 
     def end(self, worker: str, why: str) -> None:
-        """See `ProcessController`."""
         self.fleet.remove(worker)
         handle = self._handles.get(worker)
         if handle is not None:
@@ -144,7 +138,6 @@ class SlotProcesses:
             self._launcher.kill(handle.link)
 
     def route(self, allocation: Allocation) -> None:
-        """See `ProcessController`."""
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:

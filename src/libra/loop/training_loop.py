@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from libra.backends.grpo.joint_step import StepResult
 from libra.config.run import TrainingConfig
 from libra.exec.journal import CheckpointWritten, Journal
 from libra.loop.checkpoint import Recorded, RunState, save_checkpoint
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.groups import Groups, StepBatch, StepTimes, episode_id, make_batch, step_record
+from libra.loop.groups import Groups, StepBatch, episode_id, make_batch
 from libra.loop.observations import EngineWork, Observations
 from libra.loop.process_controller import RunExecutor
 from libra.loop.progress import RunProgress
@@ -23,7 +24,17 @@ from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Rollout
 from libra.records.device_time import Phase, Seconds
-from libra.records.schema import Evaluation
+from libra.records.schema import Evaluation, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTimes:
+    """Moments of a step, in seconds of reinforcement learning."""
+
+    last_end: float  # of the step before
+    trained: float  # the batch was complete
+    stepped: float  # the optimiser had stepped
+    ended: float  # all engines had the new weights
 
 
 @dataclass(eq=False)
@@ -153,7 +164,7 @@ class TrainingLoop:
         ended = self.recorder.now()
         spent = self.recorder.take_device_seconds(ended)
         if self.step > self.recorded.step:
-            times = StepTimes(last_end, trained_at, stepped_at, ended, self._checkpoint_seconds, self._held_seconds)
+            times = _StepTimes(last_end, trained_at, stepped_at, ended)
             self._record(batch, result, times, loads, spent)
         self._checkpoint_seconds = self._held_seconds = 0.0
         return ended
@@ -200,21 +211,52 @@ class TrainingLoop:
         self.recorder.event("checkpoint", None, f"wrote {path.name}", self._checkpoint_seconds)
 
     def _record(
-        self, batch: StepBatch, result: StepResult, times: StepTimes, loads: Sequence[float], spent: Seconds
+        self, batch: StepBatch, result: StepResult, times: _StepTimes, loads: Sequence[float], spent: Seconds
     ) -> None:
         tokens, allocation = self.rollout.generated_tokens, self.executor.allocation()
-        record = step_record(
-            batch,
-            result,
-            times,
-            loads,
+        stale = batch.staleness(result.version)
+        contexts = sorted(episode.trajectory.final_context for episode in batch.episodes)
+        record = StepRecord(
+            step=result.version,
+            time=times.ended,
+            version=result.version,
+            step_seconds=times.ended - times.last_end,
             generate_seconds=self.observations.counters.busiest_seconds,
+            train_seconds=result.wall_seconds - result.exchange_seconds - result.publish_seconds,
+            exchange_seconds=result.exchange_seconds,
+            publish_seconds=result.publish_seconds + (times.ended - times.stepped),
+            load_seconds=fmean(loads) if loads else 0.0,
+            wait_seconds=times.trained - times.last_end - self._checkpoint_seconds - self._held_seconds,
+            checkpoint_seconds=self._checkpoint_seconds,
+            held_seconds=result.held_seconds + self._held_seconds,
+            redone_seconds=result.redone_seconds,
+            reward_mean=fmean(episode.reward for episode in batch.episodes),
+            groups=batch.groups,
+            groups_without_signal=batch.without_signal,
+            trajectories=len(batch.episodes),
             generated_tokens=max(0, tokens - self._generated),
+            trained_tokens=result.forward_tokens,
+            staleness_mean=fmean(stale),
+            staleness_max=max(stale),
+            staleness=tuple(stale.count(versions) for versions in range(max(stale) + 1)),
+            behaviour_weight_mean=result.behaviour_weight_mean,
+            prox_gap_mean=result.prox_gap_mean,
+            clip_share=result.clip_share,
+            grad_norm=result.gradient_norm,
+            context_p50=_quantile(contexts, 0.5),
+            context_p90=_quantile(contexts, 0.9),
+            context_p99=_quantile(contexts, 0.99),
+            turns_mean=fmean(len(episode.trajectory.turns) for episode in batch.episodes),
             predicted_seconds=self.controller.periods.predicted_seconds,
             allocation=allocation.describe() if allocation is not None else "",
-            roles=self.recorder.roles,
+            roles=dict(self.recorder.roles),
             device_seconds=spent,
         )
         self._generated = tokens
         self.recorder.step(record)
         self.progress.step(record, self.controller.last_decision, self.recorder.messages)
+
+
+def _quantile(ordered: Sequence[int], q: float) -> float:
+    """Nearest rank."""
+    return float(ordered[min(len(ordered) - 1, int(q * len(ordered)))])

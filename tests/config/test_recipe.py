@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from libra.config.recipe import Dtype, Optimiser, Recipe, TrainingBytes, load_recipe
 from libra.config.run import ConfigError
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def given(**changes: object) -> dict[str, Any]:

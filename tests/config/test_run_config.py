@@ -12,7 +12,7 @@ import yaml
 
 from libra.config.run import ConfigError, RunConfig, load_config
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 _REMOVE = object()
 
 
