@@ -20,7 +20,7 @@ from fakes.samples import RATE, sample
 from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.grpo.training_worker import TrainingWorker
+from libra.backends.grpo.training_worker import serve_orders
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.launch.worker import Pacer
@@ -113,8 +113,8 @@ def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Seque
 
 def regroup(replicas: Sequence[TrainerProcess], generation: int) -> None:
     """All of them into a new membership, ranks in this order."""
-    prepare([replica.exchange for replica in replicas], generation)
-    at_once(*(lambda replica=replica: replica.exchange.enter(generation) for replica in replicas))
+    prepare([replica.elastic.exchange for replica in replicas], generation)
+    at_once(*(lambda replica=replica: replica.elastic.exchange.enter(generation) for replica in replicas))
 
 
 def step_together(
@@ -183,7 +183,7 @@ async def crew(
 
 def _serve(channel: WorkerChannel, trainer: TrainerProcess) -> None:
     with suppress(ConnectionError):  # its handle was closed
-        TrainingWorker(channel, trainer).run()
+        serve_orders(channel, trainer)
 
 
 def _never(handle: Handle) -> None:

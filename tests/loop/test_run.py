@@ -37,7 +37,7 @@ from libra.backends.transport.trainer_messages import Follow, MeasureTraining, P
 from libra.config.run import ModelConfig, RunConfig
 from libra.config.yaml_file import ConfigError
 from libra.cost.device import HandoverCost
-from libra.cost.sources.profile_file import load_profile, save_profile
+from libra.cost.sources.files import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop import calibration, session

@@ -72,13 +72,6 @@ def test_an_untaught_tree_estimates_nothing() -> None:
         Node().estimate()
 
 
-def test_an_unfinished_trajectory_is_refused_and_leaves_no_trace() -> None:
-    tree = CausalTree()
-    with pytest.raises(ValueError, match="'cut' is unfinished"):
-        tree.add(Trajectory("cut", "p", "task", 10, (turn(1, OK, 1),), None, 0, finished=False))
-    assert (tree.trajectories, tree.size) == (0, 0)
-
-
 def test_a_turn_without_a_tool_lengthens_the_remainder_and_adds_no_state() -> None:
     tree = CausalTree()
     tree.add(done("p", turn(1, OK, 2), last(10), turn(3, FAIL, 4), last(5)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from libra.exec import journal
-from libra.exec.background import raise_in_loop
+from libra.exec.background import background
 from libra.exec.journal import Journal
 from libra.exec.pool import DEADLINES, Worker, WorkerPool, bucket_limits, current_allocation
 from libra.exec.protocols import (
@@ -69,8 +69,7 @@ class Executor(Generic[Processes]):
 
     def watch(self) -> None:
         """Look after the processes from now on, until `stop`."""
-        self._watch = asyncio.create_task(self._watch_workers())
-        self._watch.add_done_callback(raise_in_loop)
+        self._watch = background(self._watch_workers())
 
     async def stop(self) -> None:
         """End all workers in order."""

@@ -18,7 +18,7 @@ from libra.backends.transport.messages import Precision
 from libra.config.cache import cache_directory, cache_key
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
-from libra.cost.sources.profile_file import load_profile, save_profile
+from libra.cost.sources.files import load_profile, save_profile
 from libra.exec.recovery import Recovery
 from libra.loop.measure import measure, measure_plain, profile_words
 from libra.loop.process_controller import RunExecutor

@@ -14,7 +14,7 @@ from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import RunConfig, ShapeConfig, StartConfig
-from libra.cost.sources.profile_file import save_profile
+from libra.cost.sources.files import save_profile
 from libra.environments.protocol import Environment
 from libra.exec.journal import Journal, RunEnded
 from libra.exec.pool import WorkerPool, make_pool

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import libra.backends.grpo.publication
 import libra.backends.grpo.relay
-import libra.backends.grpo.training_worker
+import libra.backends.grpo.train_state
 from libra.backends.grpo.publication import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, SLOTS, OverrunError, Update
-from libra.backends.grpo.train_state import TrainState
-from libra.backends.grpo.training_worker import SNAPSHOTS, BehindError, Follower, SilentError
+from libra.backends.grpo.train_state import SNAPSHOTS, BehindError, Follower, SilentError, TrainState
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -198,7 +197,7 @@ def test_a_core_that_does_not_get_done_with_a_change(way: Way, monkeypatch: pyte
             for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
                 follower.advance()
                 assert follower.number is None
-            monkeypatch.setattr(libra.backends.grpo.training_worker, "SILENT_SECONDS", 0.0)
+            monkeypatch.setattr(libra.backends.grpo.train_state, "SILENT_SECONDS", 0.0)
             with pytest.raises(SilentError, match="does not get done"):
                 follower.advance()
         follower.advance()

@@ -35,8 +35,7 @@ from libra.backends.grpo.relay import (
     StateStream,
     await_reader,
 )
-from libra.backends.grpo.train_state import FlatLayout, TrainState
-from libra.backends.grpo.training_worker import BehindError, Follower
+from libra.backends.grpo.train_state import BehindError, FlatLayout, Follower, TrainState
 from libra.backends.transport.shared_memory import LayoutError
 from libra.backends.transport.trainer_messages import RelayPlace, Serve
 

@@ -12,8 +12,7 @@ from fakes.states import RATE, SHAPES, make_state, parameters, step, vectors
 from msgspec.structs import astuple
 
 from libra.backends.grpo.publication import SLOTS, OverrunError, Shape, SharedPublication
-from libra.backends.grpo.train_state import FlatLayout, TrainState
-from libra.backends.grpo.training_worker import Follower
+from libra.backends.grpo.train_state import FlatLayout, Follower, TrainState
 from libra.backends.transport.shared_memory import LayoutError, attach
 
 # Another process: copies the state and the update to it, prints both.

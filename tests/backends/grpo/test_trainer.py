@@ -59,7 +59,7 @@ def shared(
     """One step of as many replicas as there are shares."""
     replicas = [make_trainer(model, kind) for _ in shares]
     for replica in replicas:
-        replica.exchange = exchange()
+        replica.elastic.exchange = exchange()
     regroup(replicas, 1)
     return replicas, step_together(replicas, shares)
 
@@ -268,7 +268,7 @@ def test_measuring_that_loses_a_replica_puts_everything_back_and_says_so(
             return taken
         raise PeerLostError("replica 1 is gone")
 
-    monkeypatch.setattr(trainer.exchange, "add_up", add_up)
+    monkeypatch.setattr(trainer.elastic.exchange, "add_up", add_up)
     assert trainer.measure(MeasureTraining([[6, 9], [12]], 2)).failure == "replica 1 is gone"
     assert trainer.state.checksum == before
 

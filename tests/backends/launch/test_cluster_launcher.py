@@ -92,7 +92,7 @@ class LossyNode:
 
 
 class LossyNodes:
-    """A `Nodes`. The next node in a place is what `instead` makes, if it is set."""
+    """A `Nodes`. The next node in a place is what `instead` makes."""
 
     host = "127.0.0.1"
 
@@ -100,12 +100,11 @@ class LossyNodes:
         self._logs = logs
         self.opened: list[LossyNode] = []
         self.present: dict[int, LossyNode] = {}
-        self.instead: Callable[[], LossyNode] | None = None
+        self.instead: Callable[[ClusterNode], LossyNode] = LossyNode
+        self.devices: tuple[str, ...] = ()
 
     def open(self, number: int) -> LossyNode:
-        node = LossyNode(ClusterNode(self.host, self._logs, f"fork-server-{number}"))
-        if self.instead is not None:
-            node = self.instead()
+        node = self.instead(ClusterNode(self.host, self._logs, f"fork-server-{number}", self.devices))
         self.present[number] = node
         self.opened.append(node)
         return node
@@ -124,8 +123,12 @@ class Waiting(LossyNode):
 
 
 class Failing(LossyNode):
+    def __init__(self, error: OSError, node: ClusterNode) -> None:
+        super().__init__(node)
+        self._error = error
+
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        raise NodeLostError("no memory")
+        raise self._error
 
 
 LOSSES = 3  # of nodes in one place
@@ -154,6 +157,7 @@ async def launched(
 async def two_nodes(tmp_path: Path) -> AsyncIterator[TwoNodes]:
     nodes = LossyNodes(tmp_path)
     async with launched(nodes, NODE_SLOTS) as launcher:
+        assert await launcher.ready() >= 0
         yield launcher, nodes
 
 
@@ -174,7 +178,6 @@ async def answers(link: WorkerLink) -> bool:
 
 async def test_workers_run_on_the_nodes_of_their_slots(two_nodes: TwoNodes, tmp_path: Path) -> None:
     launcher, _ = two_nodes
-    assert await launcher.ready() >= 0
     links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
     assert links[0].node == links[2].node != links[1].node
     assert {link.host for link in links} == {"127.0.0.1"}
@@ -192,16 +195,13 @@ async def test_workers_run_on_the_nodes_of_their_slots(two_nodes: TwoNodes, tmp_
     assert (tmp_path / "w1.log").read_text() and (tmp_path / "fork-server-1.log").is_file()
 
 
-async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(
-    two_nodes: TwoNodes, tmp_path: Path
-) -> None:
+async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(two_nodes: TwoNodes) -> None:
     launcher, nodes = two_nodes
-    await launcher.ready()
     links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
     room, lost = asyncio.Event(), nodes.present[0]
     told: list[list[bool]] = []
     launcher.slots_changed = lambda: told.append([launcher.offers(slot) for slot in range(3)])
-    nodes.instead = lambda: Waiting(room, ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = functools.partial(Waiting, room)
     # Their connections would not tell: the machines are only unplugged.
     lost._lost.set_exception(NodeLostError("unplugged"))
     for link in (links[0], links[2]):
@@ -225,7 +225,6 @@ async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_pla
 
 async def test_a_fork_server_that_ends_takes_its_node_with_it(two_nodes: TwoNodes) -> None:
     launcher, nodes = two_nodes
-    await launcher.ready()
     link = await launcher.spawn("w1", 1)
     os.kill(nodes.present[1].node._started.pid, signal.SIGKILL)
     with pytest.raises(ConnectionError):
@@ -235,10 +234,9 @@ async def test_a_fork_server_that_ends_takes_its_node_with_it(two_nodes: TwoNode
     assert await answers(await launcher.spawn("w1", 1))
 
 
-async def test_a_place_in_which_no_node_starts_is_given_up(two_nodes: TwoNodes, tmp_path: Path) -> None:
+async def test_a_place_in_which_no_node_starts_is_given_up(two_nodes: TwoNodes) -> None:
     launcher, nodes = two_nodes
-    await launcher.ready()
-    nodes.instead = lambda: Failing(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = functools.partial(Failing, NodeLostError("no memory"))
     nodes.present[0].lose("unplugged")
     await launcher._keepers[0]
     assert len(nodes.opened) == 2 + LOSSES - 1
@@ -253,7 +251,6 @@ async def test_a_fork_server_that_starts_well_and_dies_at_once_is_not_started_fo
     launcher, nodes = two_nodes
     now = 0.0
     monkeypatch.setattr("libra.backends.launch.cluster.with_loss", lambda losses, moment: with_loss(losses, now))
-    await launcher.ready()
     for opened in range(3, 3 + 2 * LOSSES):  # in the first hours it happens once in a while
         os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)
         now += LOSS_WINDOW / 2 + 1
@@ -391,7 +388,7 @@ async def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: p
     fork_server = functools.partial(ForkServer, command=("-c", SHOWING))
     monkeypatch.setattr("libra.backends.launch.node.ForkServer", fork_server)
     nodes = LossyNodes(tmp_path)
-    nodes.instead = lambda: LossyNode(ClusterNode(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
+    nodes.devices = ("4", "7")
     async with launched(nodes, [NodeSlot(0, 0), NodeSlot(0, 1)]) as launcher:
         await launcher.ready()
         for slot in (0, 1):
@@ -401,14 +398,9 @@ async def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: p
     assert [(tmp_path / f"w{slot}.log").read_text() for slot in (0, 1)] == ["4\n", "7\n"]
 
 
-class Unwritable(LossyNode):
-    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        raise PermissionError(13, "Permission denied", "fork-server-0.log")
-
-
 async def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
     nodes = LossyNodes(tmp_path)
-    nodes.instead = lambda: Unwritable(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = functools.partial(Failing, PermissionError(13, "Permission denied", "fork-server-0.log"))
     async with launched(nodes) as launcher:
         with pytest.raises(LaunchError, match=r"Permission denied: 'fork-server-0\.log'"):
             await asyncio.wait_for(launcher.ready(), PATIENCE)
@@ -432,12 +424,11 @@ class Hanging(LossyNode):
 
 async def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = LossyNodes(tmp_path)
-    hanging = Hanging(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
-    nodes.instead = lambda: hanging
+    nodes.instead = Hanging
     async with launched(nodes) as launcher:
         await launcher.ready()
         link = await launcher.spawn("w0", 0)
-        hanging.hangs = True
+        nodes.present[0].hangs = True  # type: ignore[attr-defined]
         monkeypatch.setattr("libra.backends.launch.cluster._FORK_SECONDS", 0.05)
         monkeypatch.setattr("libra.backends.launch.cluster._GONE_SECONDS", 0.05)
         with pytest.raises(TimeoutError, match=r"node 127\.0\.0\.1 does not answer"):
@@ -458,13 +449,12 @@ class Halfway(LossyNode):
 
 async def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:
     nodes = LossyNodes(tmp_path)
-    halfway = Halfway(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
-    nodes.instead = lambda: halfway
+    nodes.instead = Halfway
     async with launched(nodes) as launcher:
         await launcher.ready()
         with pytest.raises(ForkError, match="unplugged"):
             await launcher.spawn("w0", 0)
-        with halfway.worker as worker:
+        with nodes.present[0].worker as worker:  # type: ignore[attr-defined]
             worker.settimeout(PATIENCE)
             assert await asyncio.to_thread(worker.recv, 1) == b""
 

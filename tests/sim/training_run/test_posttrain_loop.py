@@ -31,9 +31,8 @@ from posttrain_cases import (
 )
 
 from libra.config.run import load_config
-from libra.cost.collectives import fabric
-from libra.cost.sources.profile_file import load_profile
-from libra.cost.transfer import colocated_switch_seconds, weight_sync
+from libra.cost.sources.files import load_profile
+from libra.cost.transfer import colocated_switch_seconds, fabric, weight_sync
 from libra.plan.offline import gather, request_from
 from libra.plan.plan import Plan, make_plan
 from libra.route.baselines import LeastLoaded, RoundRobin

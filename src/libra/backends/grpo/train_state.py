@@ -1,4 +1,4 @@
-"""What training changes: parameters, AdamW moments and gradients, on a state board.
+"""What training changes: parameters, AdamW moments and gradients, on a state board. A joiner's become those of a core.
 
 Invariant: model and optimiser only ever see views of that memory, and whatever changes them does so in place and marked
 as a change; so the board is the state at every moment, and nothing is copied to publish it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from libra.backends.grpo.publication import (
     FIRST_MOMENT,
     PARAMETERS,
     SECOND_MOMENT,
+    OverrunError,
     Publication,
     Shape,
     SharedPublication,
@@ -28,6 +30,9 @@ from libra.backends.grpo.publication import (
 from libra.backends.grpo.relay import RemotePublication
 from libra.backends.transport.shared_memory import CACHE_LINE, round_up
 from libra.backends.transport.trainer_messages import RelayPlace, StatePlace
+
+SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
+SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +210,68 @@ class TrainState:
     def _set_steps(self, steps: int) -> None:
         for tensor in self._steps():
             tensor.fill_(steps)
+
+
+class BehindError(RuntimeError):
+    """The core's state changes faster than this replica can take it over."""
+
+
+class SilentError(RuntimeError):
+    """The core has been in the middle of a change for too long: it hangs, or is gone."""
+
+
+class Follower:
+    """A joiner on its way to a core's state, beside the core and at its own pace.
+
+    It holds exactly state `number` of the core, or knows that it holds none: one snapshot, then the updates that came
+    since, each once and in order. What it missed it makes up by a new snapshot, a bounded number of times.
+    """
+
+    def __init__(self, publication: Publication, state: TrainState) -> None:
+        self._publication, self._state = publication, state
+        self._snapshots = 0  # since the last time there was nothing left to do
+        self._changing_since: float | None = None  # when the core was first seen in the change that it is in
+        self.number: int | None = None  # of the core's state that is held
+
+    def advance(self) -> None:
+        """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
+        `BehindError`, `SilentError`, `UnreachableError`."""
+        while True:
+            if self.number is None:
+                if not self._at_rest():
+                    return
+                self._take_snapshot()
+            elif not self._take_update(self.number + 1):
+                break
+        self._snapshots = 0
+
+    def _at_rest(self) -> bool:
+        """Whether there is a state to copy now. That there is none yet is no copy that was overtaken."""
+        if self._publication.at_rest():
+            self._changing_since = None
+            return True
+        now = time.monotonic()
+        if self._changing_since is None:
+            self._changing_since = now
+        if now - self._changing_since >= SILENT_SECONDS:
+            raise SilentError("the core replica does not get done with a change of its state")
+        return False
+
+    def _take_snapshot(self) -> None:
+        if self._snapshots == SNAPSHOTS:
+            raise BehindError(
+                f"{SNAPSHOTS} copies of the core's state in a row were overtaken by its steps: each was torn, or more"
+                " steps followed than the ring of gradients keeps"
+            )
+        self._snapshots += 1
+        self.number = self._state.take_state(self._publication)
+
+    def _take_update(self, number: int) -> bool:
+        """Whether there is more to do: an update was taken, or missed."""
+        try:
+            if not self._state.take_update(self._publication, number):
+                return False
+            self.number = number
+        except OverrunError:
+            self.number = None
+        return True

@@ -15,10 +15,19 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from libra.backends.grpo.elastic import GradientExchange, PeerLostError
+from libra.backends.grpo.elastic import ElasticReplica, PeerLostError
 from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
-from libra.backends.grpo.model_files import MODEL, OPTIMISER, load_file, load_or_make, save_files
-from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
+from libra.backends.grpo.model_part import (
+    ALONE,
+    MODEL,
+    OPTIMISER,
+    Gathered,
+    Inside,
+    load_file,
+    load_or_make,
+    part_of,
+    save_files,
+)
 from libra.backends.grpo.train_state import TrainState
 from libra.backends.launch.worker import Pacer
 from libra.backends.machine import served_dtype
@@ -60,7 +69,7 @@ class TrainerProcess:
         optimiser = torch.optim.AdamW(named.values(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
         self.state = TrainState(named, optimiser)
         self.part.use_memory()
-        self.exchange = GradientExchange(inside.rank)
+        self.elastic = ElasticReplica(self.state, pacer, inside.rank)
         self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
         self.layout: tuple[Tensor, ...]
         self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
@@ -82,7 +91,7 @@ class TrainerProcess:
         )
         failure, exchange_seconds = "", 0.0
         try:
-            exchange_seconds = self.exchange.add_up(gradient, order.patience)
+            exchange_seconds = self.elastic.exchange.add_up(gradient, order.patience)
         except PeerLostError as error:
             failure = str(error)
         else:
@@ -147,7 +156,7 @@ class TrainerProcess:
         return scores
 
     def save(self, directory: Path, optimiser: bool) -> None:
-        """The model, with its optimiser if wanted; see `model_files`."""
+        """The model, with its optimiser if wanted; see `save_files`."""
         tensors = {MODEL: self.part.parameters}
         if optimiser:
             tensors[OPTIMISER] = self.state.optimiser_tensors()
@@ -170,10 +179,6 @@ class TrainerProcess:
         finally:
             self.state.put_back(kept)
 
-    def pace(self) -> None:
-        """Sleep what this device owes."""
-        self._pacer.pace()
-
     def _measure(self, order: MeasureTraining) -> TrainingMeasured:
         batches: list[tuple[int, float]] = []
         steps: list[float] = []
@@ -186,7 +191,7 @@ class TrainerProcess:
                 # All processes of the replica go on, or none: they meet again in the step.
                 if self._inside.largest(bool(vote.failure)):
                     self.discard()
-                    self.exchange.give_up()  # another replica may have got this sum, and be at the next one
+                    self.elastic.exchange.give_up()  # another replica may have got this sum, and be at the next one
                     raise PeerLostError(vote.failure or "the gradient exchange of another process failed")
                 self.commit(Commit(0, -1))
                 whole = time.monotonic() - began

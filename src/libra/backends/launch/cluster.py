@@ -21,7 +21,7 @@ from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import WeightUpdateError
-from libra.exec.background import raise_in_loop
+from libra.exec.background import background
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 _ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
@@ -92,9 +92,7 @@ class ClusterLauncher:
         """A launcher that is starting; closed on the way out."""
         async with Reception.open(nodes.host) as reception:
             launcher = cls(nodes, slots, reception, marks, most_losses)
-            launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
-            for keeper in launcher._keepers:
-                keeper.add_done_callback(raise_in_loop)
+            launcher._keepers = [background(launcher._keep(place)) for place in launcher._places]
             try:
                 yield launcher
             finally:

@@ -255,7 +255,7 @@ def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
     began = time.monotonic()
     match message := channel.receive():
         case StartEngine():
-            from libra.backends.vllm.engine import serve_engine
+            from libra.backends.vllm.engine_worker import serve_engine
 
             serve_engine(channel, message, weights_descriptor, began)
         case StartTrainer():

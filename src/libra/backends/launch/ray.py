@@ -159,26 +159,26 @@ def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int 
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    address: str | None, slots: int, share: float, most: int | None, logs: Path
-) -> AsyncIterator[tuple[RayNodes, list[NodeSlot]]]:
-    """The nodes for this many slots in the Ray cluster at `address`, or in one that is started here for as long; see
-    `node_slots` for `share` and `most`. Raises `LaunchError`."""
+async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
+    """A launcher that is starting, in the Ray cluster that is configured or in one that is started here for as long;
+    closed on the way out. Raises `LaunchError`, `DiskError`."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    with _ray(address, logs):
+    with _marks((logs, cache_directory())) as marks, _ray(cluster.ray_address, logs):
         offers, here = _offers()
-        found = node_slots(slots, offers, share, most)
-        counts = [count for _, count in sorted(Counter(slot.node for slot in found).items())]
-        kind, each = ("GPU", 1.0) if any(offer.gpus >= 1 for offer in offers) else ("CPU", share)
+        slots = node_slots(cluster.slots, offers, cluster.share, cluster.slots_per_node)
+        counts = [count for _, count in sorted(Counter(slot.node for slot in slots).items())]
+        kind, each = ("GPU", 1.0) if any(offer.gpus >= 1 for offer in offers) else ("CPU", cluster.share)
         group = placement_group([{kind: _amount(count, each)} for count in counts], strategy="SPREAD")
         try:
             if not await asyncio.to_thread(group.wait, _GROUP_SECONDS):
                 raise LaunchError(
-                    f"the Ray cluster has {slots} slots, but they were not free for {_GROUP_SECONDS:.0f} s: others use"
-                    " its devices, see `ray status`"
+                    f"the Ray cluster has {cluster.slots} slots, but they were not free for {_GROUP_SECONDS:.0f} s:"
+                    " others use its devices, see `ray status`"
                 )
-            yield RayNodes(here, group, counts, kind, each, logs), found
+            nodes = RayNodes(here, group, counts, kind, each, logs)
+            async with ClusterLauncher.open(nodes, slots, marks, cluster.losses_per_hour) as launcher:
+                yield launcher
         finally:
             remove_placement_group(group)
 
@@ -227,20 +227,6 @@ def _offers() -> tuple[list[SlotOffer], str]:
         for node in alive
     ]
     return offers, next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == own)
-
-
-@contextlib.asynccontextmanager
-async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
-    """A launcher that is starting; closed on the way out. Raises `LaunchError`, `DiskError`."""
-    with _marks((logs, cache_directory())) as marks:
-        async with (
-            connected(cluster.ray_address, cluster.slots, cluster.share, cluster.slots_per_node, logs) as (
-                nodes,
-                slots,
-            ),
-            ClusterLauncher.open(nodes, slots, marks, cluster.losses_per_hour) as launcher,
-        ):
-            yield launcher
 
 
 @contextlib.contextmanager

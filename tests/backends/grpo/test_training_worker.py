@@ -17,7 +17,7 @@ from libra.backends.transport.messages import Failure
 LEADER = """
 import os, signal, socket, sys
 from libra.backends.launch.worker import serve_and_leave
-from libra.backends.grpo import replica_processes
+from libra.backends.grpo import training_worker
 from libra.backends.grpo.model_part import meet
 from libra.backends.transport.channel import WorkerChannel
 
@@ -34,17 +34,17 @@ def last_is_killed(rank, processes, store):
 
 {patch}
 own = WorkerChannel(socket.socket(fileno=int(sys.argv[1])))
-serve_and_leave(lambda: replica_processes.serve_together(own, 3, lambda channel, inside: None), own)
+serve_and_leave(lambda: training_worker.serve_together(own, 3, lambda channel, inside: None), own)
 """
 
 
 @pytest.mark.parametrize(
     ("patch", "why"),
     [
-        ("replica_processes._serve_peer = killed", r"process \d of the replica is gone: killed by signal 9"),
-        ("replica_processes._serve_peer = lambda *arguments: os._exit(3)", r"process \d .* is gone: exit status 3"),
-        ("replica_processes._serve_peer = failing", r"process \d of the replica: ValueError: no memory"),
-        ("replica_processes.meet = last_is_killed", "process 2 of the replica is gone: killed by signal 9"),
+        ("training_worker._serve_peer = killed", r"process \d of the replica is gone: killed by signal 9"),
+        ("training_worker._serve_peer = lambda *arguments: os._exit(3)", r"process \d .* is gone: exit status 3"),
+        ("training_worker._serve_peer = failing", r"process \d of the replica: ValueError: no memory"),
+        ("training_worker.meet = last_is_killed", "process 2 of the replica is gone: killed by signal 9"),
     ],
     ids=["killed", "exits", "fails", "killed as they meet"],
 )

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from libra.route.policy import InstanceView, Policy, ToolReturn, TurnRequest, View
-from libra.route.published import PublishedCMLFQ
+from libra.route.policy import InstanceView, ToolReturn, TurnRequest, View
 
 A = InstanceView("a", bucket=0, capacity_tokens=100, load_tokens=0)
 
@@ -35,8 +34,3 @@ def test_impossible_values_are_refused(build: Callable[[], object], message: str
 
 def test_an_empty_view_is_a_view() -> None:
     assert View((), (100, 200), 10).instances == ()
-
-
-def test_the_published_rule_is_a_policy() -> None:
-    policy: Policy = PublishedCMLFQ()
-    assert policy.place(TurnRequest("t", "p", 10, 10), View((A,), (100,), 0)) is not None
