@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,6 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra"
 
 
-def cache_key(parts: Mapping[str, Any]) -> str:
+def cache_key(parts: Mapping[str, Any] | Sequence[Any]) -> str:
     """A name for what depends on these parts, which JSON can hold, and on nothing else."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
