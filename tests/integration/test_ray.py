@@ -17,7 +17,7 @@ from small_runs import SmallRuns
 from test_small_run import all_gone, processes_of, wait_for
 
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
-from libra.cost.sources.profile_file import save_profile
+from libra.cost.sources.files import save_profile
 from libra.trajectory import read_trajectories
 
 pytestmark = [

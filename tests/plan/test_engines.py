@@ -9,11 +9,11 @@ import pytest
 from oracles.small_cluster import A800, CLASSES, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
-from libra.cost.grid import EngineProfile, prefill_line
+from libra.cost.grid import EngineProfile
+from libra.cost.lines import prefill_line
 from libra.cost.sources.roofline import roofline, tensor_degrees
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass

@@ -15,7 +15,9 @@ from oracles.small_cluster import QWEN_06B, QWEN_14B
 from simulated import Run, simulate
 
 from benchmarks.fidelity.random_workloads import random_case
-from libra.cost.collectives import (
+from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.grid import EngineGrid
+from libra.cost.transfer import (
     Fabric,
     Group,
     all_gather_seconds,
@@ -24,8 +26,6 @@ from libra.cost.collectives import (
     point_to_point_seconds,
     reduce_scatter_seconds,
 )
-from libra.cost.engine_memory import BLOCK, kv_tokens
-from libra.cost.grid import EngineGrid
 from libra.hardware.model import ModelSpec
 from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS

@@ -24,8 +24,8 @@ from libra.backends.transport.trainer_messages import MeasureTraining, TrainingM
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import ShapeConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.sources.fit import LinearFit, fit_linear
+from libra.cost.engine_memory import BLOCK_TOKENS
+from libra.cost.lines import LinearFit, fit_linear
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine
 from libra.loop.process_controller import RunExecutor

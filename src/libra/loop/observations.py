@@ -14,7 +14,6 @@ from libra.backends.launch.launcher import WorkerLink
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, scaled
-from libra.cost.train import step_seconds
 from libra.exec.ratio import Ratio
 from libra.lengths import LengthTracker
 from libra.loop.fleet import ServingEngine
@@ -106,7 +105,7 @@ class Observations:
     def observe_training(self, result: StepResult, trajectories: int) -> None:
         """One step's training: what it asked for, and how long it took against the calibration."""
         self._forward_tokens.observe(result.forward_tokens, trajectories)
-        modelled = step_seconds(self.profile.train, result.forward_tokens, result.replicas)
+        modelled = self.profile.train.step_seconds(result.forward_tokens, result.replicas)
         self._train_speed.observe(result.wall_seconds, modelled)
 
     def observe_engines(self, work: EngineWork) -> None:

@@ -18,7 +18,7 @@ from libra.backends.transport.engine_messages import Fetched, Generate, Interrup
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, ContextMoves, KVHandover, KVLeases
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet

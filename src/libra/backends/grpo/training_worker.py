@@ -205,7 +205,7 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
             for peer in peers:
                 peer.close()
             own = WorkerChannel(theirs)
-            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own)
+            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own.send)
         theirs.close()
         peers.append(Peer(ours, pid))
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -23,7 +23,7 @@ from libra.backends.transport.messages import Tensor
 from libra.backends.transport.shared_memory import WeightBuffer
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
 from libra.backends.vllm.report import Sampled
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 
 _BACKEND = "libra_shm"
 

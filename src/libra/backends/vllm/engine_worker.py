@@ -25,7 +25,7 @@ from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
 from libra.backends.vllm.engine import VllmEngine
 from libra.backends.vllm.report import Report
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 
 
 def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:

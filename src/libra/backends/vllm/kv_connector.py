@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 
 from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.backends.transport.shared_memory import Filled, KVBuffer
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     import numpy.typing as npt

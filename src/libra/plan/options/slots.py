@@ -14,9 +14,8 @@ from typing import Literal
 
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.rollout import concurrency, measured_timing, residence, work
-from libra.cost.train import step_seconds
 from libra.hardware.model import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
@@ -165,7 +164,7 @@ class SlotRequest:
 
     def _training_option(self, replicas: int) -> TrainingOption:
         tokens = self.workload.trajectories * self.workload.train_tokens
-        seconds = step_seconds(self.profile.train, tokens, replicas)
+        seconds = self.profile.train.step_seconds(tokens, replicas)
         return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)
 
 

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
-from libra.serve.http import RefusedRequest, body_of, in_openai_shape, metrics, refused
+from libra.serve.http import RefusedRequest, body_of, in_openai_shape, metrics_response, refused
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
@@ -67,7 +67,7 @@ class Emulator:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return metrics(_families(self.engines))
+        return metrics_response(_families(self.engines))
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})

@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from libra.cost.collectives import fabric
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission

@@ -14,7 +14,7 @@ from libra.lengths import LengthTracker
 from libra.trajectory import Trajectory, Turn, read_trajectories
 from libra.trajectory.statistics import LengthSpread, ToolStats, trace_stats
 
-SAMPLE = Path(__file__).parent / "data" / "trajectories.jsonl"
+SAMPLE = Path(__file__).parents[1] / "data" / "trajectories.jsonl"
 REAL_LOGS = ("claude_code_sessions.jsonl", "tau_bench_airline.jsonl")
 
 
@@ -23,7 +23,7 @@ def logs() -> list[Path]:
     if "LIBRA_DATA" in os.environ:
         folder = Path(os.environ["LIBRA_DATA"])
     else:
-        folder = Path(__file__).parents[1] / "../shared/data/trajectories"
+        folder = Path(__file__).parents[2] / "../shared/data/trajectories"
         if not folder.exists():
             return [SAMPLE]
     return [SAMPLE, *(folder / name for name in REAL_LOGS)]

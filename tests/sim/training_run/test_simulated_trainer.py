@@ -44,6 +44,14 @@ def test_a_pipeline_is_simulated_as_the_planner_does() -> None:
     assert PRICE.seconds([2000] * 32, layout) == pytest.approx(option.seconds, rel=1e-12)
 
 
+def test_without_the_update_a_part_costs_as_much_less() -> None:
+    update = [
+        PRICE.seconds([500] * count, layout_of(2)) - PRICE.seconds([500] * count, layout_of(2), update=False)
+        for count in (4, 8)
+    ]
+    assert 0 < update[0] == pytest.approx(update[1])
+
+
 lengths = st.lists(st.integers(1, 100_000), min_size=1, max_size=80)
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.training_run.episodes import Resampled
+from libra.sim.training_run.episodes import Resampled, prompt_at
 from libra.trajectory import Trajectory, Turn, read_trajectories, truncate
 
 DATA = Path(os.environ.get("LIBRA_DATA", Path(__file__).parents[3] / "../shared/data/trajectories"))
@@ -136,9 +136,6 @@ def test_what_is_too_long_is_cut_and_what_is_unfinished_left_out() -> None:
 def test_a_wrong_argument_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(Resampled(SINGLE, samples_per_prompt=2, max_context=100, seed=0), **changes)
-
-
-def test_a_version_before_the_first_is_refused() -> None:
     with pytest.raises(ValueError, match="version is -1"):
         Resampled(SINGLE, 2, 100, seed=0).group(0, -1)
 
@@ -155,3 +152,10 @@ def test_groups_of_a_real_log(name: str, prompts: int) -> None:
         group = made.group(number, 0)
         assert len({each.id for each in group}) == 16
         assert all(each.turns in turns and each.peak_context <= 40_960 for each in group)
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 7, 100])
+def test_each_pass_over_the_prompts_takes_every_one_once(prompts: int) -> None:
+    passes = [[prompt_at(n + prompts * epoch, prompts, 3) for n in range(prompts)] for epoch in range(3)]
+    assert all(sorted(order) == list(range(prompts)) for order in passes)
+    assert prompts < 7 or (passes[0] != passes[1] != passes[2])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracles.small_cluster import QWEN_06B
 from posttrain_cases import (
     LONGEST,
     ONE_NODE,
@@ -29,6 +31,8 @@ from posttrain_cases import (
 from libra.cost.device import SwitchCost
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.plan.plan import Plan
+from libra.plan.planner import Planner
+from libra.plan.replanner import Replanner
 from libra.route.baselines import LeastLoaded, RoundRobin
 from libra.route.bucket import AttainedService
 from libra.route.cmlfq import CMLFQ
@@ -37,7 +41,7 @@ from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.sim.clock import seconds, ticks
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run.outcome import SimulatedRun
-from libra.sim.training_run.system import System
+from libra.sim.training_run.system import Replanning, System
 from libra.sim.workload.caller import EpisodeCaller
 from libra.trajectory import Trajectory, Turn
 
@@ -46,13 +50,15 @@ SWITCH = SwitchCost(engine_start=1.5, trainer_join=1.0, weight_load=0.0)
 
 
 @cache
-def plans() -> tuple[Plan, Plan, Plan]:
-    """`first`, and two that keep one of its engines: with other lengths, and with others beside it."""
+def plans() -> tuple[Plan, Plan, Plan, Plan]:
+    """`first`, two that keep one of its engines (with other lengths, and with others beside it), and one of none."""
     recipe = recipe_of(16, GROUP, staleness=2)
     first = plan_of(recipe, layout_of(2), [(1, 3, 1000), (2, 1, LONGEST)])
     fewer = plan_of(recipe, layout_of(2), [(2, 1, LONGEST)], placed=first.placement)
     others = plan_of(recipe, layout_of(2), [(1, 2, 600), (4, 1, LONGEST)], placed=first.placement)
-    return first, fewer, others
+    anew = plan_of(recipe, layout_of(4), [(4, 1, LONGEST)])
+    assert not {it.name for it in planned_engines(first)} & {it.name for it in planned_engines(anew)}
+    return first, fewer, others, anew
 
 
 class Recording(LeastLoaded):
@@ -108,10 +114,12 @@ def all_of(episodes: Ruled, groups: int) -> list[Trajectory]:
 @settings(max_examples=6, deadline=None)
 @given(
     st.integers(0, 99),
-    st.dictionaries(st.integers(1, 4), st.sampled_from([0, 1, 2]), min_size=1),
+    st.dictionaries(st.integers(1, 4), st.sampled_from([0, 1, 2, 3]), min_size=1),
     st.sampled_from([Recording, Moving]),
     st.booleans(),
 )
+@example(1, {1: 1}, Recording, True)
+@example(3, {1: 3}, Recording, False)
 def test_no_token_is_lost_or_made_twice(seed: int, table: dict[int, int], route: type[Recording], kv: bool) -> None:
     episodes = agents(GROUP, seed, mean=400)
     policies: list[Recording] = []
@@ -128,6 +136,16 @@ def test_no_token_is_lost_or_made_twice(seed: int, table: dict[int, int], route:
     assert generated_by_trajectory(seen) == {it.id: it.generated_tokens for it in trajectories}
     interrupted = [request for request in seen.cluster.requests if request.status == "interrupted"]
     assert outcome.interrupted == len(interrupted)
+    for request in interrupted:
+        rest = min(
+            (it for it in seen.cluster.requests if it.owner is request.owner and it.number > request.number),
+            key=lambda it: it.number,
+        )
+        assert request.finish is not None and rest.arrival >= request.finish
+        if table == {1: 1}:  # nobody waits for new engines
+            assert rest.arrival == request.finish
+        assert rest.prompt_tokens == request.prompt_tokens + request.generated
+        assert rest.output_tokens == request.output_tokens - request.generated
     (policy,) = policies
     assert sorted(policy.ended) == sorted(it.id for it in trajectories)
     for it in trajectories:
@@ -136,21 +154,6 @@ def test_no_token_is_lost_or_made_twice(seed: int, table: dict[int, int], route:
         assert contexts == sorted(contexts) and set(it.contexts()) <= set(contexts)
     assert not policy.snapshot()["live"]
     assert len({id(request) for request in seen.cluster.requests}) == len(seen.cluster.requests)
-
-
-def test_what_was_interrupted_goes_on_with_what_it_had() -> None:
-    """Three engines of four close in the middle of everything."""
-    with seeing() as seen:
-        system = System("s", plans()[0], RoundRobin, lambda: Timetable({1: plans()[1]}), switch=SWITCH)
-        outcome = run(system, agents(GROUP, 1, mean=400), 4)
-    assert outcome.interrupted > 0
-    for request in seen.cluster.requests:
-        if request.status != "interrupted":
-            continue
-        rest = next(it for it in seen.cluster.requests if it.owner is request.owner and it.number > request.number)
-        assert rest.arrival == request.finish
-        assert rest.prompt_tokens == request.prompt_tokens + request.generated
-        assert rest.output_tokens == request.output_tokens - request.generated
 
 
 class Counting(AttainedService):
@@ -205,7 +208,7 @@ def test_a_turn_leaves_its_bucket_with_the_token_that_outgrows_it_wherever_it_wa
 
 @pytest.mark.parametrize("route", [LeastLoaded, AttainedService, LengthPredictor, CMLFQ])
 def test_engines_serve_from_when_they_are_ready_until_they_close(route: type) -> None:
-    first, _, others = plans()
+    first, _, others, _ = plans()
     with seeing() as seen:
         system = System("s", first, route, lambda: Timetable({2: others}), switch=SWITCH, serve_by_priority=True)
         outcome = run(system, agents(GROUP, 2), 6)
@@ -239,22 +242,6 @@ def test_engines_serve_from_when_they_are_ready_until_they_close(route: type) ->
         before = {id(it.owner) for it in across}
         after = [it for it in cluster.requests if it.engine == kept and it.arrival > decided and id(it.owner) in before]
         assert after and all(it.cached_tokens > 0 for it in after)
-
-
-def test_with_no_engine_left_all_wait_for_the_new_ones() -> None:
-    recipe = recipe_of(16, GROUP, staleness=1)
-    first = plan_of(recipe, layout_of(4), [(1, 2, LONGEST)])
-    second = plan_of(recipe, layout_of(4), [(4, 1, LONGEST)])  # placed anew
-    assert not {it.name for it in planned_engines(first)} & {it.name for it in planned_engines(second)}
-    episodes = agents(GROUP, 3, mean=600)
-    with seeing() as seen:
-        policy = Recording()
-        outcome = run(System("s", first, lambda: policy, lambda: Timetable({1: second}), switch=SWITCH), episodes, 3)
-    assert outcome.interrupted > 0
-    assert generated_by_trajectory(seen) == {it.id: it.generated_tokens for it in all_of(episodes, 12)}
-    for it in all_of(episodes, 12):
-        assert policy.returns[it.id] == [turn.returned_tokens for turn in it.turns[:-1]]
-    assert len({id(request) for request in seen.cluster.requests}) == len(seen.cluster.requests)
 
 
 def test_engines_that_are_wanted_again_start_again() -> None:
@@ -297,39 +284,35 @@ def step_seconds(plan: Plan) -> float:
     return seconds(costs_of(plan, [8001] * 64)[0])
 
 
-def test_replicas_leave_at_once() -> None:
-    outcome = trained(trainers(2), (2, trainers(1)), join=5.0)
-    assert [step.training_devices for step in outcome.steps] == [2] * 2 + [1] * 5
-    assert [step.training for step in outcome.steps[1:3]] == pytest.approx(
-        [step_seconds(trainers(2)), step_seconds(trainers(1))]
-    )
+@cache
+def fewer_engines() -> Plan:
+    return plan_of(recipe_of(64, 8, staleness=2), layout_of(2), [(1, 3, LONGEST)], placed=trainers(2).placement)
+
+
+# Replicas of the plans by version, seconds to join in steps of one replica -> replicas that train each step
+REPLICAS: dict[str, tuple[dict[int, Plan], float, list[int]]] = {
+    "leave at once": ({0: trainers(2), 2: trainers(1)}, 5.0, [2, 2, 1, 1, 1, 1, 1]),
+    # Decided at the end of step 2; step 4 begins one step later, too early, and step 5 in time.
+    "join when they are ready": ({0: trainers(1), 2: trainers(2)}, 1.5, [1, 1, 1, 1, 2, 2, 2]),
+    "join though engines change": ({0: trainers(1), 2: trainers(2), 3: fewer_engines()}, 1.5, [1, 1, 1, 1, 2, 2, 2]),
+    "are no longer wanted": ({0: trainers(1), 2: trainers(2), 3: trainers(1)}, 1.5, [1] * 7),
+    "are wanted once more and begin anew": (
+        {0: trainers(1), 1: trainers(2), 2: trainers(1), 3: trainers(2)},
+        2.5,
+        [1, 1, 1, 1, 1, 1, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize(("plans", "join", "replicas"), REPLICAS.values(), ids=REPLICAS)
+def test_replicas_leave_and_join_while_training_goes_on(
+    plans: dict[int, Plan], join: float, replicas: list[int]
+) -> None:
+    first, *changes = (plans[version] for version in plans)
+    outcome = trained(first, *zip([*plans][1:], changes, strict=True), join=join * step_seconds(trainers(1)))
+    assert [step.training_devices for step in outcome.steps] == replicas
     assert all(step.waited == pytest.approx(0, abs=1e-9) for step in outcome.steps[1:])
-
-
-def test_replicas_join_when_they_are_ready_and_training_goes_on() -> None:
-    slow = step_seconds(trainers(1))
-    outcome = trained(trainers(1), (2, trainers(2)), join=1.5 * slow)
-    # The change is decided at the end of step 2; step 4 begins one step later, too early, and step 5 in time.
-    assert [step.training_devices for step in outcome.steps] == [1, 1, 1, 1, 2, 2, 2]
-    assert all(step.waited == pytest.approx(0, abs=1e-9) for step in outcome.steps[1:])
-    assert [step.training for step in outcome.steps] == pytest.approx([slow] * 4 + [step_seconds(trainers(2))] * 3)
-
-
-def test_replicas_that_join_go_on_when_the_plan_changes_elsewhere() -> None:
-    """A second plan with the same trainers does not make them begin anew."""
-    slow = step_seconds(trainers(1))
-    again = plan_of(recipe_of(64, 8, staleness=2), layout_of(2), [(1, 3, LONGEST)], placed=trainers(2).placement)
-    outcome = trained(trainers(1), (2, trainers(2)), (3, again), join=1.5 * slow)
-    assert [step.training_devices for step in outcome.steps] == [1, 1, 1, 1, 2, 2, 2]
-
-
-def test_replicas_that_are_no_longer_wanted_do_not_join() -> None:
-    slow = step_seconds(trainers(1))
-    outcome = trained(trainers(1), (2, trainers(2)), (3, trainers(1)), join=1.5 * slow)
-    assert [step.training_devices for step in outcome.steps] == [1] * 7
-    # And when they are wanted once more, they begin anew.
-    outcome = trained(trainers(1), (1, trainers(2)), (2, trainers(1)), (3, trainers(2)), join=2.5 * slow)
-    assert [step.training_devices for step in outcome.steps] == [1] * 6 + [2]
+    assert [step.training for step in outcome.steps] == pytest.approx([step_seconds(trainers(it)) for it in replicas])
 
 
 def test_another_layout_stops_training() -> None:
@@ -433,3 +416,56 @@ def test_what_a_tool_will_return_is_not_known_while_it_runs() -> None:
     # It has waited longer each time it is looked at, by what has passed.
     passed = [moment.seconds_per_step for moment, _ in seen[1:]]
     assert len(waits) > 1 and np.diff(waits) == pytest.approx(passed)
+
+
+# The library's replanner
+
+
+REPLANNED = recipe_of(32, GROUP, staleness=1)
+
+
+@cache
+def replanned(replicas: int) -> Plan:
+    return plan_of(REPLANNED, layout_of(replicas), [(1, 2, 1000), (2, 1, LONGEST)])
+
+
+def long_prompts() -> Ruled:
+    """There is little to generate and much to train on."""
+
+    def rule(number: int, sample: int) -> tuple[int, tuple[Turn, ...]]:
+        made = 20 + (7 * number + 3 * sample) % 40
+        return 3000 + 100 * (number % 9), (Turn(made, "search", "ok", 500, 0.1), Turn(made, None, None, 0))
+
+    return Ruled(GROUP, rule)
+
+
+def test_the_librarys_replanner_leads_away_from_a_bad_plan() -> None:
+    planner = Planner(ONE_NODE, QWEN_06B, REPLANNED)
+    switch = SwitchCost(engine_start=1.0, trainer_join=1.0, weight_load=0.0)
+    made: list[Replanner] = []
+
+    def replan() -> Replanning:
+        made.append(Replanner(planner, replanned(1), period=2, switch=switch))
+        return Replanning(made[-1], 2)
+
+    stays = run(System("s", replanned(1), LeastLoaded), long_prompts(), 8)
+    system = System("s", replanned(1), LeastLoaded, replan, switch=switch)
+    outcome = run(system, long_prompts(), 8)
+    assert outcome.changes and outcome.seconds < stays.seconds
+    (replanner,) = made
+    looks = replanner.looks
+    assert len(looks) == 3
+    # What each decision came to is told with the next one.
+    ends = [outcome.steps[version - 1].ended for version in (2, 4, 6)]
+    assert [look.realised for look in looks[:2]] == pytest.approx(
+        [(after - before) / 2 for before, after in pairwise(ends)]
+    )
+    assert sum(look.decision.taken for look in looks) == len(outcome.changes)
+    assert run(system, long_prompts(), 8) == outcome
+
+
+def test_a_timetable_of_the_same_plan_changes_nothing() -> None:
+    alone = run(System("s", replanned(4), LeastLoaded), agents(GROUP), 4)
+    again = run(System("s", replanned(4), LeastLoaded, lambda: Timetable({2: replanned(4)})), agents(GROUP), 4)
+    assert again.steps == alone.steps and again.seconds == alone.seconds
+    assert [(it.stopped, it.started) for it in again.changes] == [(0, 0)]

@@ -24,7 +24,7 @@ from libra.trajectory import (
 )
 from libra.trajectory.record import LONGEST
 
-SAMPLE = Path(__file__).parent / "data" / "trajectories.jsonl"
+SAMPLE = Path(__file__).parents[1] / "data" / "trajectories.jsonl"
 
 tokens = st.integers(min_value=0, max_value=2**40)
 seconds = st.none() | st.floats(min_value=0, max_value=LONGEST)

@@ -1,7 +1,7 @@
-"""Engine profiles and calibrations as JSON files.
+"""Engine profiles, calibrations and measured device profiles as JSON files.
 
-Invariant: what was saved is loaded equal, byte for byte the same when saved again; a file that was changed by hand, or
-is not exactly what it should be, is refused with the field's name.
+Invariant: what was saved is loaded equal; a file that was changed by hand, or is not exactly what it should be, is
+refused with the field's name.
 """
 
 from __future__ import annotations
@@ -9,32 +9,22 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from libra.config.yaml_file import ConfigError
+from libra.cost.device import DeviceProfile
 from libra.cost.grid import EngineProfile
 from libra.cost.sources.rates import Calibration
 
-T = TypeVar("T", EngineProfile, Calibration)
-
-
-@cache
-def _profiles() -> TypeAdapter[EngineProfile]:
-    return TypeAdapter(EngineProfile)
-
-
-@cache
-def _calibrations() -> TypeAdapter[Calibration]:
-    return TypeAdapter(Calibration)
+T = TypeVar("T", EngineProfile, Calibration, DeviceProfile)
 
 
 def save_grid(path: Path, profile: EngineProfile) -> None:
     """Write the profile and its digest: the file whole, or not at all."""
-    _write(path, {"digest": profile.digest, "profile": asdict(profile)})
+    _write(path, _json({"digest": profile.digest, "profile": asdict(profile)}))
 
 
 def load_grid(path: Path) -> EngineProfile:
@@ -43,7 +33,7 @@ def load_grid(path: Path) -> EngineProfile:
     content = _read(path, remedy)
     if not isinstance(content, dict) or set(content) != {"digest", "profile"}:
         raise ConfigError(f"{path}: a profile file has digest and profile, nothing else; {remedy}")
-    profile = _checked(path, _profiles(), content["profile"], remedy)
+    profile = _checked(path, EngineProfile, content["profile"], remedy)
     if profile.digest != content["digest"]:
         raise ConfigError(f"{path}: digest is {content['digest']}, the values have {profile.digest}; {remedy}")
     return profile
@@ -51,19 +41,34 @@ def load_grid(path: Path) -> EngineProfile:
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
     """Write the file whole, or not at all."""
-    _write(path, asdict(calibration))
+    _write(path, _json(asdict(calibration)))
 
 
 def load_calibration(path: Path) -> Calibration:
     """Read a calibration. Raises `ConfigError` naming the file and the field."""
     remedy = "calibrate again"
-    return _checked(path, _calibrations(), _read(path, remedy), remedy)
+    return _checked(path, Calibration, _read(path, remedy), remedy)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def save_profile(path: Path, profile: DeviceProfile) -> None:
+    """Write what a run measured: the file whole, or not at all."""
+    _write(path, TypeAdapter(DeviceProfile).dump_json(profile, indent=1) + b"\n")
+
+
+def load_profile(path: Path) -> DeviceProfile:
+    """Read what a run measured. Raises `ConfigError` naming the file and the field."""
+    remedy = "give a profile.json that a run has written"
+    return _checked(path, DeviceProfile, _read(path, remedy), remedy)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.write_bytes(content)
     part.rename(path)
 
 
@@ -76,7 +81,8 @@ def _read(path: Path, remedy: str) -> Any:
         raise ConfigError(f"{path}: not JSON ({error}); {remedy}") from None
 
 
-def _checked(path: Path, adapter: TypeAdapter[T], content: Any, remedy: str) -> T:
+def _checked(path: Path, kind: type[T], content: Any, remedy: str) -> T:
+    adapter = TypeAdapter(kind)
     try:
         value = adapter.validate_json(json.dumps(content), strict=True)
     except ValidationError as error:

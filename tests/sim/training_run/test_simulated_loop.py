@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,22 +33,24 @@ from posttrain_cases import (
 )
 
 from libra.config.run import load_config
-from libra.cost.collectives import fabric
-from libra.cost.sources.profile_file import load_profile
-from libra.cost.transfer import colocated_switch_seconds, weight_sync
+from libra.cost.sources.files import load_profile
+from libra.cost.transfer import colocated_switch_seconds, fabric, weight_sync
 from libra.plan.offline import gather, request_from
+from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan, make_plan
 from libra.route.baselines import LeastLoaded, RoundRobin
 from libra.route.catalogue import POLICIES, policy_named
-from libra.sim.clock import ticks
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
+from libra.sim.clock import seconds, ticks
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.planned_engines import planned_engines
 from libra.sim.training_run import loop
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.system import System
+from libra.sim.training_run.trainer import TrainingPrice
 from libra.sim.workload.caller import EpisodeCaller
-from libra.trajectory import Turn, read_trajectories
+from libra.trajectory import Trajectory, Turn, read_trajectories
 
 GROUP = 4  # samples
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -172,30 +176,6 @@ def test_without_staleness_a_step_is_a_sum(mode: str) -> None:
         assert ticks(step.training) == training
     assert ticks(outcome.seconds) == pytest.approx(4 * whole, abs=12)
     assert outcome.step_seconds == pytest.approx(whole / 1e12)
-
-
-def test_fast_rollout_leaves_training_to_bound_the_step() -> None:
-    """Everything is in the prompts, and is prefilled in less time than it takes to train on it."""
-    plan = plan_of(recipe_of(64, 8, staleness=1), layout_of(1), [(1, 7, LONGEST)])
-    outcome = run(System("s", plan, LeastLoaded), single_turns(lambda *_: 1, samples=8, prompt=8000), 5)
-    training, _ = costs_of(plan, [8001] * 64)
-    assert [ticks(step.training) for step in outcome.steps] == [training] * 5
-    assert all(step.waited == pytest.approx(0, abs=1e-9) for step in outcome.steps[1:])
-    assert outcome.steps[-1].started - outcome.steps[0].started == pytest.approx(4 * training / 1e12)
-
-
-def test_fast_training_leaves_rollout_to_bound_the_step() -> None:
-    """With staleness 1 there are two batches under way: each takes as long as rollout, training and publication."""
-    plan = plan_of(recipe_of(1, 1, staleness=1), layout_of(1), [(1, 7, LONGEST)])
-    outcome = run(System("s", plan, LeastLoaded), single_turns(lambda *_: 6000), 9)
-    training, publication = costs_of(plan, [6100])
-    stall = ticks(weight_sync_stall(plan))
-    rollout = turn_ticks(cost_of(plan), 100, 6000)
-    assert training < rollout / 20
-    # Every trajectory lives through the publication of the other batch.
-    wanted = (rollout + stall + training + publication) / 2 / 1e12
-    found = (outcome.steps[-1].started - outcome.steps[2].started) / 6
-    assert found == pytest.approx(wanted, rel=0.01)
 
 
 # The recursion
@@ -373,3 +353,98 @@ def test_groups_start_while_the_caches_hold_what_is_unfinished(by_cache: bool) -
         steps = simulate_posttraining(system, agents(8), 3).steps
     assert [step.trajectories for step in steps] == [512] * 3
     assert held - 8 < max(unfinished) <= held if by_cache else max(unfinished) == 1024
+
+
+# Training that begins with the groups that are complete, and generation that keeps to its concurrency
+
+
+def early_system(staleness: int, *, changing: bool = False, **recipe: Any) -> System:
+    wanted = recipe_of(16, 4, staleness=staleness, mode="async" if staleness else "sync", **recipe)
+    first = plan_of(wanted, layout_of(2), [(1, 3, 1000), (2, 1, LONGEST)])
+    second = plan_of(wanted, layout_of(4), [(1, 2, 1000), (2, 1, LONGEST)], placed=first.placement)
+    replan = (lambda: Timetable({1: second, 3: first})) if changing else None
+    return System("system", first, LeastLoaded, replan)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 99), st.booleans())
+def test_every_trajectory_is_trained_on_once_and_in_time(staleness: int, seed: int, changing: bool) -> None:
+    steps, episodes = 6, agents(4, seed)
+    outcome = run(early_system(staleness, changing=changing, early_gradients=True), episodes, steps)
+    assert [step.version for step in outcome.steps] == list(range(1, steps + 1))
+    assert all(step.trajectories == 16 and step.worst_staleness <= staleness for step in outcome.steps)
+    assert outcome.generated_tokens == sum(
+        trajectory.generated_tokens for number in range(steps * 4) for trajectory in episodes.group(number, 0)
+    )
+    end = 0.0
+    for step in outcome.steps:
+        # What is not training is waiting: there is nothing else between two steps.
+        assert step.ended - end == pytest.approx(step.waited + step.training)
+        assert end <= step.started + 1e-9
+        end = step.ended
+
+
+def test_only_the_last_part_follows_the_last_trajectory() -> None:
+    """Two groups of one sample each, alone on their engines: the short one is trained on while the long one runs."""
+    recipe = recipe_of(2, 1, mode="sync", early_gradients=True)
+    plan = plan_of(recipe, layout_of(1), [(1, 2, LONGEST)])
+    lengths = {0: 50, 1: 4000}
+    outcome = run(System("early", plan, LeastLoaded), single_turns(lambda number, sample: lengths[number]), 1)
+    request = plan.request
+    assert isinstance(request, ClusterRequest) and plan.layout is not None
+    price = TrainingPrice(request.model, recipe, request.cluster.nodes[0])
+    short, long = (seconds(turn_ticks(cost_of(plan), 100, tokens)) for tokens in lengths.values())
+    first = price.seconds([150], plan.layout, update=False)
+    last = price.seconds([4100], plan.layout)
+    assert short + first < long, "the case is meant to have time for the first part"
+    (step,) = outcome.steps
+    assert step.started == pytest.approx(short)
+    assert step.training == pytest.approx(first + last)
+    assert step.ended == pytest.approx(long + last)
+    assert step.waited == pytest.approx(short + (long - short - first))
+
+
+def test_a_plan_for_early_training_waits_for_its_tail_only() -> None:
+    whole, early = (
+        plan_of(recipe_of(16, 4, staleness=1, early_gradients=early), layout_of(2), [(1, 2, LONGEST)])
+        for early in (False, True)
+    )
+    assert early.predicted.training == whole.predicted.training
+    assert early.predicted.latency < whole.predicted.latency
+
+
+class Counting(LeastLoaded):
+    """Knows how many trajectories are under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.most = 0
+
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
+        self.live[request.trajectory_id] = 1
+        self.most = max(self.most, self.live.total())
+        return super().place(request, fleet)
+
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+        assert self.live[request.trajectory_id]
+        return super().tool_returned(request, returned, fleet)
+
+    def finished(self, trajectory: Trajectory) -> None:
+        del self.live[trajectory.id]
+        super().finished(trajectory)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("concurrency", "most"), [(4, 4), (10, 10), (32, 32), (None, 48), (1000, 48)])
+def test_no_more_trajectories_are_under_way_than_allowed(concurrency: int | None, most: int, early: bool) -> None:
+    made: list[Counting] = []
+    tried = early_system(2, concurrency=concurrency, early_gradients=early)
+
+    def route() -> Counting:
+        made.append(Counting())
+        return made[-1]
+
+    outcome = run(System("capped", tried.plan, route), agents(4), 5)
+    assert len(outcome.steps) == 5
+    assert made[0].most == most
