@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import BucketView, Explanation
+from libra.plan.explain.explanation import BucketView, Explanation, Split
 from libra.plan.transition import Role
 from libra.report.charts import Series, line_chart, time_unit
 from libra.report.colours import ROLES, ink

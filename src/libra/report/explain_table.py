@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, PlanView, SmallerCluster
+from libra.plan.explain.explanation import Bound, Explanation, PlanView, SmallerCluster, Split
+from libra.plan.explain.what_if import SAME_STEP
 from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
