@@ -27,7 +27,7 @@ from libra.loop.run_directory import locked
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import SlotRequest
 from libra.plan.plan import dump_plan, parse_plan
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import Evaluation
 from libra.route.catalogue import policy_named
 

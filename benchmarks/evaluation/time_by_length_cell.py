@@ -14,7 +14,7 @@ from libra.plan.options.layouts import training_layouts
 from libra.route.baselines import LeastLoaded
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 from libra.trajectory import Trajectory, Turn
 
 MODEL = "Qwen/Qwen3-14B"

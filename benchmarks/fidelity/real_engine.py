@@ -29,7 +29,7 @@ from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Request
-from libra.sim.workload.protocol import Workload
+from libra.sim.workload.requests import Workload
 
 _NANOSECOND = TICKS // 10**9
 

@@ -36,7 +36,7 @@ OUT_OF_MEMORY = WorkerFailedError("worker hybrid-0: out of memory")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    made = World(tmp_path, groups=4)
+    made = World(tmp_path, steps=2)
     made.heard.moved.clear()
     yield made
     made.close()

@@ -149,7 +149,7 @@ def test_the_gain_of_a_decision_is_that_of_its_moves(size: tuple[int, int, int])
     changed = 0
     for before in allocations(*size):
         devices = tuple(started(size, before))
-        site = SlotSite(config, devices, before, PROFILE, 8, 40.0, 1.0)
+        site = SlotSite(config.training, config.engines, 100, devices, before, PROFILE, 8, 40.0, 1.0)
         decision = Outlook(site, (Scenario(CLASSES, 1.0),) * 3, 100.0, 0.0).propose().decision
         [question] = site.questions([Scenario(CLASSES, 1.0)])
         transition = decision.transition

@@ -23,15 +23,16 @@ from libra.config.run import RunConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
+from libra.loop.checkpoint import Recorded, missing_trajectories, read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.interrupted import Recorded, missing_trajectories, read_interrupted
-from libra.loop.observations import Observations
+from libra.loop.groups import Groups
+from libra.loop.observations import EngineCounters, Observations
 from libra.loop.process_controller import RunExecutor
+from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
-from libra.loop.tally import EngineCounters
 from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import Role
@@ -121,7 +122,7 @@ class MadeObservations:
     """Remembers whom it has seen, as the tracked statistics do."""
 
     def __init__(self, seen: list[str]) -> None:
-        self.tracker = MadeTracker(seen)
+        self.tracker, self.counters = MadeTracker(seen), EngineCounters()
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         self.tracker.seen += [episode.trajectory.id for episode in episodes]
@@ -179,18 +180,30 @@ class Session:
             )
         )
         self.observations = MadeObservations(seen)
-        self.training = TrainingLoop(
-            CONFIG,
+        rollout = Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now)
+        self.groups = Groups(
+            CONFIG.training,
+            CONFIG.seed,
             PROMPTS,
+            rollout,
+            self.recorder,
+            self.file,
+            history,
+            lambda episode: self.observations.observe([episode], fleet.limits),
+            lambda: MadePeriods.predicted_seconds,
+        )
+        self.training = TrainingLoop(
+            CONFIG.training,
+            CONFIG.checkpoint_every,
             cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
-            Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now),
+            rollout,
+            self.groups,
             cast(Observations, self.observations),
             cast(ReplanController, MadeController()),
             self.recorder,
             self.journal,
             self.file,
-            EngineCounters(),
-            PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
+            RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
             Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
             history,
             before.recorded if before is not None else Recorded(),

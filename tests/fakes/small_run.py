@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
+from libra.loop.observations import Observations
 from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation, Bucket
 from libra.trajectory.record import Trajectory, Turn
@@ -30,6 +31,12 @@ PROFILE = DeviceProfile(
     switch=SwitchCost(1.0, 1.0, 0.01),
     heldout_error=0.0,
 )
+
+
+def make_observations(period: int = CONFIG.planner.period) -> Observations:
+    """Those of a run that has seen nothing yet."""
+    planner = CONFIG.planner.model_copy(update={"period": period})
+    return Observations(planner, CONFIG.training, CONFIG.engines, PROFILE, 8)
 
 
 def episode(group: int, index: int, version: int = 0) -> Episode:

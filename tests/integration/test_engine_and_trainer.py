@@ -16,10 +16,10 @@ from arithmetic import LOGPROB_GAP, PRECISION
 from shared_fork_server import SharedForkServer
 
 import libra.backends.vllm.engine_handle
-from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
+from libra.backends.machine import served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece, StartEngine
 from libra.backends.transport.messages import Acknowledged, Ready

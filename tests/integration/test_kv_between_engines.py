@@ -16,17 +16,17 @@ from arithmetic import LOGPROB_GAP, PRECISION
 from shared_fork_server import SharedForkServer
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.backends.arithmetic import served_dtype
 from libra.backends.launch.handle import Handle
+from libra.backends.machine import served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import LoadWeights, MeasureHandover, StartEngine
+from libra.backends.transport.engine_messages import HandoverMeasured, LoadWeights, MeasureHandover, StartEngine
 from libra.backends.transport.messages import Acknowledged, Ready
 from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, KVHandover
 from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
@@ -174,7 +174,7 @@ async def measured(scene: Scene) -> None:
     """What a hand-over costs, for the profile."""
     transfer = scene.handover.leases.lease(8)
     assert transfer is not None
-    found = await scene.a.measure_handover(MeasureHandover([33, 8 * BLOCK_TOKENS + 1], 2, transfer))
+    found = await scene.a.ask(MeasureHandover([33, 8 * BLOCK_TOKENS + 1], 2, transfer), HandoverMeasured)
     assert [tokens for tokens, _ in found.contexts] == [32, 256] * 2
     assert all(seconds > 0 for _, seconds in found.contexts)
 

@@ -18,8 +18,7 @@ from test_run import PER_STEP, SIZE, Runs, rows, until
 from libra.config.run import MetricsConfig
 from libra.config.yaml_file import ConfigError
 from libra.loop import session
-from libra.loop.metrics import MetricsEndpoint
-from libra.loop.tally import OUTCOMES
+from libra.loop.metrics import OUTCOMES, MetricsEndpoint
 from libra.records.causes import Cause
 
 STEPS = 24

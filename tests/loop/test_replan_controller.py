@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.small_run import CONFIG, FIRST, PROFILE, episode
+from fakes.small_run import FIRST, PROFILE, episode, make_observations
 
-from libra.exec.allocation import bucket_limits, current_allocation
 from libra.exec.executor import Executor
-from libra.exec.pool import DEADLINES, Worker, make_pool
+from libra.exec.pool import DEADLINES, bucket_limits, current_allocation, make_pool
 from libra.exec.protocols import Applied, MoveOutcome
-from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.plan.allocation import Allocation
 from libra.plan.problem import InfeasiblePlanError
 from libra.plan.replanner import Outlook
 from libra.plan.transition import Role, Transition, device_transition
-from libra.report.live import PlainDisplay
 
 PERIOD = 3
 
@@ -41,9 +38,6 @@ class MadeExecutor:
         self.open = asyncio.Event()
         self.open.set()
         self._make(self.transition(FIRST))
-
-    def healthy(self) -> tuple[Worker, ...]:
-        return self.pool.healthy()
 
     def allocation(self) -> Allocation | None:
         return current_allocation((w.duty for w in self.pool.all()), bucket_limits(self.plans), 100)
@@ -81,25 +75,21 @@ class MadeExecutor:
 
 class Made:
     def __init__(self, directory: Path, mode: str) -> None:
-        config = CONFIG.model_copy(
-            update={
-                "allocation": mode,
-                "planner": CONFIG.planner.model_copy(update={"period": PERIOD}),
-                "training": CONFIG.training.model_copy(update={"steps": 1000}),
-            }
-        )
         self.executor = MadeExecutor()
         self.recorder = Recorder(directory, 0.0)
         self.recorder.begin()
-        self.observations = Observations(config, PROFILE, 8)
+        self.observations = make_observations(PERIOD)
         self.observations.observe([episode(0, index) for index in range(20)], [40, 100])
         self.controller = ReplanController(
-            config,
             cast(Executor, self.executor),
             self.observations,
             self.recorder,
-            PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
-            first=FIRST,
+            lambda text: None,
+            FIRST,
+            steps=1000,
+            period=PERIOD,
+            seed=0,
+            adaptive=mode == "adaptive",
             first_period=4,
         )
         self.directory, self.step = directory, 0
@@ -179,7 +169,7 @@ async def test_a_slot_that_came_back_is_used_at_the_next_boundary(made: Made, mo
     await made.boundary()
     [wanted] = made.executor.wanted
     assert devices(wanted) == 4
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
     if mode == "static":
         assert (wanted, made.rows("decisions")) == (FIRST, 0)
     await made.boundary()
@@ -214,7 +204,7 @@ async def test_a_loss_during_a_move_is_planned_around_after_it(made: Made) -> No
     assert made.controller.urgent
     await made.boundary()
     assert len(made.executor.wanted) == 2
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
 
 
 async def test_a_plan_for_other_workers_is_dropped(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +236,7 @@ async def test_a_move_that_was_not_made_is_planned_around_at_once_where_a_slot_i
     assert made.controller.urgent and len(made.executor.wanted) == 2
     await made.boundary()
     assert len(made.executor.wanted) == 3
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
     await made.boundary()
     assert not made.controller.urgent and len(made.executor.wanted) == 3
 
@@ -256,7 +246,7 @@ async def test_an_idle_slot_is_not_forgotten(made: Made) -> None:
     made.executor.outcomes = ["undone"]
     made.lose("rollout-1")
     await made.boundary(PERIOD + 2)
-    assert all(worker.role is not Role.IDLE for worker in made.executor.healthy())
+    assert all(worker.role is not Role.IDLE for worker in made.executor.pool.healthy())
 
 
 async def test_a_dropped_plan_has_no_outcome(made: Made) -> None:
@@ -285,7 +275,7 @@ async def test_the_end_of_a_run_waits_for_a_move_and_makes_no_other(made: Made) 
     assert made.executor.dropped == ["the run has made all its steps"] and not ending.done()
     made.executor.open.set()
     await ending
-    assert not any(worker.role in DEADLINES for worker in made.executor.healthy())
+    assert not any(worker.role in DEADLINES for worker in made.executor.pool.healthy())
 
 
 async def test_the_end_of_a_run_does_not_wait_for_a_plan(made: Made) -> None:

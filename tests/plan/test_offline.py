@@ -72,7 +72,9 @@ def test_the_half_life_is_the_configured_one(config: RunConfig) -> None:
 def test_the_question_is_that_of_a_run_that_has_seen_the_same_trajectories(config: RunConfig) -> None:
     log = list(read_trajectories(EXAMPLES / "trajectories.jsonl"))
     offline = offline_request(config, log, PROFILE)
-    observations = Observations(config, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens)
+    observations = Observations(
+        config.planner, config.training, config.engines, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens
+    )
     observations.replanner.observe(log)
     site = observations.site(make_pool(1, 1, 2).devices(), None)
     assert site.request(observations.replanner.scenario(site)) == offline

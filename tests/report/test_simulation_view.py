@@ -20,7 +20,7 @@ from libra.report.simulation_view import (
 )
 from libra.report.words import fine_duration, worded
 from libra.sim.outcome.definitions import DEFINITIONS
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 
 def viewed(queueing: float, prefill: float, decode: float, busy_share: float) -> SimulationView:

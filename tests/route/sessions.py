@@ -64,3 +64,15 @@ def tell(policy: Policy, event: Event) -> Placement | None:
     if returned is None or request.trajectory_id not in known:
         return policy.place(request, now)
     return policy.tool_returned(request, returned, now)
+
+
+Step = Event | tuple[TurnRequest, int, View]  # the latter: the turn has generated so many tokens
+outlives = st.tuples(requests, st.integers(1, 2_000), views)
+steps: st.SearchStrategy[Step] = st.one_of(events, outlives)
+
+
+def follow(policy: Policy, step: Step) -> Placement | None:
+    if isinstance(step, tuple) and isinstance(step[1], int):
+        known = {entry[0] for entry in policy.snapshot()["live"]}
+        return policy.bucket_overrun(step[0], step[1], step[2]) if step[0].trajectory_id in known else None
+    return tell(policy, step)  # type: ignore[arg-type]

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from libra.route.evidence import Context, ReturnEvidence
-from libra.route.remaining import BINS, EDGES, Remaining, bin_of
-from libra.route.running import Running, redistributed
+from libra.route.evidence import Context, ReturnEvidence, Running
+from libra.route.remaining import BINS, EDGES, Remaining, bin_of, redistributed
 
 Array = NDArray[np.float64]
 

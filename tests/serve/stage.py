@@ -16,7 +16,8 @@ from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
 from libra.serve.gateway.config import GatewayConfig, UpstreamSection
 from libra.serve.gateway.server import Gateway
-from libra.serve.http_service import serving
+from libra.serve.gateway.upstreams import Upstream
+from libra.serve.http import serving
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.trajectory import Trajectory
@@ -125,6 +126,12 @@ class Stage:
     scripted: list[Scripted]
     finished: list[Trajectory]
 
+    def engine(self, name: str) -> Upstream:
+        return self.gateway.upstreams.all[name]
+
+    def mark(self, name: str, healthy: bool) -> None:
+        self.gateway.upstreams.mark(self.engine(name), healthy)
+
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         async with self.session.post(path, json=body) as response:
             text = await response.text()
@@ -132,32 +139,29 @@ class Stage:
 
 
 @asynccontextmanager
-async def emulated(name: str = "e", default_tokens: int = 10, **config: int) -> AsyncIterator[tuple[str, Emulator]]:
-    """The address of a server with one emulated engine of 512 tokens."""
-    emulator = Emulator([EngineSpec(name, replace(CONFIG, **config), COST)], 1.0, default_tokens, 0)
+async def emulated(*names: str, default_tokens: int = 10, **config: int) -> AsyncIterator[tuple[str, Emulator]]:
+    """The address of a server with emulated engines of 512 tokens."""
+    specs = [EngineSpec(name, replace(CONFIG, **config), COST) for name in names]
+    emulator = Emulator(specs, 1.0, default_tokens, 0)
     async with serving(emulator.application(), "127.0.0.1", 0) as base:
         yield base, emulator
 
 
-def staged(
-    test: Callable[[Stage], Awaitable[None]], engines: int = 2, scripted: Sequence[Scripted] = (), **settings: Any
-) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            sections, emulators, stops = [], {}, {}
-            for name in (f"e{number}" for number in range(engines)):
-                own = await stack.enter_async_context(AsyncExitStack())
-                base, emulators[name] = await own.enter_async_context(emulated(name))
-                sections.append(UpstreamSection(name=name, url=f"{base}/v1/", max_model_len=512))
-                stops[name] = own.aclose
-            for number, server in enumerate(scripted):
-                url = await stack.enter_async_context(server.serving())
-                sections.append(UpstreamSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
-            policy, finished = RecordingPolicy(), []
-            file = GatewayConfig(engines=tuple(sections), **{"turn_tokens": 16, **settings})
-            gateway = Gateway(file, policy, finished.append)
-            base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
-            session = await stack.enter_async_context(ClientSession(base))
-            await test(Stage(session, gateway, policy, emulators, stops, list(scripted), finished))
-
-    asyncio.run(main())
+@asynccontextmanager
+async def staged(engines: int = 2, scripted: Sequence[Scripted] = (), **settings: Any) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        sections, emulators, stops = [], {}, {}
+        for name in (f"e{number}" for number in range(engines)):
+            own = await stack.enter_async_context(AsyncExitStack())
+            base, emulators[name] = await own.enter_async_context(emulated(name))
+            sections.append(UpstreamSection(name=name, url=f"{base}/v1/", max_model_len=512))
+            stops[name] = own.aclose
+        for number, server in enumerate(scripted):
+            url = await stack.enter_async_context(server.serving())
+            sections.append(UpstreamSection(name=f"s{number}", url=url, max_model_len=512, **server.own))
+        policy, finished = RecordingPolicy(), []
+        file = GatewayConfig(engines=tuple(sections), **{"turn_tokens": 16, **settings})
+        gateway = Gateway(file, policy, finished.append)
+        base = await stack.enter_async_context(serving(gateway.application(), "127.0.0.1", 0))
+        session = await stack.enter_async_context(ClientSession(base))
+        yield Stage(session, gateway, policy, emulators, stops, list(scripted), finished)

@@ -22,8 +22,8 @@ from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller
-from libra.sim.workload.protocol import Requests
 from libra.sim.workload.replay import Replay
+from libra.sim.workload.requests import Requests
 from libra.trajectory import Trajectory, Turn
 
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)

@@ -23,8 +23,8 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.link import Link
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Requests, Workload
 from libra.sim.workload.replay import Replay
+from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn
 
 STEP = 100  # ticks: what the lattice is made of

@@ -10,8 +10,7 @@ from elastic import Places, following
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.cost.collectives import Fabric
-from libra.cost.transfer import kv_move_seconds
+from libra.cost.transfer import Fabric, kv_move_seconds
 from libra.sim.clock import TICKS, ticks
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.chain import Chain

@@ -18,7 +18,7 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.link import Link
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 COST = AffineCost(5000, 20, 3, 25, 1)
 

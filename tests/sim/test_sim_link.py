@@ -16,7 +16,7 @@ from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.link import Link
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 
 def test_transfers_by_hand() -> None:

@@ -12,7 +12,7 @@ from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE, kv_of
 from libra.config.recipe import Recipe
 from libra.config.run import load_config
 from libra.cost.device import EngineCost
-from libra.cost.sources.profile_file import load_profile
+from libra.cost.sources.files import load_profile
 from libra.plan.offline import gather, request_from
 from libra.plan.options.price import bucket_prices
 from libra.plan.plan import Plan, make_plan

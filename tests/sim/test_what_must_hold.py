@@ -15,7 +15,9 @@ from oracles.small_cluster import QWEN_06B, QWEN_14B
 from simulated import Run, simulate
 
 from benchmarks.fidelity.random_workloads import random_case
-from libra.cost.collectives import (
+from libra.cost.engine_memory import BLOCK, kv_tokens
+from libra.cost.grid import EngineGrid
+from libra.cost.transfer import (
     Fabric,
     Group,
     all_gather_seconds,
@@ -24,8 +26,6 @@ from libra.cost.collectives import (
     point_to_point_seconds,
     reduce_scatter_seconds,
 )
-from libra.cost.engine_memory import BLOCK, kv_tokens
-from libra.cost.grid import EngineGrid
 from libra.hardware.model import ModelSpec
 from libra.route.catalogue import policy_named
 from libra.sim.clock import TICKS
@@ -36,10 +36,9 @@ from libra.sim.engine.iteration_cost import AffineCost, DecodeBatch, IterationCo
 from libra.sim.engine.request import Request
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.outcome.result import result_of
-from libra.sim.workload.arrivals import Poisson
-from libra.sim.workload.distribution import Constant
-from libra.sim.workload.generated_requests import generated_requests
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.distributions import Constant, Poisson
+from libra.sim.workload.generated import generated_requests
+from libra.sim.workload.requests import Requests
 
 STEP = 100  # ticks
 

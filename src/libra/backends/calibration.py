@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
-from libra.backends.arithmetic import choose, probe, served_dtype
+import torch
+from torch import nn
+
+from libra.backends.machine import choose, probe, served_dtype
 from libra.cost.sources.rates import Calibration, Measured
-
-if TYPE_CHECKING:
-    import torch
 
 _HEAD = 64  # width of the heads of the model that is trained
 
@@ -95,8 +94,6 @@ def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> C
 
     Raises ValueError for a device that torch does not have. Takes up to a minute on a GPU, 20 s on two CPU cores.
     """
-    import torch
-
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device is {kind}; give cpu, or cuda where torch finds a CUDA device")
@@ -146,8 +143,6 @@ class _Bench:
         return int(self.dtype.itemsize)
 
     def random(self, *shape: int) -> torch.Tensor:
-        import torch
-
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def seconds(self, call: Callable[[], object], sizes: Sizes, calls: int) -> list[float]:
@@ -155,8 +150,6 @@ class _Bench:
 
         On CUDA the calls are one graph, as engines replay their decode: what is left between kernels is the device's.
         """
-        import torch
-
         if self.device.type == "cuda":
             aside = torch.cuda.Stream(self.device)
             aside.wait_stream(torch.cuda.current_stream(self.device))
@@ -173,7 +166,6 @@ class _Bench:
 
     def samples(self, run: Callable[[], object], sizes: Sizes, calls: int = 1) -> list[float]:
         """Seconds of a run over its calls, after one run to warm up; three runs or more."""
-        import torch
 
         def once() -> float:
             if self.device.type == "cuda":
@@ -198,29 +190,23 @@ def _pooled(values: list[float]) -> Measured:
 
 
 def _linear(bench: _Bench, sizes: Sizes, tokens: int, inputs: int, outputs: int, calls: int = _CALLS) -> list[float]:
-    import torch
-
     x, weight = bench.random(tokens, inputs), bench.random(outputs, inputs)
     with torch.inference_mode():
-        return bench.seconds(lambda: torch.nn.functional.linear(x, weight), sizes, calls)
+        return bench.seconds(lambda: nn.functional.linear(x, weight), sizes, calls)
 
 
 def _prefill(bench: _Bench, sizes: Sizes, tokens: int, calls: int = 1) -> list[float]:
-    import torch
-
     q = bench.random(1, sizes.heads, tokens, sizes.head_dim)
     k, v = (bench.random(1, sizes.kv_heads, tokens, sizes.head_dim) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend = nn.functional.scaled_dot_product_attention
     with torch.inference_mode():
         return bench.seconds(lambda: attend(q, k, v, is_causal=True, enable_gqa=True), sizes, calls)
 
 
 def _decode(bench: _Bench, sizes: Sizes, batch: int, context: int, calls: int = _CALLS) -> list[float]:
-    import torch
-
     q = bench.random(batch, sizes.heads, 1, sizes.head_dim)
     k, v = (bench.random(batch, sizes.kv_heads, context, sizes.head_dim) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend = nn.functional.scaled_dot_product_attention
     with torch.inference_mode():
         return bench.seconds(lambda: attend(q, k, v, enable_gqa=True), sizes, calls)
 
@@ -231,8 +217,6 @@ def _training(bench: _Bench, sizes: Sizes) -> tuple[Measured, int]:
     A step is 6 FLOPs a token and matrix weight (Kaplan et al. 2020, section 2.1) and, for causal attention, 6 * length
     * hidden a token and layer; the embedding's look-up is no product.
     """
-    import torch
-
     model = _decoder(bench, sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bench.device.type == "cuda")
     tokens = torch.randint(sizes.vocab, (sizes.rows, sizes.length + 1), device=bench.device)
@@ -240,7 +224,7 @@ def _training(bench: _Bench, sizes: Sizes) -> tuple[Measured, int]:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         logits = model(tokens[:, :-1])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         optimizer.step()
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -250,10 +234,8 @@ def _training(bench: _Bench, sizes: Sizes) -> tuple[Measured, int]:
     return _pooled([flops / seconds for seconds in bench.samples(step, sizes)]), parameters
 
 
-def _decoder(bench: _Bench, sizes: Sizes) -> torch.nn.Module:
+def _decoder(bench: _Bench, sizes: Sizes) -> nn.Module:
     """A decoder-only transformer with gated MLPs, as small as it can be written."""
-    import torch
-    from torch import nn
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -266,10 +248,10 @@ def _decoder(bench: _Bench, sizes: Sizes) -> torch.nn.Module:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, -1, _HEAD)).permute(2, 0, 3, 1, 4)
-            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(attended.transpose(1, 2).flatten(-2))
             gate, value = self.up(self.between(x)).chunk(2, dim=-1)
-            return x + self.down(torch.nn.functional.silu(gate) * value)
+            return x + self.down(nn.functional.silu(gate) * value)
 
     with torch.device(bench.device):
         model = nn.Sequential(

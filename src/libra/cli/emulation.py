@@ -79,7 +79,7 @@ async def _serve(
     as_json: bool,
 ) -> None:
     from libra.serve.emulate.server import Emulator
-    from libra.serve.http_service import serve
+    from libra.serve.http import serve
 
     def announce(base: str) -> None:
         addresses = {spec.name: f"{base}/engines/{spec.name}/v1" for spec in specs}

@@ -156,7 +156,7 @@ def _plan_run(
     solver: Solver,
 ) -> tuple[Plan, LogEvidence]:
     from libra.config.run import ConfigError, load_config
-    from libra.cost.sources.profile_file import load_profile
+    from libra.cost.sources.files import load_profile
     from libra.plan.offline import gather, request_from
     from libra.plan.plan import make_plan
     from libra.trajectory import read_trajectories

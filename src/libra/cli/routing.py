@@ -87,7 +87,7 @@ def _policy(file: GatewayConfig, state: Path | None) -> Policy:
 
 async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:
     from libra.serve.gateway.server import Gateway
-    from libra.serve.http_service import serve
+    from libra.serve.http import serve
 
     written = None if log is None else log.open("a", encoding="utf-8")
     gateway = Gateway(file, policy, lambda it: None if written is None else _append(written, it))

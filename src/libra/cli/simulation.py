@@ -175,19 +175,20 @@ def _routed(deployment: Deployment, route: str | None) -> Deployment:
 
 
 def _require_learner(route: str) -> None:
-    from libra.route import cmlfq, published
+    from libra.route.cmlfq import CMLFQ
+    from libra.route.published import PublishedCMLFQ
 
-    if route not in (published.NAME, cmlfq.NAME):
+    if route not in (PublishedCMLFQ.NAME, CMLFQ.NAME):
         raise ValueError(
             f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
-            f" {published.NAME}"
+            f" {PublishedCMLFQ.NAME}"
         )
 
 
 def _cold_router(deployment: Deployment) -> list[str]:
-    from libra.route import published
+    from libra.route.published import PublishedCMLFQ
 
-    if deployment.route != published.NAME or deployment.limits is None or len(deployment.limits) < 2:
+    if deployment.route != PublishedCMLFQ.NAME or deployment.limits is None or len(deployment.limits) < 2:
         return []
     return [
         f"{deployment.route} begins without evidence, so trajectories stay in the first bucket until some have"

@@ -1,15 +1,19 @@
-"""Groups of episodes under way: which prompts are sampled, when each group may start, and which the next batch takes.
+"""Groups of episodes under way, and the batch that a step makes of those which have finished.
 
 Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
-counts, and so is which batch took it.
+counts, and so is which batch took it. A batch is a function of its groups in their order, so that a step which is
+replayed from the same groups trains on the same samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from libra.backends.grpo.grpo import group_advantages
+from libra.backends.transport.trainer_messages import Sample
 from libra.config.run import ConfigError, TrainingConfig
 from libra.environments.protocol import Prompt
 from libra.loop.episode_file import EpisodeFile, History
@@ -19,7 +23,8 @@ from libra.route.admission import Admission
 
 
 class Groups:
-    """`finished` is told of every episode; `predicted` gives the seconds of a step, None while nobody knows."""
+    """`history` is what an interrupted run left; `finished` is told of every episode; `predicted` gives the seconds of
+    a step, None while nobody knows."""
 
     def __init__(
         self,
@@ -139,3 +144,36 @@ def _name(number: int) -> str:
 
 def _number(name: str) -> int:
     return int(name.removeprefix("g"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    episodes: tuple[Episode, ...]
+    samples: list[Sample]  # of groups with signal
+    groups: int
+    without_signal: int
+    generated_tokens: int
+
+    def staleness(self, version: int) -> list[int]:
+        """Of every episode: versions between its oldest token and the policy that the step to `version` trains."""
+        return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
+
+
+def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
+    """The groups' samples with their advantages; none of a group that gives no signal."""
+    episodes: list[Episode] = []
+    samples: list[Sample] = []
+    count = without_signal = 0
+    for group in groups:
+        count += 1
+        episodes += group
+        advantages = group_advantages([episode.reward for episode in group])
+        if advantages is None:
+            without_signal += 1
+            continue
+        samples += [
+            Sample(e.trajectory.id, e.tokens, e.generated, e.logprobs, e.versions, advantage)
+            for e, advantage in zip(group, advantages, strict=True)
+        ]
+    generated = sum(episode.trajectory.generated_tokens for episode in episodes)
+    return StepBatch(tuple(episodes), samples, count, without_signal, generated)

@@ -182,9 +182,6 @@ def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
     host, port = metrics.host, metrics.port
     if port is None:
         return
-    for library in ("aiohttp", "prometheus_client"):
-        if find_spec(library) is None:
-            raise ConfigError(f"metrics.port: {library} is not installed: pip install 'libra-rl[http]'")
     if port == training_port:
         raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
     _try_port("metrics.port", host, port, "give a free port, or leave it out")

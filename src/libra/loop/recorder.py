@@ -17,12 +17,11 @@ from libra.backends.grpo.joint_step import StepResult
 from libra.backends.vllm.kv_handover import ContextMoves
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
+from libra.loop.metrics import Tally
 from libra.loop.rollout import Episode, TurnReport
-from libra.loop.tally import Tally
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
-from libra.records.disk import writing
-from libra.records.line_file import LineFile
+from libra.records.files import LineFile, writing
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from libra.config.run import RunConfig
 from libra.exec.executor import Executor
 from libra.exec.protocols import ProcessController
 from libra.loop.observations import Observations
@@ -24,7 +23,6 @@ from libra.plan.replanner import Proposal
 from libra.plan.site import SlotSite
 from libra.plan.transition import Role, Transition
 from libra.records.schema import DecisionRecord
-from libra.report.live import Display
 
 
 class ReplanController:
@@ -32,17 +30,22 @@ class ReplanController:
 
     def __init__(
         self,
-        config: RunConfig,
         executor: Executor[ProcessController],
         observations: Observations,
         recorder: Recorder,
-        display: Display,
+        say: Callable[[str], None],
         first: Allocation,
+        *,
+        steps: int,
+        period: int,
+        seed: int,
+        adaptive: bool,
         first_period: int,
     ) -> None:
-        """`first` is the allocation that the run began with, and keeps with `allocation: static`."""
-        self._config, self._executor, self._observations = config, executor, observations
-        self._recorder, self._display = recorder, display
+        """`first` is the allocation that the run began with, and keeps where it is not `adaptive`; decisions are told
+        to `say`."""
+        self._executor, self._observations, self._recorder, self._say = executor, observations, recorder, say
+        self._steps, self._period, self._seed, self._adaptive = steps, period, seed, adaptive
         self.periods = Periods(recorder, first_period)
         self.changed: Callable[[], None] = lambda: None  # told when there may be something to do at a boundary
         self.last_decision = ""
@@ -87,8 +90,8 @@ class ReplanController:
             self._next_period(decide=True, forced=True)
         elif applied:
             self._next_period(decide=False, tried=False)
-        elif self._step - self._period_began >= self._config.planner.period:
-            self._next_period(decide=self._config.allocation == "adaptive" or self._any_idle())
+        elif self._step - self._period_began >= self._period:
+            self._next_period(decide=self._adaptive or self._any_idle())
 
     def require_sound(self) -> None:
         """Raise what a decision raised."""
@@ -119,12 +122,12 @@ class ReplanController:
         self.periods.end(self._without_change)
 
     def _any_idle(self) -> bool:
-        return any(worker.role is Role.IDLE for worker in self._executor.healthy())
+        return any(worker.role is Role.IDLE for worker in self._executor.pool.healthy())
 
     def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
         self.periods.end(self._without_change)
-        steps_left = self._config.training.steps - self._step
+        steps_left = self._steps - self._step
         if decide and steps_left > 0 and self._task is None:
             self._task = asyncio.create_task(self._decide(steps_left))
             self._task.add_done_callback(lambda task: self.changed())
@@ -154,8 +157,8 @@ class ReplanController:
 
     async def _decide(self, steps_left: int) -> None:
         """Plan, decide, and carry the decision out, while the steps go on."""
-        workers, current = self._executor.healthy(), self._executor.allocation()
-        if self._config.allocation == "static":
+        workers, current = self._executor.pool.healthy(), self._executor.allocation()
+        if not self._adaptive:
             if current is not None and self._predict(current, tried=True) is not None:
                 return
             if self._first.replicas + self._first.engines == len(workers):
@@ -164,8 +167,8 @@ class ReplanController:
         began = time.monotonic()
         replanner = self._observations.replanner
         outlook = replanner.outlook(self._site(current), steps_left)
-        proposal = await asyncio.to_thread(outlook.propose, self._config.seed)
-        if self._executor.healthy() != workers:
+        proposal = await asyncio.to_thread(outlook.propose, self._seed)
+        if self._executor.pool.healthy() != workers:
             self.worker_lost()  # it was planned for others
             return
         replanner.decided(proposal)
@@ -219,4 +222,4 @@ class ReplanController:
         which = f"{record.before} → {record.after}" if decision.taken else "kept"
         limits = " (no worker changes its role)" if decision.taken and not decision.transition.moves else ""
         self.last_decision = f"step {self._step}: {which}{limits}: {decision.reason}"
-        self._display.line(f"decision at {self.last_decision}")
+        self._say(f"decision at {self.last_decision}")

@@ -11,19 +11,17 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from libra.backends.arithmetic import choose
-from libra.backends.launch.launcher import WorkerLauncher
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
+from libra.backends.machine import choose
 from libra.config.run import ClusterConfig, ConfigError, RunConfig
 from libra.environments.protocol import Environment
-from libra.loop.interrupted import read_interrupted
-from libra.loop.memory import MemoryWatch
+from libra.loop.checkpoint import read_interrupted
 from libra.loop.metrics import MetricsEndpoint
-from libra.loop.phases import Phases
+from libra.loop.progress import RunProgress
 from libra.loop.run_directory import record_config
-from libra.loop.session import Session
+from libra.loop.session import MemoryWatch, Session
 from libra.loop.warmup import warm_model
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import RunSummary
 from libra.report.live import Display
 
@@ -44,20 +42,20 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         _launcher(config.cluster, directory / "logs") as launcher,
         MemoryWatch(launcher.processes) as memory,
     ):
-        phase = Phases(config.name, config.training.steps, display)
+        progress = RunProgress(config.name, config.training.steps, display)
         if metrics.address is not None:
-            phase.line(f"metrics for Prometheus: {metrics.address}")
-        phase.show("starting: importing torch and vLLM")
+            progress.line(f"metrics for Prometheus: {metrics.address}")
+        progress.phase("starting: importing torch and vLLM")
         imported = await launcher.ready()
-        phase.line(f"worker libraries imported in {imported:.1f} s")
+        progress.line(f"worker libraries imported in {imported:.1f} s")
         choice = choose(config.training.precision, launcher.bf16)
-        phase.line(choice.words)
+        progress.line(choice.words)
         config = config.computing_in(choice.precision)
         record_config(config)
-        model = await warm_model(config, environment, launcher, choice.precision, phase.warm_up)
-        session = Session(config, environment, display, phase, launcher, metrics, choice, model, began, before)
+        model = await warm_model(config, environment, launcher, choice.precision, progress.warm_up)
+        session = Session(config, environment, progress, launcher, metrics, memory, choice, model, began, before)
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
-        main = asyncio.create_task(session.run(memory))
+        main = asyncio.create_task(session.run())
         broken: list[BaseException] = []
 
         def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -69,7 +67,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         asyncio.get_running_loop().set_exception_handler(stop)
         try:
             summary = await main
-            session.close()
+            session.files.close()
             return summary
         except asyncio.CancelledError:
             if broken:
@@ -79,7 +77,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
             main.cancel()
             await asyncio.gather(main, return_exceptions=True)
             with suppress(DiskError):  # it is why the run ends, or less than that
-                session.close()
+                session.files.close()
 
 
 def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:

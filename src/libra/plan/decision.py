@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra.cost.collectives import fabric
 from libra.cost.device import SwitchCost
-from libra.cost.grid import prefill_line
+from libra.cost.lines import prefill_line
 from libra.cost.rollout import EngineTiming, refill_seconds
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price

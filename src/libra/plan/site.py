@@ -5,11 +5,11 @@ Invariant: a site is a value. Asking it changes nothing, so a thread may search 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from libra.config.run import RunConfig
+from libra.config.run import ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, SwitchCost
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
@@ -123,7 +123,9 @@ class ClusterSite:
 class SlotSite:
     """The healthy devices of a run on slots. What is measured is of the run so far."""
 
-    config: RunConfig
+    training: TrainingConfig
+    engines: Mapping[str, ShapeConfig]
+    horizon: int
     devices: tuple[Device, ...]
     current: Allocation | None
     profile: DeviceProfile
@@ -134,11 +136,7 @@ class SlotSite:
 
     @property
     def longest_context(self) -> int:
-        return longest_context(self.config.engines)
-
-    @property
-    def horizon(self) -> int:
-        return self.config.planner.horizon
+        return longest_context(self.engines)
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
         return tuple(Question(request, request.menu()) for request in map(self.request, scenarios))
@@ -146,7 +144,8 @@ class SlotSite:
     def request(self, scenario: Scenario) -> SlotRequest:
         kinds = [device.allowed for device in self.devices]
         return make_request(
-            self.config,
+            self.training,
+            self.engines,
             scenario.classes,
             self.profile,
             fleet=SlotCounts(
@@ -169,7 +168,3 @@ class SlotSite:
 
     def plan(self, question: Question, solution: Solution) -> Plan:
         return answer(question.request, question.menu, solution)
-
-    def untried(self) -> SlotSite:
-        """The same, where the router has not worked with the present ranges yet."""
-        return replace(self, current=None)

@@ -21,7 +21,7 @@ from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.placement import Placer, SimulatedFleet
 from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller, rest_of
-from libra.sim.workload.protocol import Workload
+from libra.sim.workload.requests import Workload
 
 _RESTS = 1 << 60  # numbers of requests that are what is left of others
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from libra.route import cmlfq
 from libra.route.catalogue import policy_named
+from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
 from libra.sim.engine.config import EngineSpec
 from libra.sim.weight_update import WeightUpdate
 
-DEFAULT_ROUTE = cmlfq.NAME  # as in `libra run`
+DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
 
 
 @dataclass(frozen=True, slots=True)

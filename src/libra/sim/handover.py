@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libra.cost.collectives import Fabric
-from libra.cost.transfer import kv_move_seconds
+from libra.cost.transfer import Fabric, kv_move_seconds
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine

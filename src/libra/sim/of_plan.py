@@ -20,13 +20,12 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import Elapsed, simulate
+from libra.sim.training_run.episodes import Resampled
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
-from libra.sim.training_run.resampled import Resampled
 from libra.sim.training_run.system import System
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.drawing import draw
-from libra.sim.workload.replay import Replay
+from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory
 
 

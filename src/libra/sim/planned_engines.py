@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.engine_memory import BLOCK
+from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.grid import EngineGrid
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens

@@ -147,10 +147,10 @@ def test_replicas_of_two_nodes_meet_and_listen_at_their_own_addresses() -> None:
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libra.backends.grpo.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = trainer.exchange.host_rendezvous(HostRendezvous(HOST, 0)) if rank == 0 else free_port()
-    trainer.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
+    port = trainer.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0)) if rank == 0 else free_port()
+    trainer.elastic.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
     with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
-        trainer.exchange.enter(1)
+        trainer.elastic.exchange.enter(1)
     # It must not make a step with its own share alone.
     assert "the membership is over" in trainer.reduce(order(BATCH[:2])).failure
     trainer.discard()
@@ -200,10 +200,10 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
 def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Signals, tiny_model: Path) -> None:
     patience = 1.0
     core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = core.exchange.host_rendezvous(HostRendezvous(HOST, 0))
-    core.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
+    port = core.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0))
+    core.elastic.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
     with peer_process(port) as peer:
-        core.exchange.enter(1)
+        core.elastic.exchange.enter(1)
         assert peer.stdout is not None and peer.stdout.readline() == b"entered\n"
         before = core.state.checksum
         os.kill(peer.pid, end)

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 import libra.backends.grpo.publication
 from libra.backends.grpo.elastic import GradientExchange
 from libra.backends.grpo.joining import JoinError
+from libra.backends.grpo.train_state import SNAPSHOTS
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.grpo.training_worker import SNAPSHOTS
 from libra.backends.transport.messages import Precision
-from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.shared_memory import Vector
 from libra.backends.transport.trainer_messages import Reduced, Train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +80,7 @@ def average_means(trainer: TrainerProcess) -> None:
         return reduce(replace(order, sequences=sequences, tokens=tokens))
 
     trainer.reduce = own_mean  # type: ignore[method-assign]
-    trainer.exchange = MeanOfMeans()
+    trainer.elastic.exchange = MeanOfMeans()
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])

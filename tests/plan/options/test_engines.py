@@ -13,12 +13,12 @@ import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
 from libra.cost.corrections import UNCORRECTED
-from libra.cost.grid import EngineProfile, iteration_lines, prefill_line
+from libra.cost.grid import EngineProfile
+from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.rollout import EngineTiming, longest_of, longest_upto
 from libra.cost.sources.roofline import roofline, tensor_degrees
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass

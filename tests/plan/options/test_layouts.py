@@ -10,12 +10,12 @@ from itertools import pairwise, product
 import pytest
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
-from libra.cost.sources.train_rates import training_rates
+from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import batch_of
 from libra.cost.train_memory import training_memory
 from libra.cost.train_passes import Work
 from libra.cost.train_step import train_step
+from libra.cost.transfer import fabric
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout

@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from hypothesis import given
+from hypothesis import strategies as st
+from serve.stage import emulated
 
-from libra.serve.emulate.server import Emulator
-from libra.serve.http_service import serving
-from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.iteration_cost import AffineCost
+from libra.serve.emulate.server import Emulator, PrefixIndex
+from libra.sim.engine.block_pool import BlockPool
+from libra.sim.engine.chain import Chain
 
-CONFIG = EngineConfig(max_model_len=512, kv_blocks=200, block_size=8, max_num_seqs=2, max_num_batched_tokens=64)
-COST = AffineCost(2 * 10**9)  # 2 ms an iteration
 DEFAULT = 7
 
-Client = Callable[..., Awaitable[tuple[int, Any]]]
 
-
-def served(test: Callable[[ClientSession, str, Emulator], Awaitable[None]], engines: int = 1) -> None:
-    async def main() -> None:
-        emulator = Emulator([EngineSpec(f"e{it}", CONFIG, COST) for it in range(engines)], 1.0, DEFAULT, 0)
-        async with serving(emulator.application(), "127.0.0.1", 0) as base, ClientSession(base) as session:
-            await test(session, "/v1", emulator)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def served(engines: int = 1) -> AsyncIterator[tuple[ClientSession, Emulator]]:
+    names = [f"e{it}" for it in range(engines)]
+    async with (
+        emulated(*names, default_tokens=DEFAULT, max_num_seqs=2) as (base, emulator),
+        ClientSession(base) as session,
+    ):
+        yield session, emulator
 
 
 async def post(session: ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -45,12 +45,12 @@ async def events(session: ClientSession, path: str, body: dict[str, Any]) -> lis
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
 
 
-def test_a_completion_has_the_tokens_that_were_asked_for_when_they_are_there() -> None:
-    async def test(session: ClientSession, base: str, _: Emulator) -> None:
+async def test_a_completion_has_the_tokens_that_were_asked_for_when_they_are_there() -> None:
+    async with served() as (session, _):
         began = time.monotonic()
         status, answer = await post(
             session,
-            f"{base}/completions",
+            "/v1/completions",
             {"model": "m", "prompt": list(range(20)), "max_tokens": 50, "logprobs": 0, "return_token_ids": True},
         )
         assert status == 200
@@ -67,46 +67,40 @@ def test_a_completion_has_the_tokens_that_were_asked_for_when_they_are_there() -
             "prompt_tokens_details": {"cached_tokens": 0},
         }
 
-    served(test)
-
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_later_turn_finds_the_earlier_one_in_the_cache(as_text: bool) -> None:
-    async def test(session: ClientSession, base: str, _: Emulator) -> None:
+async def test_a_later_turn_finds_the_earlier_one_in_the_cache(as_text: bool) -> None:
+    async with served() as (session, _):
         prompt: Any = "what is the answer to this one? " if as_text else list(range(8))
         _, first = await post(
-            session, f"{base}/completions", {"prompt": prompt, "max_tokens": 17, "return_token_ids": True}
+            session, "/v1/completions", {"prompt": prompt, "max_tokens": 17, "return_token_ids": True}
         )
         (choice,) = first["choices"]
         longer = prompt + (choice["text"] + "and?" if as_text else [*choice["token_ids"], 5])
-        _, second = await post(session, f"{base}/completions", {"prompt": longer, "max_tokens": 1})
+        _, second = await post(session, "/v1/completions", {"prompt": longer, "max_tokens": 1})
         assert second["usage"]["prompt_tokens"] == 8 + 17 + 1
         # The last token that was generated is in no cache, so that of 25 tokens 24 are found: three blocks of eight.
         assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": 24}
-        _, salted = await post(session, f"{base}/completions", {"prompt": longer, "max_tokens": 1, "cache_salt": "x"})
+        _, salted = await post(session, "/v1/completions", {"prompt": longer, "max_tokens": 1, "cache_salt": "x"})
         assert salted["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
-    served(test)
 
-
-def test_a_chat_without_max_tokens_ends_by_itself() -> None:
-    async def test(session: ClientSession, base: str, _: Emulator) -> None:
+async def test_a_chat_without_max_tokens_ends_by_itself() -> None:
+    async with served() as (session, _):
         messages = [{"role": "user", "content": "hello"}, {"role": "user", "content": [{"type": "text", "text": "!"}]}]
-        _, answer = await post(session, f"{base}/chat/completions", {"messages": messages, "temperature": 0.3})
+        _, answer = await post(session, "/v1/chat/completions", {"messages": messages, "temperature": 0.3})
         (choice,) = answer["choices"]
         assert answer["object"] == "chat.completion" and choice["finish_reason"] == "stop"
         assert choice["message"]["role"] == "assistant" and len(choice["message"]["content"]) == 4 * DEFAULT
         assert answer["usage"]["completion_tokens"] == DEFAULT
 
-    served(test)
-
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_stream_has_all_tokens_once(chat: bool) -> None:
-    async def test(session: ClientSession, base: str, _: Emulator) -> None:
+async def test_a_stream_has_all_tokens_once(chat: bool) -> None:
+    async with served() as (session, _):
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]} if chat else {"prompt": "hello"}
         asked |= {"max_tokens": 60, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        *pieces, usage = await events(session, f"{base}/{'chat/' * chat}completions", asked)
+        *pieces, usage = await events(session, f"/v1/{'chat/' * chat}completions", asked)
         assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 60
         choices = [piece["choices"][0] for piece in pieces]
         texts = [choice["delta"]["content"] if chat else choice["text"] for choice in choices]
@@ -116,8 +110,6 @@ def test_a_stream_has_all_tokens_once(chat: bool) -> None:
         assert len({piece["id"] for piece in pieces}) == 1
         if chat:
             assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
-
-    served(test)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -139,32 +131,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "says"), REFUSED)
-def test_what_cannot_be_emulated_is_refused(path: str, body: dict[str, Any], says: str) -> None:
-    async def test(session: ClientSession, base: str, emulator: Emulator) -> None:
-        status, answer = await post(session, f"{base}/{path}", body)
+async def test_what_cannot_be_emulated_is_refused(path: str, body: dict[str, Any], says: str) -> None:
+    async with served() as (session, emulator):
+        status, answer = await post(session, f"/v1/{path}", body)
         assert status == answer["error"]["code"] == 400
         assert says in answer["error"]["message"]
         assert emulator.engines["e0"].running == emulator.engines["e0"].waiting == 0
 
-    served(test)
 
-
-def test_no_json_is_refused() -> None:
-    async def test(session: ClientSession, base: str, _: Emulator) -> None:
-        async with session.post(f"{base}/completions", data=b"{") as response:
-            assert response.status == 400 and "truncated" in (await response.json())["error"]["message"]
-
-    served(test)
+async def test_no_json_is_refused() -> None:
+    async with served() as (session, _), session.post("/v1/completions", data=b"{") as response:
+        assert response.status == 400 and "truncated" in (await response.json())["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_leaves_its_place(stream: bool) -> None:
-    async def test(session: ClientSession, base: str, emulator: Emulator) -> None:
+async def test_a_client_that_goes_away_leaves_its_place(stream: bool) -> None:
+    async with served() as (session, emulator):
         engine = emulator.engines["e0"]
 
         async def ask(tokens: int) -> int:
             body = {"prompt": [tokens] * 9, "max_tokens": tokens, "stream": stream}
-            async with session.post(f"{base}/completions", json=body) as response:
+            async with session.post("/v1/completions", json=body) as response:
                 await response.read()
                 return response.status
 
@@ -177,11 +164,9 @@ def test_a_client_that_goes_away_leaves_its_place(stream: bool) -> None:
         assert engine.generated_tokens == 10  # those who left were cut off
         assert (engine.running, engine.waiting) == (0, 0)
 
-    served(test)
 
-
-def test_several_engines_have_an_address_each() -> None:
-    async def test(session: ClientSession, base: str, emulator: Emulator) -> None:
+async def test_several_engines_have_an_address_each() -> None:
+    async with served(engines=3) as (session, emulator):
         async with session.get("/engines") as response:
             listed = (await response.json())["engines"]
         assert listed == [{"name": f"e{it}", "path": f"/engines/e{it}/v1"} for it in range(3)]
@@ -190,7 +175,7 @@ def test_several_engines_have_an_address_each() -> None:
         answers = await asyncio.gather(*(post(session, f"/engines/e{it}/v1/completions", body) for it in range(3)))
         assert [status for status, _ in answers] == [200] * 3
         assert [engine.generated_tokens for engine in emulator.engines.values()] == [30] * 3
-        for path, says in ((base, "there are 3 engines"), ("/engines/x/v1", "there is no engine 'x'")):
+        for path, says in (("/v1", "there are 3 engines"), ("/engines/x/v1", "there is no engine 'x'")):
             status, answer = await post(session, f"{path}/completions", body)
             assert status == 404 and says in answer["error"]["message"]
         async with session.get("/engines/e1/v1/models") as response:
@@ -198,12 +183,10 @@ def test_several_engines_have_an_address_each() -> None:
         async with session.get("/health") as response:
             assert response.status == 200
 
-    served(test, engines=3)
 
-
-def test_metrics_have_vllms_names() -> None:
-    async def test(session: ClientSession, base: str, _: Emulator) -> None:
-        running = asyncio.create_task(post(session, f"{base}/completions", {"prompt": [1] * 17, "max_tokens": 100}))
+async def test_metrics_have_vllms_names() -> None:
+    async with served() as (session, _):
+        running = asyncio.create_task(post(session, "/v1/completions", {"prompt": [1] * 17, "max_tokens": 100}))
         await asyncio.sleep(0.05)
         async with session.get("/metrics") as response:
             found = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
@@ -217,4 +200,62 @@ def test_metrics_have_vllms_names() -> None:
         assert found['vllm:generation_tokens_total{engine="e0"}'] == "100.0"
         assert found['vllm:num_requests_running{engine="e0"}'] == "0.0"
 
-    served(test)
+
+BLOCK = 4
+_contexts = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=10), st.sampled_from("ab")
+    ),
+    max_size=12,
+)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens of the full blocks in which they are equal from the beginning."""
+    shared = 0
+    while shared + BLOCK <= min(len(one), len(other)) and one[: shared + BLOCK] == other[: shared + BLOCK]:
+        shared += BLOCK
+    return shared
+
+
+@given(_contexts)
+def test_a_chain_shares_what_is_equal_with_any_context_before_and_no_more(
+    contexts: list[tuple[list[int], list[int], str]],
+) -> None:
+    index, seen = PrefixIndex(BLOCK, 10_000), []
+    for prompt, answer, salt in contexts:
+        chain = index.chain(prompt, salt)
+        expected = max((common(prompt, other) for other, its_salt in seen if its_salt == salt), default=0)
+        assert chain.fork == expected
+        index.learn(chain, [*prompt, *answer], salt)
+        seen += [(prompt, salt), ([*prompt, *answer], salt)]
+
+
+@given(_contexts)
+def test_blocks_with_one_owner_have_equal_tokens(contexts: list[tuple[list[int], list[int], str]]) -> None:
+    """As the simulator's cache takes them for the same."""
+    index, pool = PrefixIndex(BLOCK, 10_000), BlockPool(100, BLOCK, True)
+    tokens_of: dict[tuple[object, int], tuple[str, list[int]]] = {}
+    for prompt, answer, salt in contexts:
+        chain = index.chain(prompt, salt)
+        context = [*prompt, *answer]
+        index.learn(chain, context, salt)
+        path = pool.path(chain)
+        for block in range(len(context) // BLOCK):
+            owner: object = next(it for it, start in reversed(path) if start <= block)
+            known = tokens_of.setdefault((owner, block), (salt, context[: (block + 1) * BLOCK]))
+            assert known == (salt, context[: (block + 1) * BLOCK])
+
+
+def test_what_was_seen_last_is_remembered() -> None:
+    index = PrefixIndex(BLOCK, 6)
+    first, second = list(range(12)), list(range(100, 112))
+    index.chain(first)
+    index.chain(second)
+    assert len(index) == 6
+    index.chain(first)  # once more, so that the second is the older one
+    index.chain([200, 201, 202, 203])
+    assert len(index) == 6
+    assert index.chain([*first, 1]).fork == 12
+    assert index.chain([*second, 1]).fork == 0  # its beginning was forgotten, so that the rest is never found
+    assert isinstance(index.chain([]), Chain)

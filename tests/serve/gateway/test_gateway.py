@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from serve.stage import Scripted, Stage, staged
+from serve.stage import Scripted, staged
 
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.serve.emulate.server import Emulator
-from libra.serve.gateway import health
+from libra.serve.gateway import upstreams
 from libra.trajectory import Trajectory, Turn
 
 
-def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
-    async def test(stage: Stage) -> None:
+async def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
+    async with staged() as stage:
         libra: dict[str, Any] = {"trajectory": "t", "prompt": "p", "task": "search"}
         first = {"prompt": [1] * 40, "max_tokens": 20, "return_token_ids": True, "libra": libra}
         status, answer = await stage.post("/v1/completions", first)
@@ -40,11 +40,9 @@ def test_the_policy_is_told_what_happened_and_learns_the_trajectory() -> None:
         assert len(stage.gateway.trajectories) == 0
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 404
 
-    staged(test)
 
-
-def test_text_is_counted_by_the_engine() -> None:
-    async def test(stage: Stage) -> None:
+async def test_text_is_counted_by_the_engine() -> None:
+    async with staged() as stage:
         libra = {"trajectory": "t"}
         messages = [{"role": "user", "content": "what is it? "}]
         _, answer = await stage.post("/v1/chat/completions", {"messages": messages, "libra": libra})
@@ -59,11 +57,9 @@ def test_text_is_counted_by_the_engine() -> None:
         assert [turn.generated_tokens for turn in trajectory.turns] == [10, 10]
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # it went where its prefix is
 
-    staged(test)
 
-
-def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
-    async def test(stage: Stage) -> None:
+async def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
+    async with staged() as stage:
         answers = await asyncio.gather(*(stage.post("/v1/completions", {"prompt": [it] * 9}) for it in range(6)))
         assert [status for status, _ in answers] == [200] * 6
         assert len(stage.gateway.trajectories) == 0
@@ -74,12 +70,10 @@ def test_turns_of_no_trajectory_leave_nothing_behind() -> None:
         assert turns == [3, 3]
         assert all(it.load_tokens == it.in_flight == 0 for it in stage.gateway.upstreams.all.values())
 
-    staged(test)
-
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_stream_passes_event_by_event(asked: bool) -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_stream_passes_event_by_event(asked: bool) -> None:
+    async with staged() as stage:
         body: dict[str, Any] = {"prompt": [5] * 30, "max_tokens": 60, "stream": True, "libra": {"trajectory": "t"}}
         if asked:
             body["stream_options"] = {"include_usage": True}
@@ -99,11 +93,9 @@ def test_a_stream_passes_event_by_event(asked: bool) -> None:
         await stage.post("/trajectories/t/finish", {})
         assert stage.finished[0].prompt_tokens == 30 and stage.finished[0].generated_tokens == 60
 
-    staged(test)
 
-
-def test_the_policys_order_reaches_engines_that_are_to_know_it() -> None:
-    async def test(stage: Stage) -> None:
+async def test_the_policys_order_reaches_engines_that_are_to_know_it() -> None:
+    async with staged(engines=1, priorities=True) as stage:
         seen = []
         emulator = stage.emulators["e0"]
         submit = emulator.engines["e0"].submit
@@ -112,11 +104,9 @@ def test_the_policys_order_reaches_engines_that_are_to_know_it() -> None:
             await stage.post("/v1/completions", {"prompt": [5] * 30, **own})
         assert seen == [-7, 2]
 
-    staged(test, engines=1, priorities=True)
 
-
-def test_turns_of_an_engine_that_goes_away_are_asked_again_elsewhere() -> None:
-    async def test(stage: Stage) -> None:
+async def test_turns_of_an_engine_that_goes_away_are_asked_again_elsewhere() -> None:
+    async with staged() as stage:
         body = {"prompt": [5] * 30, "max_tokens": 200}
         turns = [
             asyncio.create_task(stage.post("/v1/completions", body | {"libra": {"trajectory": str(it)}}))
@@ -135,11 +125,9 @@ def test_turns_of_an_engine_that_goes_away_are_asked_again_elsewhere() -> None:
             assert (await stage.post(f"/trajectories/{it}/finish", {}))[0] == 200
         assert [len(trajectory.turns) for trajectory in stage.finished] == [1] * 6
 
-    staged(test)
 
-
-def test_a_stream_that_breaks_off_says_so() -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_stream_that_breaks_off_says_so() -> None:
+    async with staged(engines=1) as stage:
         body = {"prompt": [5] * 30, "max_tokens": 400, "stream": True, "libra": {"trajectory": "t"}}
         async with stage.session.post("/v1/completions", json=body) as response:
             await response.content.readany()
@@ -150,11 +138,9 @@ def test_a_stream_that_breaks_off_says_so() -> None:
         assert "gone e0" in stage.policy.calls
         assert (await stage.post("/trajectories/t/finish", {}))[0] == 400  # its turn has no answer
 
-    staged(test, engines=1)
 
-
-def test_without_engines_a_turn_waits_and_is_refused() -> None:
-    async def test(stage: Stage) -> None:
+async def test_without_engines_a_turn_waits_and_is_refused() -> None:
+    async with staged(engines=1, wait_seconds=0.3) as stage:
         await stage.stops["e0"]()
         began = time.monotonic()
         status, answer = await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
@@ -163,26 +149,23 @@ def test_without_engines_a_turn_waits_and_is_refused() -> None:
         async with stage.session.get("/health") as response:
             assert response.status == 503
 
-    staged(test, engines=1, wait_seconds=0.3)
 
-
-def test_a_turn_waits_until_an_engine_comes_back() -> None:
-    async def test(stage: Stage) -> None:
-        engines = stage.gateway.upstreams
-        engines.mark_unhealthy("e0")
+async def test_a_turn_waits_until_an_engine_comes_back() -> None:
+    async with staged(engines=1) as stage:
+        stage.mark("e0", healthy=False)
         turn = asyncio.create_task(stage.post("/v1/completions", {"prompt": [1] * 9}))
         await asyncio.sleep(0.05)
-        assert not turn.done() and stage.gateway.upstreams.all["e0"].in_flight == 0
-        engines.mark_healthy("e0")
+        assert not turn.done() and stage.engine("e0").in_flight == 0
+        stage.mark("e0", healthy=True)
         assert (await turn)[0] == 200
-
-    staged(test, engines=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(health, "_CHECK_TIMEOUT", 1.0)
-    monkeypatch.setattr(health, "_CHECK_SECONDS", 0.01)
+async def test_an_engine_that_generates_is_well_though_it_says_so_late(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(upstreams, "_CHECK_TIMEOUT", 1.0)
+    monkeypatch.setattr(upstreams, "_CHECK_SECONDS", 0.01)
     looks: list[str] = []
 
     async def late(emulator: Emulator, _: web.Request) -> web.Response:
@@ -193,7 +176,7 @@ def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: py
 
     monkeypatch.setattr(Emulator, "_health", late)
 
-    async def test(stage: Stage) -> None:
+    async with staged(engines=1) as stage:
         body = {"prompt": [5] * 9, "max_tokens": 450 if stream else 2, "stream": stream}
         async with asyncio.timeout(30):
             while len(looks) < 3:  # the second one came to its end
@@ -203,12 +186,10 @@ def test_an_engine_that_generates_is_well_though_it_says_so_late(monkeypatch: py
             while "gone e0" not in stage.policy.calls:  # now it does nothing at all
                 await asyncio.sleep(0.01)
 
-    staged(test, engines=1)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_engine_and_loses_none(stream: bool) -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_client_that_goes_away_frees_its_engine_and_loses_none(stream: bool) -> None:
+    async with staged(engines=1) as stage:
         engine = stage.emulators["e0"].engines["e0"]
         body = {"prompt": [5] * 30, "max_tokens": 400, "stream": stream, "libra": {"trajectory": "t"}}
         turn = asyncio.create_task(stage.post("/v1/completions", body))
@@ -224,11 +205,9 @@ def test_a_client_that_goes_away_frees_its_engine_and_loses_none(stream: bool) -
         await stage.post("/trajectories/t/finish", {})
         assert stage.finished[0].generated_tokens == 5
 
-    staged(test, engines=1)
 
-
-def test_idle_trajectories_are_forgotten() -> None:
-    async def test(stage: Stage) -> None:
+async def test_idle_trajectories_are_forgotten() -> None:
+    async with staged(engines=1, idle_seconds=0.1) as stage:
         await stage.post("/v1/completions", {"prompt": [1] * 9, "libra": {"trajectory": "t"}})
         assert len(stage.gateway.trajectories) == 1
         began = time.monotonic()
@@ -236,8 +215,6 @@ def test_idle_trajectories_are_forgotten() -> None:
             assert time.monotonic() - began < 5
             await asyncio.sleep(0.02)
         assert stage.policy.calls[-1] == "forget t" and stage.gateway.counts.forgotten == 1
-
-    staged(test, engines=1, idle_seconds=0.1)
 
 
 REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
@@ -265,12 +242,10 @@ REFUSED: list[tuple[str, dict[str, Any] | list[int], int, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "says"), REFUSED)
-def test_what_makes_no_sense_is_refused(path: str, body: Any, status: int, says: str) -> None:
-    async def test(stage: Stage) -> None:
+async def test_what_makes_no_sense_is_refused(path: str, body: Any, status: int, says: str) -> None:
+    async with staged(engines=1, turn_tokens=1) as stage:
         found, answer = await stage.post(path, body)
         assert found == status == answer["error"]["code"] and says in answer["error"]["message"]
-
-    staged(test, engines=1, turn_tokens=1)
 
 
 # (what is asked, how long turns are said to be, status, what is said): the engine holds 512 tokens
@@ -286,18 +261,18 @@ ROOM: list[tuple[dict[str, Any], int, int, str]] = [
 
 
 @pytest.mark.parametrize(("body", "turn_tokens", "status", "says"), ROOM)
-def test_a_turn_needs_the_room_that_it_asks_for(body: dict[str, Any], turn_tokens: int, status: int, says: str) -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_turn_needs_the_room_that_it_asks_for(
+    body: dict[str, Any], turn_tokens: int, status: int, says: str
+) -> None:
+    async with staged(engines=1, turn_tokens=turn_tokens) as stage:
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         async with asyncio.timeout(10):  # far less than wait_seconds
             found, answer = await stage.post(path, body)
         assert found == status and (not says or says in answer["error"]["message"])
 
-    staged(test, engines=1, turn_tokens=turn_tokens)
 
-
-def test_one_turn_of_a_trajectory_at_a_time() -> None:
-    async def test(stage: Stage) -> None:
+async def test_one_turn_of_a_trajectory_at_a_time() -> None:
+    async with staged() as stage:
         body = {"prompt": [1] * 9, "max_tokens": 50, "libra": {"trajectory": "t"}}
         first = asyncio.create_task(stage.post("/v1/completions", body))
         await asyncio.sleep(0.05)
@@ -307,14 +282,12 @@ def test_one_turn_of_a_trajectory_at_a_time() -> None:
         assert (await stage.post("/trajectories/t/forget", {})) == (204, None)
         assert stage.policy.calls[-1] == "forget t"
 
-    staged(test)
 
-
-def test_engines_and_metrics_can_be_seen() -> None:
-    async def test(stage: Stage) -> None:
+async def test_engines_and_metrics_can_be_seen() -> None:
+    async with staged() as stage:
         await stage.post("/v1/completions", {"prompt": [1] * 9, "max_tokens": 5})
         await stage.stops["e1"]()
-        stage.gateway.upstreams.mark_unhealthy("e1")
+        stage.mark("e1", healthy=False)
         async with stage.session.get("/engines") as response:
             listed = await response.json()
         assert listed["route"] == "cmlfq" and listed["limits"] == [512]
@@ -325,8 +298,6 @@ def test_engines_and_metrics_can_be_seen() -> None:
         assert found['libra_gateway_engine_healthy{engine="e1"}'] == "0.0"
         async with stage.session.get("/v1/models") as response:
             assert (await response.json())["data"][0]["id"] == "e0"
-
-    staged(test)
 
 
 # Who asks
@@ -341,8 +312,8 @@ async def answer(writer: asyncio.StreamWriter) -> None:
     ("own", "sent"),
     [({}, "Bearer client"), ({"api_key": "engine"}, "Bearer engine"), ({"basic_auth": "me:pw"}, "Basic bWU6cHc=")],
 )
-def test_an_engine_hears_its_own_token_or_the_clients(own: dict[str, Any], sent: str) -> None:
-    async def test(stage: Stage) -> None:
+async def test_an_engine_hears_its_own_token_or_the_clients(own: dict[str, Any], sent: str) -> None:
+    async with staged(engines=0, scripted=[Scripted(answer, own)]) as stage:
         headers = {"Authorization": "Bearer client"}
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
             async with stage.session.request(method, path, json={"prompt": "a"}, headers=headers) as response:
@@ -354,11 +325,9 @@ def test_an_engine_hears_its_own_token_or_the_clients(own: dict[str, Any], sent:
             async with stage.session.get(path) as response:
                 assert "engine@" not in (text := await response.text()) and "pw" not in text and "Bearer" not in text
 
-    staged(test, engines=0, scripted=[Scripted(answer, own)])
 
-
-def test_a_token_that_no_header_can_hold_is_refused() -> None:
-    async def test(stage: Stage) -> None:
+async def test_a_token_that_no_header_can_hold_is_refused() -> None:
+    async with staged(engines=1) as stage:
         port = stage.session._base_url.port  # type: ignore[union-attr]
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = (
@@ -368,15 +337,11 @@ def test_a_token_that_no_header_can_hold_is_refused() -> None:
         assert (await reader.readline()).split()[1] == b"400"
         writer.close()
 
-    staged(test, engines=1)
 
-
-def test_nobody_follows_an_engine_to_another_address() -> None:
+async def test_nobody_follows_an_engine_to_another_address() -> None:
     async def redirect(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 307 There\r\nLocation: http://127.0.0.1:1/v1/completions\r\nContent-Length: 0\r\n\r\n")
 
-    async def test(stage: Stage) -> None:
+    async with staged(engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})]) as stage:
         status, said = await stage.post("/v1/completions", {"prompt": "a"})
         assert status == 502 and "engine s0 redirects with status 307" in said["error"]["message"]
-
-    staged(test, engines=0, scripted=[Scripted(redirect, {"api_key": "engine"})])

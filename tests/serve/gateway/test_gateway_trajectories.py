@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.route.policy import ToolReturn
-from libra.serve.gateway.bodies import read_turn, with_field
-from libra.serve.gateway.trajectories import UNKNOWN_TOOL, ReportedReturn, Trajectories
+from libra.serve.gateway.trajectories import UNKNOWN_TOOL, ReportedReturn, Trajectories, read_turn, with_field
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ def test_what_is_learned_is_what_was_answered(turns: list[Turn], reward: float |
     for number, turn in enumerate(turns):
         if number:
             what = turn.returned or ReportedReturn()
-            back = turn.more if what.tokens is None else what.tokens
-            tools.append((what.tool, what.status, back, 1.0))  # seconds from its answer to the next turn
+            back = turn.more if what.returned_tokens is None else what.returned_tokens
+            tools.append((what.name, what.status, back, 1.0))  # seconds from its answer to the next turn
             context += turn.more
         expected = ToolReturn(*tools[-1][:3]) if tools else None
         for attempt in range(turn.fails + 1):

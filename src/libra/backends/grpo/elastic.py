@@ -1,4 +1,5 @@
-"""The gradient exchange between training replicas, whose membership changes between steps.
+"""A replica's part in elastic training: its gradients are exchanged in a membership that changes between steps, joiners
+read its state, and it follows a core's while it is a joiner itself.
 
 Invariant: what is added up is the unnormalised gradient and the loss denominator; the division happens once, after the
 exchange. A membership is one numbered generation. It is formed on a thread of its own while training goes on in the one
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +20,27 @@ from threading import Thread
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from libra.backends.transport.trainer_messages import FORMING_SECONDS, HostRendezvous, Prepare
+from libra.backends.grpo.publication import UnreachableError
+from libra.backends.grpo.relay import Relay
+from libra.backends.grpo.train_state import BehindError, Follower, SilentError, TrainState
+from libra.backends.launch.worker import Pacer
+from libra.backends.transport.channel import FromWorker
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.transport.shared_memory import LayoutError
+from libra.backends.transport.trainer_messages import (
+    FORMING_SECONDS,
+    CatchUp,
+    Enter,
+    Entered,
+    Follow,
+    HostRendezvous,
+    Identify,
+    Prepare,
+    Rendezvous,
+    Serve,
+    Serving,
+    StateDigest,
+)
 
 FORMING = timedelta(seconds=FORMING_SECONDS)
 
@@ -141,3 +163,101 @@ def _serve_store(host: str, port: int) -> TCPStore:
     return TCPStore(
         host, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+ElasticOrder = HostRendezvous | Prepare | Enter | Identify | Serve | Follow | CatchUp
+_LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little beside a step
+
+
+class ElasticReplica:
+    """All that one process of a replica has to do with other replicas: what the controller orders about them, and the
+    exchange of its trainer's gradients."""
+
+    def __init__(self, state: TrainState, pacer: Pacer, process: int = 0) -> None:
+        self.exchange = GradientExchange(process)
+        self._state, self._pacer = state, pacer
+        self._follower: Follower | None = None
+        self._behind = ""  # why it ceased to follow
+        self._relay: Relay | None = None  # the last one
+
+    def answer(self, order: ElasticOrder) -> FromWorker:
+        match order:
+            case HostRendezvous():
+                return Rendezvous(self.exchange.host_rendezvous(order))
+            case Prepare():
+                self.exchange.prepare(order)
+                return Acknowledged()
+            case Enter():
+                return self._enter(order.generation)
+            case Identify():
+                return self._digest()
+            case Serve():
+                return self._serve(order)
+            case Follow():
+                return self._follow(order)
+            case CatchUp():
+                return self._catch_up(order)
+
+    def keep_up_until(self, interrupted: Callable[[float], bool]) -> None:
+        """Follow, if it does, until `interrupted`, which waits for that as many seconds as it is given."""
+        while self._follower is not None and not interrupted(_LOOK_SECONDS):
+            self._keep_up()
+
+    def stop_following(self) -> None:
+        """To unmap a large state takes as long as many messages: not before the answer to `Enter`."""
+        self._follower = None
+
+    def _enter(self, generation: int) -> Entered:
+        try:
+            self.exchange.enter(generation)
+        except PeerLostError as error:
+            return Entered(generation, str(error))
+        return Entered(generation, "")
+
+    def _serve(self, order: Serve) -> Serving:
+        if self._relay is not None:
+            self._relay.end()
+        try:
+            self._relay = Relay(order, self._state.place, self._state.shape)
+        except OSError as error:
+            return Serving([], str(error))
+        return Serving([self._relay.port], "")
+
+    def _follow(self, order: Follow) -> StateDigest:
+        self._follower, self._behind = None, ""
+        [place] = order.places
+        try:
+            self._follower = Follower(self._state.publication_at(place), self._state)
+        except (LayoutError, OSError) as error:
+            self._behind = f"the core's state cannot be read: {error}"
+        self._keep_up()
+        return self._digest()
+
+    def _catch_up(self, order: CatchUp) -> StateDigest:
+        ends = time.monotonic() + order.seconds
+        while self._follower is not None and self._number() < order.number and time.monotonic() < ends:
+            time.sleep(_LOOK_SECONDS)
+            self._keep_up()
+        ready = self.exchange.formed(order.generation, max(0.0, ends - time.monotonic()))
+        return self._digest(ready)
+
+    def _keep_up(self) -> None:
+        if self._follower is None:
+            return
+        try:
+            self._follower.advance()
+        except (BehindError, SilentError, UnreachableError) as error:
+            self._follower, self._behind = None, str(error)
+        self._pacer.pace()
+
+    def _digest(self, ready: bool = False) -> StateDigest:
+        state = self._state
+        return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
+
+    def _number(self) -> int:
+        """Of the state that is held; -1 when it is none of the core's."""
+        if self._behind:
+            return -1
+        if self._follower is None:
+            return self._state.number
+        return -1 if self._follower.number is None else self._follower.number

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from libra.backends.grpo.joint_step import first_failure
 from libra.backends.launch.handle import ANSWER_DEADLINE, SILENT_LOOKS, Handle
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import (
@@ -21,7 +22,9 @@ from libra.backends.transport.trainer_messages import (
     Entered,
     HostRendezvous,
     Prepare,
+    Reduced,
     Rendezvous,
+    TrainingMeasured,
 )
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
@@ -216,7 +219,7 @@ class Membership:
             orders = [(replica, Enter(generation)) for replica in self.replicas]
             # One that fails at once has told nothing of how long the others may wait for each other.
             answers = await self.ask(orders, Entered, lambda elapsed: FORMING_SECONDS + self.patience.beside(elapsed))
-            why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+            why = first_failure(answers)
             somebody_lost = self.forget_lost()
             if not why and not somebody_lost:
                 return
@@ -225,6 +228,18 @@ class Membership:
                 names = ", ".join(replica.name for replica in self.replicas)
                 raise ExchangeError(f"replicas {names} do not find each other: {why}")
             generation = await self.prepare(self.replicas)
+
+    async def regroup_after(
+        self, what: str, answers: Sequence[Reduced | TrainingMeasured | None], failures: int
+    ) -> int:
+        """A new generation after an attempt that failed; returns how many have failed by now although nobody was lost.
+        Raises `CoreLostError`, `ExchangeError`."""
+        failures += not self.forget_lost()
+        await self.regroup()
+        if failures == FAILURES:
+            why = first_failure(answers)
+            raise ExchangeError(f"{what} failed {failures} times although no replica is lost: {why}")
+        return failures
 
     async def regroup(self) -> None:
         """A new generation of those who are present."""

@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
+from libra.cost.grid import EngineGrid, EngineProfile
+from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.rollout import (
     EngineTiming,
     batch_work,
@@ -27,7 +27,7 @@ from libra.cost.rollout import (
     secant_timings,
 )
 from libra.cost.sources.roofline import tensor_degrees
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass

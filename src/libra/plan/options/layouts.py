@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
-from libra.cost.sources.train_rates import training_rates
+from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
 from libra.cost.train_passes import Work
 from libra.cost.train_step import StepTable, step_table
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import Array, LayoutTable, ParallelLayout

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from libra.serve.openai_errors import decoded
+from libra.serve.http import decoded
 
 _CHARACTERS = 4  # per token
 _VOCABULARY = range(1000)  # generated tokens: a space and three digits each
@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class Body(msgspec.Struct, kw_only=True):
     """Fields of both endpoints. Others are accepted and ignored."""
 
     model: str = "emulated"
@@ -43,7 +43,7 @@ class _Body(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
 
 
-class _Completion(_Body, kw_only=True):
+class _Completion(Body, kw_only=True):
     prompt: str | _Tokens
     echo: bool = False
     logprobs: int | None = None
@@ -60,7 +60,7 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
 
 
-class _Chat(_Body, kw_only=True):
+class _Chat(Body, kw_only=True):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
     logprobs: bool = False
@@ -74,15 +74,10 @@ class GenerationRequest:
     """A validated request."""
 
     chat: bool
-    model: str
+    body: Body
     prompt: tuple[int, ...]  # tokens
     max_tokens: int | None
-    stream: bool
-    include_usage: bool
-    priority: int
-    salt: str
     logprobs: bool
-    token_ids: bool
 
 
 def parse(body: bytes, chat: bool, longest: int) -> GenerationRequest:
@@ -96,7 +91,7 @@ def _completion(body: _Completion, longest: int) -> GenerationRequest:
         raise ValueError("echo is true; an answer is what is generated: leave it out")
     _require_room(_count(body.prompt) if isinstance(body.prompt, str) else len(body.prompt), longest)
     prompt = tokens_of(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    return _asked(body, False, prompt, body.max_tokens, body.logprobs is not None)
+    return GenerationRequest(False, body, prompt, body.max_tokens, body.logprobs is not None)
 
 
 def _chat(body: _Chat, longest: int) -> GenerationRequest:
@@ -108,22 +103,7 @@ def _chat(body: _Chat, longest: int) -> GenerationRequest:
     _require_room(sum(map(_count, texts)), longest)
     prompt = [token for text in texts for token in tokens_of(text)]
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _asked(body, True, tuple(prompt), most, body.logprobs)
-
-
-def _asked(body: _Body, chat: bool, prompt: tuple[int, ...], most: int | None, logprobs: bool) -> GenerationRequest:
-    return GenerationRequest(
-        chat=chat,
-        model=body.model,
-        prompt=prompt,
-        max_tokens=most,
-        stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        priority=body.priority,
-        salt=body.cache_salt,
-        logprobs=logprobs,
-        token_ids=body.return_token_ids,
-    )
+    return GenerationRequest(True, body, tuple(prompt), most, body.logprobs)
 
 
 def _count(text: str) -> int:
@@ -177,7 +157,7 @@ class Answer:
         asked, text = self.asked, text_of(self.tokens)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": self._logprobs(self.tokens)}
         choice |= {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
-        if asked.token_ids:
+        if asked.body.return_token_ids:
             choice |= {"prompt_token_ids": list(asked.prompt), "token_ids": self.tokens}
         head = self._head("chat.completion" if asked.chat else "text_completion", [choice])
         return msgspec.json.encode(head | self._usage(cached_tokens))
@@ -192,18 +172,20 @@ class Answer:
             choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
         else:
             choice["text"] = text
-        if asked.token_ids:
+        if asked.body.return_token_ids:
             choice |= {"token_ids": list(tokens)} | ({"prompt_token_ids": list(asked.prompt)} if first else {})
         return event(self._head("chat.completion.chunk" if asked.chat else "text_completion", [choice]))
 
     def last(self, cached_tokens: int) -> bytes:
         """The end of a stream."""
+        end, options = b"data: [DONE]\n\n", self.asked.body.stream_options
+        if options is None or not options.include_usage:
+            return end
         object_name = "chat.completion.chunk" if self.asked.chat else "text_completion"
-        usage = event(self._head(object_name, []) | self._usage(cached_tokens)) if self.asked.include_usage else b""
-        return usage + b"data: [DONE]\n\n"
+        return event(self._head(object_name, []) | self._usage(cached_tokens)) + end
 
     def _head(self, object_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id, "object": object_name, "created": self._created, "model": self.asked.model}
+        head = {"id": self._id, "object": object_name, "created": self._created, "model": self.asked.body.model}
         return head | {"choices": choices}
 
     def _usage(self, cached_tokens: int) -> dict[str, Any]:

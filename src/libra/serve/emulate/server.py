@@ -7,23 +7,30 @@ disconnected is cancelled.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client.metrics_core import Metric
 
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
-from libra.serve.emulate.prefix_index import PrefixIndex
-from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
+from libra.serve.http import RefusedRequest, body_of, in_openai_shape, metrics, refused
+from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 
 _LARGEST_BODY, _BODY_BASE, _BODY_PER_TOKEN = 64 * 2**20, 2**20, 64  # bytes; a longer body holds no prompt that fits
+_METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Requests in the batch.", "running"),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", "waiting"),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", "kv_usage"),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens of requests that ended.", "prompt_tokens"),
+    (CounterMetricFamily, "generation_tokens", "Generated tokens of those.", "generated_tokens"),
+)
 _REMEMBERED = 2  # blocks in the prefix index per block of the engine's KV cache
 
 
@@ -49,8 +56,7 @@ class Emulator:
         app.router.add_get("/engines", self._list)
         for base in ("", "/engines/{engine}"):
             app.router.add_get(f"{base}/v1/models", self._models)
-            app.router.add_post(f"{base}/v1/completions", self._completions)
-            app.router.add_post(f"{base}/v1/chat/completions", self._chat)
+            app.router.add_post(base + "/v1/{path:completions|chat/completions}", self._serve)
         return app
 
     async def _close(self, _: web.Application) -> None:
@@ -61,7 +67,7 @@ class Emulator:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=_exposition(self.engines), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return metrics(_families(self.engines))
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})
@@ -72,26 +78,21 @@ class Emulator:
         model = {"id": name, "object": "model", "created": 0, "owned_by": "libra", "max_model_len": longest}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=False)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, chat=True)
-
-    async def _serve(self, request: web.Request, chat: bool) -> web.StreamResponse:
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
         name = self._named(request)
         engine, contexts = self.engines[name], self._contexts[name]
         try:
+            chat = request.match_info["path"] == "chat/completions"
             asked = parse(await body_of(request), chat, engine.spec.config.max_model_len)
             tokens = self._tokens(asked, engine)
-            chain = contexts.chain(asked.prompt, asked.salt)
-            turn = engine.submit(chain, len(asked.prompt), tokens, asked.priority)
+            chain = contexts.chain(asked.prompt, asked.body.cache_salt)
+            turn = engine.submit(chain, len(asked.prompt), tokens, asked.body.priority)
         except ValueError as error:  # also what an engine refuses
             return refused(str(error), 400)
         reason: Literal["stop", "length"] = "stop" if asked.max_tokens is None else "length"
         answer = Answer(asked, next(self._numbers), self._seed, reason)
         try:
-            if asked.stream:
+            if asked.body.stream:
                 response = await self._stream(request, engine, turn, answer)
             else:
                 await engine.finished(turn)
@@ -102,7 +103,7 @@ class Emulator:
                 )
         finally:
             engine.cancel(turn)
-        contexts.learn(chain, (*asked.prompt, *answer.tokens), asked.salt)
+        contexts.learn(chain, (*asked.prompt, *answer.tokens), asked.body.cache_salt)
         return response
 
     async def _stream(
@@ -138,29 +139,59 @@ class Emulator:
         raise RefusedRequest(f"{said}: ask /engines/NAME/v1; GET /engines lists their names", 404)
 
 
-class _EngineCollector(Collector):
-    """Uses vLLM's metric names."""
-
-    def __init__(self, engines: Mapping[str, LiveEngine]) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        labels = ["engine"]
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=labels)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the queue.", labels=labels)
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.", labels=labels)
-        prompts = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens of requests that ended.", labels=labels)
-        made = CounterMetricFamily("vllm:generation_tokens", "Generated tokens of those.", labels=labels)
-        for name, engine in self._engines.items():
-            running.add_metric([name], engine.running)
-            waiting.add_metric([name], engine.waiting)
-            usage.add_metric([name], engine.kv_usage)
-            prompts.add_metric([name], engine.prompt_tokens)
-            made.add_metric([name], engine.generated_tokens)
-        yield from (running, waiting, usage, prompts, made)
+def _families(engines: Mapping[str, LiveEngine]) -> Iterator[Metric]:
+    """By vLLM's metric names."""
+    for kind, name, help, attribute in _METRICS:
+        family = kind(f"vllm:{name}", help, labels=["engine"])
+        for engine, live in engines.items():
+            family.add_metric([engine], getattr(live, attribute))
+        yield family
 
 
-def _exposition(engines: Mapping[str, LiveEngine]) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_EngineCollector(engines))
-    return generate_latest(registry)
+class PrefixIndex:
+    """Finds the earlier context that a prompt shares a prefix with: two requests share exactly the full blocks in which
+    their tokens agree from the start. A block is forgotten only when a KV cache of the same size would have evicted it.
+
+    Maps full blocks, by all tokens up to their end, to the chains that identify contexts in the simulator's caches.
+    Keeps the `capacity` most recently used blocks."""
+
+    def __init__(self, block_size: int, capacity: int) -> None:
+        self._size, self._capacity = block_size, capacity
+        self._chains: OrderedDict[int, Chain] = OrderedDict()  # by the hash of all tokens up to the block's end
+        self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def chain(self, tokens: Sequence[int], salt: str = "") -> Chain:
+        """A new chain for a prompt, forked from the one with the longest common prefix and the same salt."""
+        states = self._states(tokens, salt)
+        parent, shared = None, 0
+        for state in states:
+            found = self._chains.get(state)
+            if found is None:
+                break
+            parent, shared = found, shared + self._size
+        self._made += 1
+        chain = Chain(str(self._made), parent, shared)
+        self._learn(chain, states)
+        return chain
+
+    def learn(self, chain: Chain, tokens: Sequence[int], salt: str = "") -> None:
+        """Record the tokens of a chain's whole context."""
+        self._learn(chain, self._states(tokens, salt))
+
+    def _states(self, tokens: Sequence[int], salt: str) -> list[int]:
+        """The hash of all tokens up to the end of each full block."""
+        size, context, state = self._size, tuple(tokens), hash(salt)
+        return [
+            state := hash((state, context[start : start + size])) for start in range(0, len(context) - size + 1, size)
+        ]
+
+    def _learn(self, chain: Chain, states: Sequence[int]) -> None:
+        chains = self._chains
+        for state in states:
+            chains.setdefault(state, chain)
+            chains.move_to_end(state)
+        while len(self._chains) > self._capacity:
+            self._chains.popitem(last=False)

@@ -1,19 +1,22 @@
 """One turn on one engine: forwards the body, and passes the answer back unchanged.
 
 Invariant: until the first byte of an answer has reached the client, an engine's failure is an exception, and the caller
-may retry elsewhere; after that it is an error event at the end of the stream.
+may retry elsewhere; after that it is an error event at the end of the stream. The events' bytes, joined, are the
+stream's bytes. That is why an event stream is no library's: parsers give the fields of an event without its bytes
+(https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import ClientError, ClientResponse, ClientSession, web
 
-from libra.serve.gateway.bodies import usage_of
-from libra.serve.gateway.event_stream import EventStream, data_of
-from libra.serve.gateway.upstreams import Attempt, Upstream
-from libra.serve.openai_errors import RefusedRequest, refusal, refused
+from libra.serve.gateway.trajectories import Tokens
+from libra.serve.gateway.upstreams import Attempt, EngineLostError
+from libra.serve.http import decoded, refusal, refused
 
 _GONE = {502, 503, 504}  # statuses of a server that cannot
 _LARGEST_ANSWER = 256 * 2**20  # bytes of one in one piece
@@ -21,20 +24,12 @@ _SENT = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # i
 _PASSED = ("Content-Type", "Content-Encoding", "Retry-After", "Server-Timing")  # headers of an answer
 _USAGE = b'"usage"'
 _EVENT_STREAM = "text/event-stream"
+_LARGEST_EVENT = 64 * 2**20  # bytes of one event
+_BOM = b"\xef\xbb\xbf"
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+_EVENT_END = re.compile(rb"(?>\r\n|\r|\n)(?:\r\n|\r|\n)")  # the end of a line, and an empty line
 
 Usage = tuple[int, int]  # tokens of the prompt, and generated
-
-
-class EngineLostError(Exception):
-    """The engine failed before it had answered. `answer` is its own error response, if it gave one."""
-
-    def __init__(self, message: str, answer: web.Response | None = None) -> None:
-        super().__init__(message)
-        self.answer = answer
-
-
-class TurnOverdueError(Exception):
-    """The engine is healthy, but sends nothing of this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +41,31 @@ class Relayed:
     lost: EngineLostError | None = None  # the engine failed in the middle of the stream
 
 
-def authorization(engine: Upstream, request: web.Request | None) -> dict[str, str]:
-    """The header with the engine's own token, or else the client's header."""
-    value = engine.section.authorization()
-    if value is None and request is not None:
-        value = request.headers.get("Authorization")
-        if value is not None and not (value.isascii() and value.isprintable()):
-            raise RefusedRequest("the header Authorization holds more than printable ASCII characters", 400)
-    return {} if value is None else {"Authorization": value}
-
-
 async def relay(
-    session: ClientSession, request: web.Request, attempt: Attempt, path: str, body: bytes, *, stream: bool, usage: bool
+    session: ClientSession, request: web.Request, attempt: Attempt, body: bytes, *, stream: bool, usage: bool
 ) -> Relayed:
-    """`usage`: whether the client wants a stream's usage event. Raises `EngineLostError` or `TurnOverdueError` while
-    nothing has reached the client."""
+    """Send `body` to the path that was asked for. `usage`: whether the client wants a stream's usage event. Raises
+    `EngineLostError`, and `RefusedRequest` where the engine is healthy but says nothing of this turn, while nothing has
+    reached the client."""
     engine = attempt.engine
-    headers = _SENT | authorization(engine, request)
+    url, headers = f"{engine.section.url}/{request.match_info['path']}", _SENT | engine.authorization(request)
     response: web.StreamResponse | None = None
     failure: Exception
     try:
         async with (
             attempt,
-            session.post(f"{engine.section.url}/{path}", data=body, headers=headers, allow_redirects=False) as answer,
+            session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
         ):
             if stream and answer.status == 200 and answer.content_type == _EVENT_STREAM:
                 response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"})
                 return Relayed(response, await _stream(request, response, attempt, answer, usage))
             return await _whole(attempt, answer)
     except (ClientError, OSError, ValueError) as error:  # ValueError: an answer that is no HTTP
-        failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {_reason(error)}")
+        why = str(error) or type(error).__name__
+        failure = attempt.error or EngineLostError(f"engine {engine.id} went away: {why}")
     if response is None or not response.prepared:
         raise failure
-    await _write(response, b"data: " + refusal(f"{failure}; ask again from what has come", 503) + b"\n\n")
+    await _write(response, request, b"data: " + refusal(f"{failure}; ask again from what has come", 503) + b"\n\n")
     return Relayed(response, lost=failure if isinstance(failure, EngineLostError) else None)
 
 
@@ -122,11 +109,8 @@ async def _stream(
                 if not (wants_usage or says_more):
                     continue
             passed.append(event)
-        if passed:
-            if not response.prepared and not await _began(response, request):  # up to here a retry is possible
-                return None
-            if not await _write(response, b"".join(passed)):
-                return None
+        if passed and not await _write(response, request, b"".join(passed)):  # up to the first a retry is possible
+            return None
     rest = events.rest()
     if rest:
         latest, (found, _) = rest, usage_of(data_of(rest))
@@ -134,28 +118,91 @@ async def _stream(
     if usage is None and b"[DONE]" not in latest:
         raise ValueError("the stream ended before its end")
     attempt.engine.turns += usage is not None
-    if rest and (response.prepared or await _began(response, request)):
-        await _write(response, rest)
+    if rest:
+        await _write(response, request, rest)
     return usage
 
 
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-async def _began(response: web.StreamResponse, request: web.Request) -> bool:
+async def _write(response: web.StreamResponse, request: web.Request, data: bytes) -> bool:
     """False: the client has gone."""
     try:
-        await response.prepare(request)
-    except ConnectionError:
-        return False
-    return True
-
-
-async def _write(response: web.StreamResponse, data: bytes) -> bool:
-    """False: the client has gone."""
-    try:
+        if not response.prepared:
+            await response.prepare(request)
         await response.write(data)
     except ConnectionError:
         return False
     return True
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+    choices: list[msgspec.Raw] = []
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+def usage_of(answer: bytes) -> tuple[Usage | None, bool]:
+    """(prompt, generated) tokens if an answer or an event reports them, and whether it holds anything else."""
+    try:
+        read = decoded(_answer, answer)
+    except ValueError:
+        return None, True
+    usage = None if read.usage is None else (read.usage.prompt_tokens, read.usage.completion_tokens)
+    return usage, usage is None or bool(read.choices)
+
+
+def data_of(event: bytes) -> bytes:
+    """The values of its `data` fields, each a line."""
+    values = []
+    for line in _LINE_END.split(event.removeprefix(_BOM)):
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            values.append(value.removeprefix(b" "))
+    return b"\n".join(values)
+
+
+class EventStream:
+    """Call `feed` with each chunk, and `rest` at the end of the stream."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()  # the unfinished event
+        self._after_cr = False  # a line feed that follows belongs to the carriage return before it
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Finished events, each with the empty line at its end, and comment lines at once: they are keep-alives. Raises
+        ValueError for an event that grows without end."""
+        held = self._held
+        if not held and not self._after_cr and b"\r" not in chunk:
+            *events, rest = chunk.split(b"\n\n")
+            if not rest:  # as engines send them
+                return [event + b"\n\n" for event in events]
+        events = []
+        if self._after_cr and chunk.startswith(b"\n"):
+            events.append(b"\n")
+            chunk = chunk[1:]
+        searched = max(0, len(held) - 2)
+        held += chunk
+        begin = 0
+        for end in _EVENT_END.finditer(held, searched):
+            events.append(bytes(held[begin : end.end()]))
+            begin = end.end()
+        while held.startswith(b":", begin) and (line := _LINE_END.search(held, begin)) is not None:
+            events.append(bytes(held[begin : line.end()]))
+            begin = line.end()
+        self._after_cr = 0 < begin == len(held) and held[-1] == ord("\r")
+        del held[:begin]
+        if len(held) > _LARGEST_EVENT:
+            raise ValueError(f"a server-sent event of more than {_LARGEST_EVENT} bytes")
+        return events
+
+    def rest(self) -> bytes:
+        """The event that the stream left unfinished."""
+        rest = bytes(self._held)
+        self._held.clear()
+        return rest

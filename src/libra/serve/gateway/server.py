@@ -7,40 +7,75 @@ is called from one event loop, so its calls are ordered.
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 
-from aiohttp import AddrInfoType, ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 
 from libra.route.policy import Placement, Policy, ToolReturn, TurnRequest
-from libra.serve.gateway.bodies import TurnBody, read_finish, read_turn, reported_return, with_field
 from libra.serve.gateway.config import GatewayConfig
-from libra.serve.gateway.health import RECHECK_SECONDS, HealthMonitor
-from libra.serve.gateway.metrics import CONTENT_TYPE, Counts, exposition
-from libra.serve.gateway.relay import EngineLostError, Relayed, TurnOverdueError, authorization, relay
-from libra.serve.gateway.trajectories import Trajectories
-from libra.serve.gateway.upstreams import Attempt, Upstream, Upstreams
-from libra.serve.http_service import CONNECTIONS, Connections
-from libra.serve.openai_errors import RefusedRequest, body_of, in_openai_shape, refused
+from libra.serve.gateway.relay import Relayed, relay
+from libra.serve.gateway.trajectories import LibraField, Trajectories, TurnBody, read_finish, read_turn, with_field
+from libra.serve.gateway.upstreams import (
+    RECHECK_SECONDS,
+    Attempt,
+    EngineLostError,
+    HealthMonitor,
+    Upstream,
+    Upstreams,
+)
+from libra.serve.http import CONNECTIONS, RefusedRequest, body_of, in_openai_shape, metrics, refused
 from libra.trajectory import Trajectory
 
 _LARGEST_BODY = 64 * 2**20  # bytes
 _FORGET_SECONDS = 60.0  # between two searches for idle trajectories, at most
 _MODELS_TIMEOUT = 2.0  # seconds
-_KEEPALIVE = (
-    4.0  # seconds of an idle connection: vLLM closes it after 5, and whose request meets that has lost an engine
-)
+# Seconds of an idle connection: vLLM closes it after 5, and whose request meets that has lost an engine.
+_KEEPALIVE = 4.0
 _CONNECT_TIMEOUT = 5.0  # seconds until an engine accepts a connection
 _UNSAID = ("Accept", "User-Agent")  # headers that aiohttp would add
 _JSON = {"Content-Type": "application/json"}
+_GAUGES = {  # of an engine
+    "healthy": "1 if in service.",
+    "in_flight": "Turns in flight.",
+    "load_tokens": "Context tokens of the turns in flight.",
+}
 _RETRY_AFTER = {"Retry-After": f"{RECHECK_SECONDS:.0f}"}
 
 
-class _UnavailableError(RuntimeError):
+class _UnavailableError(RefusedRequest):
     """No engine took the turn in time."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 503, _RETRY_AFTER)
+
+
+def _counter(help: str) -> int:
+    counter: int = field(default=0, metadata={"help": help})
+    return counter
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    placements: int = _counter("Turns sent to an engine.")
+    migrations: int = _counter("Turns sent to another engine than the turn before.")
+    retries: int = _counter("Turns sent again after their engine failed.")
+    turns: int = _counter("Turns answered.")
+    prompt_tokens: int = _counter("Prompt tokens of answered turns.")
+    generated_tokens: int = _counter("Generated tokens of answered turns.")
+    finished: int = _counter("Trajectories finished.")
+    forgotten: int = _counter("Trajectories dropped after idle_seconds without a turn.")
+
+    def answered(self, prompt_tokens: int, generated_tokens: int) -> None:
+        self.turns += 1
+        self.prompt_tokens += prompt_tokens
+        self.generated_tokens += generated_tokens
 
 
 class Gateway:
@@ -59,8 +94,7 @@ class Gateway:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[in_openai_shape])
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/{path:completions|chat/completions}", self._turn)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/trajectories/{id}/finish", self._finish)
         app.router.add_post("/trajectories/{id}/forget", self._forget)
@@ -73,7 +107,7 @@ class Gateway:
     async def _running(self, application: web.Application) -> AsyncIterator[None]:
         async with ClientSession(
             connector=TCPConnector(
-                limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=_counting(application[CONNECTIONS])
+                limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=application[CONNECTIONS].socket
             ),
             cookie_jar=DummyCookieJar(),
             skip_auto_headers=_UNSAID,
@@ -90,33 +124,22 @@ class Gateway:
 
     # Turns
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._turn(request, "completions")
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._turn(request, "chat/completions")
-
-    async def _turn(self, request: web.Request, path: str) -> web.StreamResponse:
+    async def _turn(self, request: web.Request) -> web.StreamResponse:
         raw = await body_of(request)
         began = self._loop.time()
         try:
             body = read_turn(raw)
             context, room = self._needed(body)
             libra = body.libra
-            id = f"turn {next(self._single)}" if libra is None else libra.trajectory
-            prompt = id if libra is None or libra.prompt is None else libra.prompt
-            task = "" if libra is None else libra.task
-            turn, returned = self.trajectories.begin(id, prompt, task, context, reported_return(libra), began)
+            told = libra or LibraField(f"turn {next(self._single)}")
+            id, prompt = told.trajectory, told.trajectory if told.prompt is None else told.prompt
+            turn, returned = self.trajectories.begin(id, prompt, told.task, context, told.tool, began)
         except ValueError as error:
             return refused(str(error), 400)
         relayed: Relayed | None = None
         try:
-            relayed = await self._route(request, path, raw, body, turn, returned, room)
+            relayed = await self._route(request, raw, body, turn, returned, room)
             return relayed.response
-        except _UnavailableError as error:
-            return refused(str(error), 503, _RETRY_AFTER)
-        except TurnOverdueError as error:
-            return refused(str(error), 504)
         finally:
             if relayed is None or relayed.usage is None:
                 self.trajectories.failed(turn)
@@ -142,7 +165,6 @@ class Gateway:
     async def _route(
         self,
         request: web.Request,
-        path: str,
         raw: bytes,
         body: TurnBody,
         turn: TurnRequest,
@@ -169,7 +191,7 @@ class Gateway:
                 sent = with_field(raw, "priority", placement.priority)
             attempt = Attempt(self.upstreams, engine, turn.context_tokens)
             try:
-                relayed = await relay(self._session, request, attempt, path, sent, stream=body.stream, usage=usage)
+                relayed = await relay(self._session, request, attempt, sent, stream=body.stream, usage=usage)
             except EngineLostError as error:
                 self._mark_lost(engine)
                 lost = error
@@ -193,7 +215,8 @@ class Gateway:
                 returned = None
             self.trajectories.placed(turn)
             if placement is not None:
-                self.counts.placed(placement.migrated)
+                self.counts.placements += 1
+                self.counts.migrations += placement.migrated
                 return placement
             try:
                 async with asyncio.timeout_at(until):
@@ -211,7 +234,7 @@ class Gateway:
         )
 
     def _mark_lost(self, engine: Upstream) -> None:
-        if self.upstreams.mark_unhealthy(engine.id):
+        if self.upstreams.mark(engine, healthy=False):
             self._policy.instance_gone(engine.id)
 
     # Trajectories
@@ -253,7 +276,7 @@ class Gateway:
                 async with self._session.get(
                     f"{engine.section.url}/models",
                     timeout=ClientTimeout(total=_MODELS_TIMEOUT),
-                    headers={"Accept-Encoding": "identity"} | authorization(engine, request),
+                    headers={"Accept-Encoding": "identity"} | engine.authorization(request),
                     allow_redirects=False,
                 ) as answer:
                     return web.Response(body=await answer.read(), status=answer.status, headers=_JSON)
@@ -261,37 +284,30 @@ class Gateway:
 
     async def _list(self, _: web.Request) -> web.Response:
         listed = [
-            {
-                "name": engine.id,
-                "url": engine.section.url,
-                "bucket": engine.bucket,
-                "healthy": self.upstreams.is_healthy(engine.id),
-                "in_flight": engine.in_flight,
-                "load_tokens": engine.load_tokens,
-            }
+            {"name": engine.id, "url": engine.section.url, "bucket": engine.bucket}
+            | {name: getattr(engine, name) for name in _GAUGES}
             for engine in self.upstreams.all.values()
         ]
         return web.json_response(
             {"route": self._config.route, "limits": list(self.upstreams.limits), "engines": listed}
         )
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        text = exposition(self.upstreams, self.counts, len(self.trajectories))
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
-
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.upstreams.instances else 503)
 
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return metrics(self._families())
 
-def _counting(connections: Connections) -> Callable[[AddrInfoType], socket.socket]:
-    """Makes the sockets of connections to engines, and counts them: a `TraceConfig` would slow every request down."""
-
-    def made(address: AddrInfoType) -> socket.socket:
-        connections.made += 1
-        family, kind, protocol, _, _ = address
-        return socket.socket(family, kind, protocol)
-
-    return made
+    def _families(self) -> Iterator[Metric]:
+        for counter in fields(self.counts):
+            name, help = f"libra_gateway_{counter.name}", counter.metadata["help"]
+            yield CounterMetricFamily(name, help, value=getattr(self.counts, counter.name))
+        yield GaugeMetricFamily("libra_gateway_trajectories", "Trajectories in progress.", value=len(self.trajectories))
+        for name, help in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"libra_gateway_engine_{name}", help, labels=["engine"])
+            for engine in self.upstreams.all.values():
+                gauge.add_metric([engine.id], getattr(engine, name))
+            yield gauge
 
 
 def _no_trajectory(id: str) -> RefusedRequest:

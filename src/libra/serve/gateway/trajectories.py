@@ -1,27 +1,101 @@
-"""Trajectories in progress, reconstructed from the turns that pass.
+"""The turns that pass, and the trajectories that they make.
 
 Invariant: what the policy learns of a trajectory is what happened to it. A turn counts once it has been answered, and a
-tool return is reported once, with the first turn placed after it. Lengths are tokens, times are seconds.
+tool return is reported once, with the first turn placed after it. A prompt of token ids is counted without decoding it;
+bodies are forwarded unchanged but for added fields. Lengths are tokens, times are seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
 
 from libra.route.policy import ToolReturn, TurnRequest
+from libra.serve.http import decoded
 from libra.trajectory import ToolStatus, Trajectory, Turn
 
 UNKNOWN_TOOL = "unknown"
+_CHARACTERS = 4  # per token of text: a guess until the engine has counted
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]  # beyond that, sums of them leave the range of floats and JSON
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedReturn:
+class ReportedReturn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tool return at the end of a turn's prompt, as the client describes it."""
 
-    tool: str = UNKNOWN_TOOL
+    name: str = UNKNOWN_TOOL
     status: ToolStatus = "unknown"
-    tokens: int | None = None  # None: the growth of the prompt over the last context
+    returned_tokens: Tokens | None = None  # None: the growth of the prompt over the last context
+
+
+class LibraField(msgspec.Struct, forbid_unknown_fields=True):
+    """The field `libra` of a body."""
+
+    trajectory: Annotated[str, msgspec.Meta(min_length=1)]
+    prompt: str | None = None  # name shared by trajectories of one prompt; None: the trajectory's own
+    task: str = ""
+    tool: ReportedReturn | None = None
+
+
+class TurnBody(msgspec.Struct):
+    """A request. Fields typed Any are for the engine to validate."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    priority: Any = None
+    libra: LibraField | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Limit on generated tokens; None: the body gives none."""
+        for value in (self.max_completion_tokens, self.max_tokens):
+            if type(value) is int and value >= 1:
+                return value
+        return None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+    def prompt_tokens(self) -> tuple[int, bool]:
+        """Tokens, and whether that is exact: it is for a prompt of token ids; text is guessed by its length."""
+        prompt = bytes(self.prompt).strip().removeprefix(b"null")
+        if prompt.startswith(b"[") and b'"' not in prompt:
+            tokens = prompt.count(b",") + 1 if prompt[1:-1].strip() else 0
+            return tokens, prompt.count(b"[") == 1
+        return -(-len(prompt or bytes(self.messages)) // _CHARACTERS), False
+
+
+class Finish(msgspec.Struct, forbid_unknown_fields=True):
+    """How a trajectory ended."""
+
+    reward: float | None = None
+    policy_version: Tokens = 0
+
+
+_turn = msgspec.json.Decoder(TurnBody)
+_finish = msgspec.json.Decoder(Finish)
+
+
+def read_turn(body: bytes) -> TurnBody:
+    """Raises ValueError in one line that names the field."""
+    return decoded(_turn, body)
+
+
+def read_finish(body: bytes) -> Finish:
+    """Raises ValueError in one line that names the field."""
+    return decoded(_finish, body or b"{}")
+
+
+def with_field(body: bytes, name: str, value: Any) -> bytes:
+    """A non-empty JSON object with a field appended: parsers take the last of two fields with one name."""
+    return body.rstrip()[:-1] + b',"%s":' % name.encode() + msgspec.json.encode(value) + b"}"
 
 
 @dataclass(slots=True)
@@ -61,8 +135,8 @@ class Trajectories:
             raise ValueError(f"trajectory {id}: a turn is in flight: wait for its answer, or name another trajectory")
         if live.generated is not None:
             what = returned or ReportedReturn()
-            tokens = max(0, context - live.context) if what.tokens is None else what.tokens
-            live.turns.append(Turn(live.generated, what.tool, what.status, tokens, now - live.touched))
+            tokens = max(0, context - live.context) if what.returned_tokens is None else what.returned_tokens
+            live.turns.append(Turn(live.generated, what.name, what.status, tokens, now - live.touched))
             live.generated, live.placed = None, False
         turn = TurnRequest(id, live.prompt_id, live.prompt_tokens, context, live.task)
         live.in_flight, live.touched = turn, now

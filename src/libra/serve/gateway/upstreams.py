@@ -1,42 +1,49 @@
-"""The engines behind the gateway, and their turns in flight.
+"""The engines behind the gateway, their turns in flight, and their health.
 
 Invariant: an engine is in service from a passed health check until it fails a turn or a check. Turns that wait for an
-engine are woken whenever one returns to service or a turn ends.
+engine are woken whenever one returns to service or a turn ends. No turn waits for ever: an unhealthy engine that sends
+nothing at all for `engine_timeout_seconds` loses all its turns, a healthy one that sends nothing of a turn for
+`turn_timeout_seconds` loses that turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from libra.serve.gateway.config import UpstreamSection
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
+from libra.serve.http import RefusedRequest
+
+RECHECK_SECONDS = 1.0  # between two checks of an unhealthy engine
+_CHECK_SECONDS = 10.0  # between two checks of a healthy one: if it fails, a turn will say so sooner
+_CHECK_TIMEOUT = 2.0
+_ABORT_SECONDS = 1.0  # between two searches for turns past their timeout, at most
+
+
+class EngineLostError(Exception):
+    """The engine failed before it had answered. `answer` is its own error response, if it gave one."""
+
+    def __init__(self, message: str, answer: web.Response | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer
 
 
 class Upstream:
     """One server. A live `route.policy.Instance`."""
-
-    __slots__ = (
-        "attempts",
-        "bucket",
-        "capacity_tokens",
-        "failures",
-        "id",
-        "last_byte",
-        "load_tokens",
-        "section",
-        "turns",
-    )
 
     token_seconds: float | None = None  # the server does not say
 
     def __init__(self, section: UpstreamSection) -> None:
         self.section = section
         self.id, self.bucket, self.capacity_tokens = section.name, section.bucket, section.max_model_len
+        self.healthy = False
         self.load_tokens = 0  # contexts of the turns in flight
-        self.turns = self.failures = 0
+        self.turns = 0  # answered
         self.attempts: set[Attempt] = set()
         self.last_byte = 0.0  # when it last sent anything, on the event loop's clock
 
@@ -44,11 +51,18 @@ class Upstream:
     def in_flight(self) -> int:
         return len(self.attempts)
 
+    def authorization(self, request: web.Request | None) -> dict[str, str]:
+        """The header with its own token, or else the client's header."""
+        value = self.section.authorization()
+        if value is None and request is not None:
+            value = request.headers.get("Authorization")
+            if value is not None and not (value.isascii() and value.isprintable()):
+                raise RefusedRequest("the header Authorization holds more than printable ASCII characters", 400)
+        return {} if value is None else {"Authorization": value}
+
 
 class Attempt:
     """One turn on one engine: an async context around all waiting for the engine."""
-
-    __slots__ = ("_context", "_scope", "_upstreams", "engine", "error", "last_byte")
 
     def __init__(self, upstreams: Upstreams, engine: Upstream, context: int) -> None:
         self.engine = engine
@@ -98,28 +112,18 @@ class Upstreams:
         self.limits = limits
         self.longest = max(engine.capacity_tokens for engine in self.all.values())
         self.instances: tuple[Upstream, ...] = ()
-        self._healthy: dict[str, None] = {}
         self._changed = asyncio.Event()
 
     def fleet(self, turn_tokens: int) -> TurnFleet:
         return TurnFleet(self.instances, self.limits, turn_tokens)
 
-    def is_healthy(self, name: str) -> bool:
-        return name in self._healthy
-
-    def mark_healthy(self, name: str) -> None:
-        """Put it in service."""
-        if name not in self._healthy:
-            self._healthy[name] = None
-            self._set_instances()
-
-    def mark_unhealthy(self, name: str) -> bool:
-        """Take it out of service. False: it already was."""
-        if name not in self._healthy:
+    def mark(self, engine: Upstream, healthy: bool) -> bool:
+        """Put it in service, or take it out. False: it already was."""
+        if engine.healthy == healthy:
             return False
-        del self._healthy[name]
-        self.all[name].failures += 1
-        self._set_instances()
+        engine.healthy = healthy
+        self.instances = tuple(each for each in self.all.values() if each.healthy)
+        self.announce()
         return True
 
     async def changed(self) -> None:
@@ -131,6 +135,68 @@ class Upstreams:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _set_instances(self) -> None:
-        self.instances = tuple(engine for name, engine in self.all.items() if name in self._healthy)
-        self.announce()
+
+class HealthMonitor:
+    """Calls `mark_lost` with each engine that fails a check."""
+
+    def __init__(
+        self, config: GatewayConfig, upstreams: Upstreams, session: ClientSession, mark_lost: Callable[[Upstream], None]
+    ) -> None:
+        self._config, self._upstreams, self._session, self._mark_lost = config, upstreams, session, mark_lost
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self) -> list[asyncio.Task[None]]:
+        """Check every engine once; the tasks returned go on checking."""
+        engines = list(self._upstreams.all.values())
+        await asyncio.gather(*map(self._check, engines))
+        spread = (_CHECK_SECONDS * (index + 1) / len(engines) for index in range(len(engines)))  # not all at once
+        tasks = [asyncio.create_task(self._keep_checking(*it)) for it in zip(engines, spread, strict=True)]
+        return [*tasks, asyncio.create_task(self._keep_aborting())]
+
+    async def _keep_checking(self, engine: Upstream, first: float) -> None:
+        await asyncio.sleep(first)
+        while True:
+            await self._check(engine)
+            await asyncio.sleep(_CHECK_SECONDS if engine.healthy else RECHECK_SECONDS)
+
+    async def _check(self, engine: Upstream) -> None:
+        """A busy engine may answer late; bytes of its turns that arrive meanwhile count as an answer."""
+        began = self._loop.time()
+        try:
+            async with self._session.get(
+                engine.section.health,
+                timeout=ClientTimeout(total=_CHECK_TIMEOUT),
+                headers=engine.authorization(None),
+                allow_redirects=False,
+            ) as answer:
+                healthy = answer.status < 500
+        except TimeoutError:
+            healthy = engine.last_byte >= began
+        except (ClientError, OSError, ValueError):  # ValueError: an answer that is no HTTP
+            healthy = False
+        if healthy:
+            engine.last_byte = self._loop.time()
+            self._upstreams.mark(engine, healthy=True)
+        else:
+            self._mark_lost(engine)
+
+    async def _keep_aborting(self) -> None:
+        engine_timeout, turn_timeout = self._config.engine_timeout_seconds, self._config.turn_timeout_seconds
+        while True:
+            await asyncio.sleep(min(_ABORT_SECONDS, engine_timeout / 4, turn_timeout / 4))
+            now = self._loop.time()
+            for engine in self._upstreams.all.values():
+                silent = now - engine.last_byte
+                stopped = not engine.healthy and silent >= engine_timeout
+                for attempt in list(engine.attempts):
+                    of_turn = now - attempt.last_byte
+                    if stopped:
+                        attempt.abort(EngineLostError(f"engine {engine.id} has sent nothing for {silent:.0f} s"))
+                    elif of_turn >= turn_timeout:
+                        attempt.abort(
+                            RefusedRequest(
+                                f"engine {engine.id} has sent nothing of the turn for {of_turn:.0f} s, more than"
+                                " turn_timeout_seconds",
+                                504,
+                            )
+                        )

@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from libra.cost.collectives import fabric
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission
@@ -26,14 +25,13 @@ from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.handover import KVMoves
-from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
 from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.caller import calls
+from libra.sim.workload.caller import EpisodeCaller, calls
 from libra.trajectory import Trajectory
 
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
@@ -205,7 +203,7 @@ class _Run:
                 if not made:
                     nothing_to_do.append(trajectory)
                     continue
-                caller = EpisodeCaller(trajectory, made, 0, name, prompt, due=due)
+                caller = EpisodeCaller(trajectory, made, prompt, group=name, due=due)
                 self._live[trajectory.id] = caller
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
             for trajectory in nothing_to_do:

@@ -1,0 +1,51 @@
+"""What the engines did between two looks: engines that stay, come, go and start again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.loop.fleet import ServingEngine
+from libra.loop.observations import EngineCounters, EngineWork
+
+
+def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> ServingEngine:
+    counters = SimpleNamespace(
+        link=link,
+        busy_seconds=busy,
+        iterations=iterations,
+        generated_tokens=generated,
+        prefilled_tokens=prefilled,
+        finished_turns=turns,
+    )
+    return ServingEngine(cast(EngineHandle, counters), "short", 100)
+
+
+# (what happened, the engines at this look, what was gained, busiest engine's seconds)
+LOOKS = [
+    (
+        "two new engines count from zero",
+        [(1, 2.0, 20, 200, 40, 8), (2, 1.0, 10, 100, 30, 4)],
+        (3.0, 30, 300, 70, 12),
+        2.0,
+    ),
+    ("nothing was done", [(1, 2.0, 20, 200, 40, 8), (2, 1.0, 10, 100, 30, 4)], (0.0, 0, 0, 0, 0), 0.0),
+    ("both worked", [(1, 2.5, 24, 230, 50, 9), (2, 2.0, 15, 160, 31, 6)], (1.5, 9, 90, 11, 3), 1.0),
+    ("one is gone with what it did", [(2, 2.25, 16, 170, 33, 7)], (0.25, 1, 10, 2, 1), 0.25),
+    (
+        "its slot's next engine is another one",
+        [(2, 2.25, 16, 170, 33, 7), (3, 0.5, 5, 50, 9, 1)],
+        (0.5, 5, 50, 9, 1),
+        0.5,
+    ),
+    ("no engine", [], (0.0, 0, 0, 0, 0), 0.0),
+    ("a process id that is used again is a new engine", [(2, 0.5, 5, 50, 9, 1)], (0.5, 5, 50, 9, 1), 0.5),
+]
+
+
+def test_looks() -> None:
+    counters = EngineCounters()
+    for what, engines, gained, busiest in LOOKS:
+        assert counters.gained(engine(*numbers) for numbers in engines) == EngineWork(*gained), what
+        assert counters.busiest_seconds == busiest, what

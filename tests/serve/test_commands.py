@@ -1,0 +1,187 @@
+"""`libra route` and `libra emulate` as processes; an engine's is killed with turns under way, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import ClientSession
+from serve.processes import EXAMPLES, LIBRA, ended, one_engine, start
+from typer.testing import CliRunner
+
+from libra.cli.app import app
+from libra.route.cmlfq import CMLFQ
+from libra.serve.gateway.config import GatewayConfig, UpstreamSection
+from libra.serve.gateway.server import Gateway
+from libra.serve.http import serving
+from libra.trajectory import Trajectory, read_trajectories
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=30) as response:
+        return json.load(response)
+
+
+def test_turns_are_routed_logged_and_remembered(tmp_path: Path) -> None:
+    described = yaml.safe_load((EXAMPLES / "gateway.yaml").read_text(encoding="utf-8"))
+    file, log, state = tmp_path / "gateway.yaml", tmp_path / "log.jsonl", tmp_path / "state.json"
+    options = ["--learn-from", str(EXAMPLES / "trajectories.jsonl"), "--log", str(log), "--state", str(state)]
+    with ended() as processes:
+        emulated, engines = start("emulate", str(EXAMPLES / "engines.yaml"), "--speed", "50")
+        processes.append(emulated)
+        for engine in described["engines"]:
+            engine["url"] = engines["engines"][engine["name"]]
+        file.write_text(yaml.safe_dump(described), encoding="utf-8")
+        for number in range(2):  # the second time what the first one knew is read
+            router, said = start("route", str(file), *options)
+            processes.append(router)
+            assert (said["healthy"], said["engines"]) == (2, 2)
+            few, most = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+            assert few == most  # each turn in flight has two sockets
+            body = {"prompt": [1] * 20, "max_tokens": 8, "libra": {"trajectory": f"t{number}", "prompt": "p"}}
+            assert post(f"{said['v1']}/completions", body)["usage"]["completion_tokens"] == 8
+            assert post(f"{said['base']}/trajectories/t{number}/finish", {"reward": 1.0})["reward"] == 1.0
+            router.send_signal(signal.SIGTERM)
+            assert router.wait(timeout=30) == 0
+            assert [it.id for it in read_trajectories(log)] == [f"t{it}" for it in range(number + 1)]
+            assert json.loads(state.read_text(encoding="utf-8"))["policy"] == "cmlfq"
+            options = options[2:]
+
+
+@pytest.mark.parametrize(
+    "state",
+    ['{"policy": "other"}', "[1]", "null", "7", "{", "\udcff", '{"policy": "cmlfq", "format": 1}', "[" * 100_000],
+)
+def test_a_state_that_is_none_is_refused_in_one_line(tmp_path: Path, state: str) -> None:
+    file = tmp_path / "state.json"
+    file.write_bytes(state.encode("utf-8", errors="surrogateescape"))
+    result = CliRunner().invoke(app, ["route", str(EXAMPLES / "gateway.yaml"), "--state", str(file)])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert "no state of the policy cmlfq" in result.stderr and "remove it to start anew" in result.stderr
+
+
+ENGINES = EXAMPLES / "engines.yaml"
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_it_answers_until_it_is_interrupted(end: signal.Signals) -> None:
+    with ended() as processes:
+        process, said = start("emulate", str(ENGINES), "--speed", "50")
+        processes.append(process)
+        assert list(said["engines"]) == ["a100-0", "a100-1"] and said["base"].startswith("http://127.0.0.1:")
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 40}).encode()
+        with urllib.request.urlopen(f"{said['engines']['a100-1']}/completions", body, timeout=30) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 40
+        process.send_signal(end)
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--port", "65536"], "--port is 65536; give 0 to 65535"),
+        (["--speed", "0"], "--speed is 0; give more than 0"),
+        (["--default-tokens", "0"], "--default-tokens is 0; give 1 or more"),
+        (["--seed", "-1"], "--seed is -1; give 0 or more"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["emulate", str(ENGINES), *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("libra: ") and says in result.stderr
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    command = [*LIBRA, "emulate", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "none.yaml" in done.stderr
+
+
+@pytest.mark.parametrize(("command", "file"), [("route", "gateway.yaml"), ("emulate", "engines.yaml")])
+def test_a_port_that_is_taken_is_named(command: str, file: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, [command, str(EXAMPLES / file), "--port", str(port)])
+    assert result.exit_code == 2
+    assert result.stderr == f"libra: 127.0.0.1:{port}: address already in use\n"
+
+
+TRAJECTORIES, TURNS, TOKENS = 24, 3, 400
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_no_turn_is_lost_or_counted_twice(tmp_path: Path) -> None:
+    file = str(one_engine(tmp_path))
+    ports = [free_port() for _ in range(2)]
+    finished: list[Trajectory] = []
+
+    async def trajectory(session: ClientSession, id: str) -> float:
+        """The seconds of its longest turn."""
+        longest, prompt = 0.0, [sum(map(ord, id))] * 50
+        for _ in range(TURNS):
+            libra = {"trajectory": id, "prompt": id, "tool": {"name": "t", "status": "ok"}}
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": TOKENS, "return_token_ids": True, "libra": libra}
+            began = time.monotonic()
+            async with session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                answer = json.loads(await response.text())
+            longest = max(longest, time.monotonic() - began)
+            prompt = [*prompt, *answer["choices"][0]["token_ids"], 7, 7, 7]
+        async with session.post(f"/trajectories/{id}/finish") as response:
+            assert response.status == 200
+        return longest
+
+    async def main() -> None:
+        sections = tuple(
+            UpstreamSection(name=f"e{number}", url=f"http://127.0.0.1:{port}/v1", max_model_len=16384)
+            for number, port in enumerate(ports)
+        )
+        gateway = Gateway(GatewayConfig(engines=sections), CMLFQ(), finished.append)
+        async with serving(gateway.application(), "127.0.0.1", 0) as base, ClientSession(base) as session:
+            turns = [asyncio.create_task(trajectory(session, str(number))) for number in range(TRAJECTORIES)]
+            while gateway.counts.turns < TRAJECTORIES // 2 or not gateway.upstreams.all["e0"].in_flight:
+                await asyncio.sleep(0.01)
+            processes[0].kill()
+            processes[0].wait()
+            longest = max(await asyncio.gather(*turns))
+            assert gateway.counts.retries > 0 and gateway.counts.turns == TRAJECTORIES * TURNS
+            assert [engine.id for engine in gateway.upstreams.instances] == ["e1"]
+            # What was lost is asked again at once: a turn takes about a second, and twice that if it was lost.
+            assert longest < 5
+            again, _ = start("emulate", file, "--speed", "10", port=ports[0])
+            processes.append(again)
+            began = time.monotonic()
+            while len(gateway.upstreams.instances) < 2:
+                assert time.monotonic() - began < 5
+                await asyncio.sleep(0.02)
+            assert max(await asyncio.gather(*(trajectory(session, f"later {it}") for it in range(4)))) < 5
+            assert gateway.upstreams.all["e0"].turns > 0
+
+    with ended() as processes:
+        processes += [start("emulate", file, "--speed", "10", port=port)[0] for port in ports]
+        asyncio.run(main())
+    assert sorted(it.id for it in finished) == sorted(
+        [str(number) for number in range(TRAJECTORIES)] + [f"later {it}" for it in range(4)]
+    )
+    for it in finished:
+        assert [turn.generated_tokens for turn in it.turns] == [TOKENS] * TURNS
+        assert [turn.returned_tokens for turn in it.turns] == [3] * (TURNS - 1) + [0]
+        assert it.contexts() == (50, 453, 856)
