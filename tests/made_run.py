@@ -159,7 +159,6 @@ EVENTS = [
     EventRecord(110.2, "role_change", "w1", "train → rollout long"),
     EventRecord(221.9, "worker_lost", "w3", "engine process ended with signal 9; 14 turns were started again"),
     EventRecord(115.0, "joined", "w1", "takes part in training 4.9 s after its start", 4.9, 0.004),
-    EventRecord(230.0, "weights", "w2", "version 93"),
     EventRecord(240.0, "warning", None, "disk is 91 % full <b>now</b>"),
 ]
 EVALUATIONS = (

@@ -259,7 +259,7 @@ def test_pages_without_their_libraries_are_refused_with_the_remedy(
 
 PLANNING = """
 import sys
-from libra.cli import app, planning, trace
+from libra.cli import app, explain, plan, trace
 from libra.report import explain_table, plan_table, tables
 print(sorted({"altair", "jinja2", "vl_convert"} & set(sys.modules)))
 """

@@ -1,8 +1,4 @@
-"""`libra simulate`.
-
-What cannot be simulated is refused before anything
-is.
-"""
+"""`libra simulate`. What cannot be simulated is refused before anything is."""
 
 from __future__ import annotations
 
@@ -197,6 +193,7 @@ def _cold_router(deployment: Deployment) -> list[str]:
 
 
 def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: PlannedRollout | None) -> str:
+    from libra.sim.clock import seconds
     from libra.sim.outcome.result_file import document
 
     asked = {
@@ -209,19 +206,13 @@ def _document(result: SimulationResult, deployment: Deployment, seed: int, forec
     }
     compared: dict[str, Any] = {}
     if forecast is not None:
-        simulated = _makespan(result)
+        simulated = seconds(result.makespan)
         compared["plan"] = {
             "predicted_rollout": forecast.seconds,
             "simulated_makespan": simulated,
             "difference": None if result.partial else forecast.error(simulated),
         }
     return json.dumps({**document(result), "run": asked, **compared}, indent=1, allow_nan=False) + "\n"
-
-
-def _makespan(result: SimulationResult) -> float:
-    from libra.sim.clock import seconds
-
-    return seconds(result.makespan)
 
 
 def _write(
@@ -267,10 +258,11 @@ def _show(result: SimulationResult, forecast: PlannedRollout | None) -> None:
 
 def _compared(result: SimulationResult, forecast: PlannedRollout | None) -> list[str]:
     from libra.report.words import duration, plural, signed_percent
+    from libra.sim.clock import seconds
 
     if forecast is None or result.partial:
         return []
-    simulated = _makespan(result)
+    simulated = seconds(result.makespan)
     return [
         f"Rollout of {plural(forecast.steps, 'step')}: the plan says {duration(forecast.seconds)} (engines with"
         f" weight loads {duration(forecast.work)}, longest trajectory {duration(forecast.longest)}); simulated"

@@ -95,8 +95,7 @@ class Recorder:
         held_seconds: float | None = None,
     ) -> None:
         self._write("events", EventRecord(self.now(), kind, worker, text, seconds, held_seconds))
-        if kind != "weights":
-            self.messages.append(f"{worker}: {text}" if worker else text)
+        self.messages.append(f"{worker}: {text}" if worker else text)
 
     def episode(self, episode: Episode) -> None:
         self._files["trajectories"].append(dump_trajectory(episode.trajectory).encode())

@@ -53,7 +53,6 @@ def render_report(run_directory: Path) -> str:
         events=[
             (duration(event.time), event.kind.replace("_", " "), event.worker or "–", event.text)
             for event in log.events
-            if event.kind != "weights"  # there is one a step and engine
         ],
         run_with=_run_with(log),
         settings=list(flatten(log.config)),
