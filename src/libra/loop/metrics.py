@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from libra.config.run import ConfigError, MetricsConfig
 from libra.exec.protocols import MoveOutcome
 from libra.records.causes import Cause, total
 from libra.records.schema import StepRecord
-from libra.serve.http import serving
+from libra.serve.http import metrics_response, serving
 
 if TYPE_CHECKING:
     from libra.loop.recorder import Recorder
@@ -83,22 +81,12 @@ class Tally:
         self.losses[worker] += 1
 
 
-def exposition(recorder: Recorder | None) -> bytes:
-    """All metrics of the run; none before it records anything."""
-    registry = CollectorRegistry(auto_describe=False)
+def _figures(recorder: Recorder | None) -> Iterator[Metric]:
+    """Of the run; none before it records anything."""
     if recorder is not None:
-        registry.register(_Figures(recorder))
-    return generate_latest(registry)
-
-
-@dataclass(slots=True, eq=False)
-class _Figures(Collector):
-    recorder: Recorder
-
-    def collect(self) -> Iterator[Metric]:
-        yield from _workers(self.recorder)
-        yield from _steps(self.recorder.tally)
-        yield from _changes(self.recorder.tally)
+        yield from _workers(recorder)
+        yield from _steps(recorder.tally)
+        yield from _changes(recorder.tally)
 
 
 def _workers(recorder: Recorder) -> Iterator[Metric]:
@@ -202,7 +190,7 @@ class MetricsEndpoint:
             return
 
         async def metrics(_: web.Request) -> web.Response:
-            return web.Response(body=exposition(endpoint.recorder), headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return metrics_response(_figures(endpoint.recorder))
 
         application = web.Application()
         application.router.add_get("/metrics", metrics)

@@ -34,7 +34,7 @@ def last_is_killed(rank, processes, store):
 
 {patch}
 own = WorkerChannel(socket.socket(fileno=int(sys.argv[1])))
-serve_and_leave(lambda: training_worker.serve_together(own, 3, lambda channel, inside: None), own)
+serve_and_leave(lambda: training_worker.serve_together(own, 3, lambda channel, inside: None), own.send)
 """
 
 

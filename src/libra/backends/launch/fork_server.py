@@ -247,7 +247,7 @@ def _become_worker(connection: socket.socket, order: dict[str, Any], weights_des
     os.dup2(log, 1)
     os.dup2(log, 2)
     channel = WorkerChannel(connection)
-    serve_and_leave(lambda: serve(channel, weights_descriptor), channel)
+    serve_and_leave(lambda: serve(channel, weights_descriptor), channel.send)
 
 
 def serve(channel: WorkerChannel, weights_descriptor: int) -> None:

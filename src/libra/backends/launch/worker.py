@@ -17,16 +17,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from libra.backends.transport.messages import Failure, Message
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BURST = 0.02  # seconds of CPU time that an idle slot may save up: a few engine iterations
-
-
-class _Sender(Protocol):
-    def send(self, message: Message) -> None: ...
 
 
 def die_with(parent: int) -> None:
@@ -36,8 +32,8 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def serve_and_leave(serve: Callable[[], None], channel: _Sender) -> NoReturn:
-    """Serve, tell the other end of the channel of an error, and end without the clean-up handlers of the parent."""
+def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) -> NoReturn:
+    """Serve, send an error if that is how it ends, and end without the clean-up handlers of the parent."""
     status = 0
     try:
         serve()
@@ -47,7 +43,7 @@ def serve_and_leave(serve: Callable[[], None], channel: _Sender) -> NoReturn:
         traceback.print_exc()
         status = 1
         try:
-            channel.send(Failure(f"{type(error).__name__}: {error}"))
+            send(Failure(f"{type(error).__name__}: {error}"))
         except OSError:
             pass
     finally:

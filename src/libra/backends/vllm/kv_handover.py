@@ -21,6 +21,8 @@ from libra.cost.transfer import handover_pays
 
 
 class KVLeases:
+    """Frames and who has them."""
+
     def __init__(self, frames: int) -> None:
         self._free = list(range(frames))
         self._written_by: list[tuple[int, KVTransfer]] = []  # by a process that may not have heard that it shall not
