@@ -19,7 +19,7 @@ from libra.backends.grpo.membership import CoreLostError
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import Sample, SaveCheckpoint
 from libra.backends.vllm.engine_handle import EngineHandle
-from libra.config.run import RunConfig
+from libra.config.run import TrainingConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
@@ -41,21 +41,8 @@ from libra.report.live import PlainDisplay
 from libra.route.published import PublishedCMLFQ
 
 STEPS, PER_STEP, SIZE, STALENESS = 7, 2, 3, 1
-CONFIG = RunConfig.model_validate(
-    {
-        "name": "sessions",
-        "checkpoint_every": 2,
-        "environment": {"kind": "ask", "tools": ["e"]},
-        "engines": {"long": {"max_model_len": 100, "max_num_seqs": 4, "kv_tokens": 400}},
-        "start": {"replicas": 2, "buckets": [{"shape": "long", "engines": 2, "up_to": 100}]},
-        "training": {
-            "steps": STEPS,
-            "prompts_per_step": PER_STEP,
-            "samples_per_prompt": SIZE,
-            "max_staleness": STALENESS,
-        },
-    }
-)
+TRAINING = TrainingConfig(steps=STEPS, prompts_per_step=PER_STEP, samples_per_prompt=SIZE, max_staleness=STALENESS)
+CHECKPOINT_EVERY = 2
 PROMPTS = [Prompt(f"p{number}", "Q;", answer=f"A{number};") for number in range(5)]
 ALLOCATION = Allocation(2, (Bucket("long", 2, 0, 100),))
 
@@ -182,8 +169,8 @@ class Session:
         self.observations = MadeObservations(seen)
         rollout = Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now)
         self.groups = Groups(
-            CONFIG.training,
-            CONFIG.seed,
+            TRAINING,
+            0,
             PROMPTS,
             rollout,
             self.recorder,
@@ -193,8 +180,8 @@ class Session:
             lambda: MadePeriods.predicted_seconds,
         )
         self.training = TrainingLoop(
-            CONFIG.training,
-            CONFIG.checkpoint_every,
+            TRAINING,
+            CHECKPOINT_EVERY,
             cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
             rollout,
             self.groups,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
 from libra.loop.observations import Observations
@@ -60,3 +64,9 @@ def episode(group: int, index: int, version: int = 0) -> Episode:
         0.5,
         (0, 1),
     )
+
+
+def rows(directory: Path, name: str) -> list[dict[str, Any]]:
+    """What a run has written to one of its files so far."""
+    path = directory / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from fakes.small_run import episode
+from fakes.small_run import episode, rows
 
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.transport.messages import Acknowledged, Message
@@ -139,10 +138,6 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
     made = Recorder(tmp_path, 0.0)
     yield made
     made.close()
-
-
-def rows(directory: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
 def test_a_run_is_cut_back_to_the_last_step_that_will_not_be_made_again(recorder: Recorder) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.small_run import rows
 
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
@@ -26,10 +27,6 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
     made = Recorder(tmp_path, 0.0)
     yield made
     made.close()
-
-
-def rows(directory: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
 def spans(directory: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from fakes.scripted import AskTool, echo
-from fakes.small_run import PROFILE
+from fakes.small_run import PROFILE, rows
 from fakes.workers import MadeLauncher, MadeWorker
 
 from libra.backends.grpo.membership import CoreLostError
@@ -152,11 +152,6 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path, monkeypatch)
-
-
-def rows(directory: Path, name: str) -> list[dict[str, Any]]:
-    path = directory / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 async def until(condition: Callable[[], bool], task: asyncio.Task[RunSummary]) -> None:

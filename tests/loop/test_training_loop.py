@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import subprocess
@@ -13,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.sessions import CONFIG, PER_STEP, SIZE, STALENESS, STEPS, MadePeriods, Session, sit, sit_until_killed
+from fakes.sessions import (
+    CHECKPOINT_EVERY,
+    PER_STEP,
+    SIZE,
+    STALENESS,
+    STEPS,
+    MadePeriods,
+    Session,
+    sit,
+    sit_until_killed,
+)
+from fakes.small_run import rows
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.config.yaml_file import ConfigError
@@ -98,8 +108,7 @@ def test_steps_that_are_replayed_are_made_of_the_same_trajectories(tmp_path: Pat
     assert (left / "metrics.jsonl").read_text().startswith(metrics)  # what was measured stays
     after = [t.id for t in read_trajectories(left / "trajectories.jsonl")]
     assert after[: len(sampled)] == sampled  # nothing that had finished was generated again
-    events = [json.loads(line) for line in (left / "events.jsonl").read_text().splitlines()]
-    [resumed] = [event["text"] for event in events if event["kind"] == "resumed"]
+    [resumed] = [event["text"] for event in rows(left, "events") if event["kind"] == "resumed"]
     assert resumed.startswith("replayed steps 3 to ")
 
 
@@ -154,7 +163,7 @@ def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: 
     assert second.wait_seconds >= 0.0
     assert second.device_seconds["core-0"][Cause.BOUNDARY] == pytest.approx(second.held_seconds, abs=0.01)
     assert second.device_seconds["core-0"][Cause.CHECKPOINTING] <= second.checkpoint_seconds + 0.01
-    [event, *_] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    [event, *_] = rows(tmp_path, "events")
     assert event["kind"] == "checkpoint" and event["seconds"] == second.checkpoint_seconds
 
 
@@ -179,7 +188,7 @@ def test_no_checkpoint_is_written_once_an_episode_could_not_be(tmp_path: Path) -
     between = training._between_steps
 
     async def beside_a_joiner() -> None:
-        if training.step == 2 * CONFIG.checkpoint_every:
+        if training.step == 2 * CHECKPOINT_EVERY:
             holding.append(asyncio.create_task(hold()))
             await asyncio.sleep(0)
         await between()

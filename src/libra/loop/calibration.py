@@ -7,7 +7,6 @@ the run, libraries, and the code that was timed.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import libra
 from libra.backends.machine import COMPUTING, versions
 from libra.backends.transport.messages import Precision
-from libra.config.cache import cache_directory
+from libra.config.cache import cache_directory, cache_key
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import load_profile, save_profile
@@ -50,7 +49,7 @@ def profile_key(
         "versions": versions(COMPUTING),
         "code": _digest_of(code),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_key(parts)
 
 
 def _digest_of(code: Path) -> str:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import psutil
 
 from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
@@ -45,8 +39,6 @@ from libra.records.files import writing
 from libra.records.run_log import prediction_error
 from libra.records.schema import Evaluation, MovedContexts, PeriodRecord, RunSummary, read_records
 from libra.route.catalogue import policy_named, policy_restored
-
-_MEMORY_SECONDS = 20.0  # between two looks; one costs tens of milliseconds of CPU time for each large process
 
 
 class _Observer:
@@ -82,7 +74,7 @@ class Session:
     progress: RunProgress
     launcher: WorkerLauncher
     metrics: MetricsEndpoint
-    memory: MemoryWatch
+    peak_memory: Callable[[], Awaitable[int]]  # bytes, of all processes
     arithmetic: Choice
     model: Path
     began: float  # when this process started it
@@ -210,7 +202,6 @@ class Session:
         self.progress.line(_words(ended))
         gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", training.temperature)))
         await executor.processes.save_final(directory / "model")
-        await self.memory.look()
         trajectories = groups.started * training.samples_per_prompt, loop.step * training.trajectories
         summary = RunSummary(
             name=config.name,
@@ -221,7 +212,7 @@ class Session:
             evaluations=(started, ended),
             prediction_error=prediction_error(read_records(PeriodRecord, directory / "periods.jsonl")),
             lost_workers=tuple(recorder.lost_workers),
-            peak_memory_bytes=self.memory.peak_bytes,
+            peak_memory_bytes=await self.peak_memory(),
             trajectories_started=trajectories[0],
             trajectories_trained=trajectories[1],
             trajectories_unfinished=trajectories[0] - trajectories[1],
@@ -272,45 +263,3 @@ def _words(evaluation: Evaluation) -> str:
         f"{evaluation.name}: accuracy {evaluation.sampled_accuracy:.3f} sampled, {evaluation.greedy_accuracy:.3f}"
         f" greedy on {evaluation.questions} held-out questions, {evaluation.turns_mean:.2f} turns"
     )
-
-
-class MemoryWatch:
-    """Watches this process, and those under `roots`, while it is entered."""
-
-    def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
-        self._roots = roots
-        self._task: asyncio.Task[None] | None = None
-        self.peak_bytes = 0
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-
-    async def look(self) -> None:
-        """Take the memory of this moment into account."""
-        self.peak_bytes = max(self.peak_bytes, await asyncio.to_thread(self._proportional_set_size))
-
-    async def _watch(self) -> None:
-        while True:
-            await self.look()
-            await asyncio.sleep(_MEMORY_SECONDS)
-
-    def _proportional_set_size(self) -> int:
-        processes = [psutil.Process(os.getpid())]
-        for pid in self._roots():
-            with suppress(psutil.Error):
-                root = psutil.Process(pid)
-                processes += [root, *root.children(recursive=True)]
-        total = 0
-        for process in processes:
-            with suppress(psutil.Error):  # it ended while we looked
-                total += process.memory_full_info().pss
-        return total

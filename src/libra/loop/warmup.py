@@ -6,9 +6,7 @@ reused: three runs that differ in their learning rate start from the same weight
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 import random
 import shutil
@@ -22,7 +20,7 @@ from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
 from libra.backends.transport.messages import Acknowledged, Precision
 from libra.backends.transport.trainer_messages import SaveCheckpoint, WarmedUp, WarmUp
-from libra.config.cache import cache_directory
+from libra.config.cache import cache_directory, cache_key
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
 from libra.loop.rollout import Codec
@@ -118,4 +116,4 @@ def _key(config: RunConfig, environment: Environment, precision: Precision) -> s
         "environment": {"kind": config.environment.kind, "options": config.environment.options, "source": source},
         "torch": version("torch"),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_key(parts)

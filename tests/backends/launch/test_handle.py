@@ -11,7 +11,7 @@ import pytest
 from fakes.far_end import PATIENCE, FarEnd, connect, generated, piece, whole
 
 import libra.backends.vllm.engine_handle
-from libra.backends.grpo.membership import ask_all
+from libra.backends.grpo.membership import Membership, Patience
 from libra.backends.launch.handle import SILENT_LOOKS, Handle
 from libra.backends.transport.channel import _frame
 from libra.backends.transport.engine_messages import (
@@ -513,8 +513,9 @@ async def test_who_answered_while_the_controller_was_held_up_is_not_lost() -> No
     lost: list[str] = []
     far_ends = [await connect(Handle, lambda name, why: lost.append(name), name) for name in ("a", "b")]
     (first, first_end), (second, second_end) = far_ends
+    members = Membership(first, lambda worker: None, Patience(), 0)
     orders = [(first, Publish(1, 0)), (second, Publish(1, 0))]
-    asking = asyncio.create_task(ask_all(orders, Published, lambda elapsed: 0.3, lambda worker: None))
+    asking = asyncio.create_task(members.ask(orders, Published, lambda elapsed: 0.3))
     for _, end in far_ends:
         await end.receive()
     first_end.send(Published(1, 5))

@@ -13,9 +13,9 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
+from typing import TypeVar
 
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
@@ -42,6 +42,8 @@ from libra.backends.transport.trainer_messages import (
     StateDigest,
 )
 
+Result = TypeVar("Result")
+
 FORMING = timedelta(seconds=FORMING_SECONDS)
 
 
@@ -49,13 +51,18 @@ class PeerLostError(RuntimeError):
     """A collective failed because another replica is gone, or too late."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Forming:
-    """A membership on its way. Its group is None for a replica that is alone."""
+def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
+    """What a daemon thread makes of it: it may wait for somebody who never comes."""
+    future: Future[Result] = Future()
 
-    order: Prepare
-    process: int
-    group: Future[ProcessGroupGloo | None] = field(default_factory=Future)
+    def run() -> None:
+        try:
+            future.set_result(verb())
+        except Exception as error:  # noqa: BLE001 - the end of a thread: who asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class GradientExchange:
@@ -67,7 +74,8 @@ class GradientExchange:
         self._process = process
         self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
         self._deaf: OSError | None = None  # why this replica cannot listen
-        self._forming: _Forming | None = None
+        self._prepared: Prepare | None = None
+        self._forming = Future[ProcessGroupGloo | None]()  # the group of that membership; None where it is alone
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
@@ -88,29 +96,30 @@ class GradientExchange:
 
     def prepare(self, order: Prepare) -> None:
         """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
-        self._forming = forming = _Forming(order, self._process)
+        self._prepared, self._forming = order, Future()
         if order.size <= 1:
-            forming.group.set_result(None)
+            self._forming.set_result(None)
         elif not order.port:
-            forming.group.set_exception(self._deaf or ConnectionError("the first replica cannot listen"))
+            self._forming.set_exception(self._deaf or ConnectionError("the first replica cannot listen"))
         else:
-            Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
+            self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
     def formed(self, generation: int, seconds: float) -> bool:
         """Whether that membership can be entered without waiting, after at most `seconds`."""
-        forming = self._prepared(generation)
+        self._require_prepared(generation)
         with contextlib.suppress(Exception):  # how it failed is told by `enter`
-            forming.group.result(seconds)
-        return forming.group.done() and forming.group.exception() is None
+            self._forming.result(seconds)
+        return self._forming.done() and self._forming.exception() is None
 
     def enter(self, generation: int) -> None:
         """Exchange with the replicas of that membership from now on.
 
         Raises `PeerLostError` when not everyone came; this replica then exchanges nothing until the next membership."""
-        forming = self._prepared(generation)
-        self._forming, self._group, self.size = None, None, forming.order.size
+        self.size = self._require_prepared(generation).size
+        forming, self._forming = self._forming, Future()
+        self._prepared = self._group = None
         try:
-            self._group = forming.group.result(FORMING.total_seconds())
+            self._group = forming.result(FORMING.total_seconds())
         except (RuntimeError, OSError) as error:
             what = f"membership {generation} of {self.size} replicas"
             raise PeerLostError(f"{what} did not come about: {str(error) or 'not all of them came'}") from error
@@ -136,24 +145,20 @@ class GradientExchange:
         """This membership is over. Who still counts on this replica finds out at once."""
         self._group = None  # closes the connections
 
-    def _prepared(self, generation: int) -> _Forming:
-        if self._forming is None or self._forming.order.generation != generation:
+    def _require_prepared(self, generation: int) -> Prepare:
+        if self._prepared is None or self._prepared.generation != generation:
             raise ValueError(f"membership {generation} was not prepared")
-        return self._forming
+        return self._prepared
 
 
-def _form(forming: _Forming) -> None:
-    order = forming.order
-    try:
-        # A connection of its own: one that waits for a replica that never comes must not block the next forming.
-        found = TCPStore(order.host, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()
-        options._timeout = FORMING
-        options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
-        store = PrefixStore(f"generation-{order.generation}-process-{forming.process}", found)
-        forming.group.set_result(ProcessGroupGloo(store, order.rank, order.size, options))
-    except Exception as error:  # noqa: BLE001 - the end of a thread: `enter` raises it
-        forming.group.set_exception(error)
+def _form(order: Prepare, process: int) -> ProcessGroupGloo:
+    # A connection of its own: one that waits for a replica that never comes must not block the next forming.
+    found = TCPStore(order.host, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
+    options = ProcessGroupGloo._Options()
+    options._timeout = FORMING
+    options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
+    store = PrefixStore(f"generation-{order.generation}-process-{process}", found)
+    return ProcessGroupGloo(store, order.rank, order.size, options)
 
 
 def _serve_store(host: str, port: int) -> TCPStore:

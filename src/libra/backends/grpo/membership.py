@@ -54,61 +54,6 @@ class Patience:
 STANDARD = Patience()
 
 
-async def ask_all(
-    orders: Sequence[tuple[Handle, Message]],
-    reply: type[Reply],
-    allowed: Callable[[float], float],
-    kill: Callable[[Handle], None],
-    deadline: float = ANSWER_DEADLINE,
-) -> list[Reply | None]:
-    """The answers in the order of the orders; None from a worker that is lost.
-
-    `allowed` gives the seconds that all may take, from those after which the first answered; `deadline` those until the
-    first answer. A replica that takes longer, or fails, is declared lost and killed.
-    """
-    began = time.monotonic()
-    look, looks = None, SILENT_LOOKS
-    tasks = {asyncio.create_task(worker.ask(order, reply, deadline)): worker for worker, order in orders}
-    try:
-        waiting = set(tasks)
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=look, return_when=asyncio.FIRST_COMPLETED)
-            if look is None and any(not isinstance(task.exception(), _LOST) for task in done):
-                elapsed = time.monotonic() - began
-                look = max(0.0, allowed(elapsed) - elapsed) / SILENT_LOOKS
-            elif not done:
-                looks -= 1
-            if not looks:
-                for task in waiting:
-                    _give_up(tasks[task], "it did not answer while the others did", kill)
-                look, looks = None, SILENT_LOOKS
-        return [_answer(task, tasks[task], kill) for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _give_up(worker: Handle, why: str, kill: Callable[[Handle], None]) -> None:
-    worker.declare_lost(why)
-    kill(worker)
-
-
-def _answer(task: asyncio.Task[Reply], worker: Handle, kill: Callable[[Handle], None]) -> Reply | None:
-    match task.exception():
-        case None:
-            return task.result()
-        case WorkerLostError():
-            return None
-        case TimeoutError():  # the handle has declared it lost
-            kill(worker)
-            return None
-        case WorkerFailedError() as error:
-            _give_up(worker, str(error), kill)
-            return None
-        case error:
-            raise error
-
-
 class Boundary(asyncio.Lock):
     """Between two steps: while it is held, nobody else makes a step or changes the membership.
 
@@ -185,8 +130,50 @@ class Membership:
         allowed: Callable[[float], float] | None = None,
         deadline: float = ANSWER_DEADLINE,
     ) -> list[Reply | None]:
-        """See `ask_all`. `allowed` is by default what suits equal work."""
-        return await ask_all(orders, reply, allowed or self.patience.beside, self._kill, deadline)
+        """The answers in the order of the orders; None from a replica that is lost.
+
+        `allowed` gives the seconds that all may take, from those after which the first answered (by default what suits
+        equal work), `deadline` those until the first answer. A replica that takes longer, or fails, is declared lost
+        and killed."""
+        allowed = allowed or self.patience.beside
+        began = time.monotonic()
+        look, looks = None, SILENT_LOOKS
+        tasks = {asyncio.create_task(replica.ask(order, reply, deadline)): replica for replica, order in orders}
+        try:
+            waiting = set(tasks)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=look, return_when=asyncio.FIRST_COMPLETED)
+                if look is None and any(not isinstance(task.exception(), _LOST) for task in done):
+                    elapsed = time.monotonic() - began
+                    look = max(0.0, allowed(elapsed) - elapsed) / SILENT_LOOKS
+                elif not done:
+                    looks -= 1
+                if not looks:
+                    for task in waiting:
+                        self._give_up(tasks[task], "it did not answer while the others did")
+                    look, looks = None, SILENT_LOOKS
+            return [self._answer(task, replica) for task, replica in tasks.items()]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _answer(self, task: asyncio.Task[Reply], replica: Handle) -> Reply | None:
+        match task.exception():
+            case None:
+                return task.result()
+            case WorkerLostError():
+                pass
+            case TimeoutError():  # the handle has declared it lost
+                self._kill(replica)
+            case WorkerFailedError() as error:
+                self._give_up(replica, str(error))
+            case error:
+                raise error
+        return None
+
+    def _give_up(self, replica: Handle, why: str) -> None:
+        replica.declare_lost(why)
+        self._kill(replica)
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
         """Let these replicas form a generation beside the present one; returns its number. They answer at once, and who

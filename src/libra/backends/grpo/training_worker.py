@@ -13,15 +13,13 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
 from torch.distributed import TCPStore
 
-from libra.backends.grpo.elastic import ElasticOrder
+from libra.backends.grpo.elastic import ElasticOrder, on_thread
 from libra.backends.grpo.joint_step import divide, join
 from libra.backends.grpo.model_part import ALONE, HOST, Inside, meet
 from libra.backends.grpo.trainer import TrainerProcess
@@ -221,15 +219,7 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
 
 def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Inside:
     """`meet` on a thread, since it would wait for a peer that never comes, while this one watches that they live."""
-    formed: Future[Inside] = Future()
-
-    def run() -> None:
-        try:
-            formed.set_result(meet(0, processes, store))
-        except Exception as error:  # noqa: BLE001 - the end of a thread: the caller raises it
-            formed.set_exception(error)
-
-    Thread(target=run, name="meet", daemon=True).start()
+    formed = on_thread("meet", lambda: meet(0, processes, store))
     while not formed.done():
         channel.look_for_broken(_LOOK_SECONDS)
     return formed.result()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from libra.config.cache import cache_directory
+from libra.config.cache import cache_directory, cache_key
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.cost import grid, lines, transfer
@@ -99,7 +98,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     except PackageNotFoundError:
         installed = "none"
     asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, _code()]
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    key = cache_key(asked)
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():
         try:

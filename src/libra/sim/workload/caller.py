@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from libra.route import policy
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.trajectory import Trajectory, Turn
 
 UNKNOWN_TOOL_SECONDS = 1.0  # a tool call whose duration was not recorded

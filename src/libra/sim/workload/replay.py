@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.workload.caller import UNKNOWN_TOOL_SECONDS, Call, Caller, calls
 from libra.sim.workload.distributions import Arrivals, AtOnce
 from libra.trajectory import Trajectory
