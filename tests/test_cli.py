@@ -206,7 +206,9 @@ def test_plan_ends_with_3_when_no_plan_exists(tmp_path: Path) -> None:
     # No engine has the memory for its own longest context.
     engines = {name: {**shape, "kv_tokens": 128} for name, shape in BASE["engines"].items()}
     config = write(tmp_path / "run.yaml", changed(engines=engines))
-    assert_refused(plan(config=config), "no plan exists: no engine shape holds the longest context of 192", status=3)
+    assert_refused(
+        plan(config=config), "no plan exists: an engine must hold the longest context of 192 tokens", status=3
+    )
 
 
 # libra plan --model: for a cluster of GPUs

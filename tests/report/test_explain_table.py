@@ -10,8 +10,7 @@ from made_explanation import EXPLANATION
 from rich.console import Console
 from rich.table import Table
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import Bound, Routing
+from libra.plan.explain.explanation import Bound, Routing, Split
 from libra.plan.problem import Proof
 from libra.report.explain_table import MOST_SPLITS, crossing, explain_tables, headline, routing_sentence
 

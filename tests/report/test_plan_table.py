@@ -15,8 +15,7 @@ from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.explain.explanation import Bound
-from libra.plan.explain.idle import IdleDevices
+from libra.plan.explain.explanation import Bound, PoolView
 from libra.plan.offline import LogEvidence
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import EngineShape
@@ -117,7 +116,9 @@ def test_a_step_as_long_as_training_is_no_sum_and_one_of_no_length_has_no_shares
 
 
 def test_idle_devices_are_shown_with_the_reason() -> None:
-    table = plan_tables(PLAN, BOUND, (IdleDevices("[b]", 16, "latency", "too slow there"),))[1]
+    table = plan_tables(PLAN, BOUND, (PoolView("a", 8, 4, 4, 0, ""), PoolView("[b]", 16, 0, 0, 16, "too slow there")))[
+        1
+    ]
     assert (table.title, cells(table)) == ("Idle devices", [(r"\[b]", "16", "too slow there")])
 
 

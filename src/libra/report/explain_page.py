@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import BucketView, Explanation, PlanView
+from libra.plan.explain.explanation import BucketView, Explanation, PlanView, Split
 from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, line_figure, time_unit
 from libra.report.explain_table import (

@@ -152,7 +152,7 @@ class _Run:
         return ()
 
     def describe(self) -> dict[str, object]:
-        return {"name": "posttraining", "system": self._system.name, "episodes": self._episodes.describe()}
+        return {"name": "posttraining", "system": self._system.name}
 
     def finished(self, request: Request, now: int) -> Request | None:
         caller = request.owner
@@ -170,7 +170,7 @@ class _Run:
         return self._ask(caller, now + call.delay)
 
     def _ask(self, caller: EpisodeCaller, arrival: int) -> Request:
-        request = caller.request(next(self._numbers), arrival)
+        request = caller.request(next(self._numbers), arrival, caller.chain)
         self._requests[caller.trajectory.id] = request
         return request
 
