@@ -8,12 +8,12 @@ from typing import Any
 from libra.route.baselines import LeastLoaded
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.distributions import LogNormal, Poisson
 from libra.sim.workload.generated import generated_requests
 from libra.sim.workload.replay import Replay

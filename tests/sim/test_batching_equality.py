@@ -19,11 +19,10 @@ from simulated import Make, Run, naive, simulate
 
 from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.grid import EngineGrid
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost, Overhead
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 VLLM_CASES = 60
 

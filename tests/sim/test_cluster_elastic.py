@@ -17,10 +17,10 @@ from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement
 from libra.route.policy import TurnRequest as Asked
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests

@@ -9,11 +9,10 @@ from driven_engine import Case, cases, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.scheduler import Pause
 
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
@@ -106,7 +105,7 @@ def test_nothing_comes_to_an_engine_that_closes() -> None:
             engine.adopt(Chain("a"), 8, 5)
         with pytest.raises(ValueError, match="request 0"):
             engine.ask(request, 5, 5)
-        assert not engine.pause(Pause(lambda now: now + 9, refresh=False), 5)
+        assert not engine.pause(Pause(9, refresh=False), 5)
         if engine.busy:
             engine.commit()
             assert engine.plan(10) is None
@@ -120,7 +119,7 @@ def test_a_pause_under_way_comes_to_its_end_and_those_due_do_not_begin() -> None
     engine.submit(request, 0)
     engine.plan(0)
     for _ in range(2):
-        engine.pause(Pause(lambda now: now + 100, refresh=True), 5)
+        engine.pause(Pause(100, refresh=True), 5)
     engine.commit()
     assert engine.plan(10) == 110
     assert not engine.close(50)

@@ -13,11 +13,10 @@ from test_block_pool import WHICH, Client, PoolMachine
 from test_engine_closing import assert_as_naive
 
 from libra.sim.engine.block_pool import BlockPool
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 CONFIG = EngineConfig(max_model_len=32, kv_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
 TEN = AffineCost(10)  # ticks for any iteration
@@ -46,7 +45,7 @@ class AdoptingMachine(PoolMachine):
 
     def _adopt(self, request: Request, blocks: int) -> int:
         path = self.pool.path(request)
-        owners = {owner for owner, _ in path}
+        owners = {owner for owner, _, _ in path}
         for client in self.running:
             if client.chain in owners:
                 self._write(client)
@@ -286,9 +285,10 @@ def test_copies_stay_in_order() -> None:
     for request in (first, again):
         pool.hold(path, 1)
         pool.take(1)
-        pool.write(request, path, 1, 2)
+        request.path, request.written = path, 1
+        pool.write(request, 2)
     assert pool.adopt(path, 9) == 4  # the first block is held, and so are two copies of the second
-    pool.release(first, path, 2, 2)
-    pool.release(again, path, 2, 2)
+    pool.release(first, 2)
+    pool.release(again, 2)
     assert pool.adopt(path, 9) == 6  # in place of the copies
     assert pool.find(path, 9) == (6, 6)

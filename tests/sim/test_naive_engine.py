@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.naive_engine import NaiveResult, Step, naive_run
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 
 class Ticks:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.fidelity.random_workloads import random_case
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 if TYPE_CHECKING:
     from benchmarks.fidelity.vllm_schedule import Step

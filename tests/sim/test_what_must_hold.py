@@ -362,7 +362,7 @@ def test_a_misconfigured_engine_is_refused_with_the_reason(changes: dict[str, An
     ("make", "message"),
     [
         (lambda spec, none: policy_named("fastest"), "policy is 'fastest'; choose one of round-robin"),
-        (lambda spec, none: SimCluster([], none), "there is no engine"),
+        (lambda spec, none: SimCluster([], none), "engines is empty"),
         (lambda spec, none: SimCluster([spec, replace(spec, name="b")], none), "2 engines and no policy"),
         (lambda spec, none: SimCluster([spec, spec], none, policy_named("round-robin")), "same name"),
         (lambda spec, none: SimCluster([replace(spec, bucket=1)], none), "bucket 1"),

@@ -20,10 +20,9 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.weight_update import WeightUpdate
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]

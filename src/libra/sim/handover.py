@@ -19,12 +19,6 @@ from libra.sim.workload.caller import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class KVMove:
-    tokens: int  # from the context's beginning
-    ticks: int
-
-
-@dataclass(frozen=True, slots=True)
 class KVMoves:
     """Transfers over the links of a fabric, each with its engines' share of them to itself: no two are taken to meet.
 
@@ -42,8 +36,9 @@ class KVMoves:
         target_spec: EngineSpec,
         request: Request,
         now: int,
-    ) -> KVMove | None:
-        """What to move for a request that goes to `target`; None where it is quicker to compute it again."""
+    ) -> tuple[int, int] | None:
+        """(tokens from the context's beginning, ticks) to move for a request that goes to `target`; None where it is
+        quicker to compute it again."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
         if missing <= 0:
@@ -57,7 +52,7 @@ class KVMoves:
         )
         again = _prefill_ticks(target_spec, there - missing, there)
         needed = ticks(seconds)
-        return KVMove(there, needed) if needed < again else None
+        return (there, needed) if needed < again else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,8 @@ class Handovers:
         moved = self._moves.quicker(source, specs[source.index], engine, specs[engine.index], request, now)
         if moved is None:
             return None
-        return Handover(request, engine, moved.tokens, now + moved.ticks, self.refreshes)
+        tokens, needed = moved
+        return Handover(request, engine, tokens, now + needed, self.refreshes)
 
     def complete(self, handover: Handover, now: int) -> int:
         """It has arrived. Returns how many tokens are new on the engine: none if they are of older weights."""

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from virtual_time import run
 
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 CONFIG = EngineConfig(
     max_model_len=400, kv_blocks=60, block_size=8, max_num_seqs=4, max_num_batched_tokens=64, policy="priority"

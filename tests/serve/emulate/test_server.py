@@ -17,7 +17,7 @@ from serve.stage import emulated
 
 from libra.serve.emulate.server import Emulator, PrefixIndex
 from libra.sim.engine.block_pool import BlockPool
-from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Chain, owner_of
 
 DEFAULT = 7
 
@@ -237,7 +237,7 @@ def test_blocks_with_one_owner_have_equal_tokens(contexts: list[tuple[list[int],
         index.learn(chain, context, salt)
         path = pool.path(chain)
         for block in range(len(context) // BLOCK):
-            owner: object = next(it for it, start in reversed(path) if start <= block)
+            owner = owner_of(path, block)
             known = tokens_of.setdefault((owner, block), (salt, context[: (block + 1) * BLOCK]))
             assert known == (salt, context[: (block + 1) * BLOCK])
 

@@ -12,13 +12,12 @@ from made_result import SECOND, request, simulated, small
 
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.chain import Chain
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.scheduler import Iteration
 from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.requests import Requests
 
 

@@ -18,6 +18,7 @@ from made_result import all_ends, request, simulated, two_trajectories
 
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
@@ -36,7 +37,6 @@ from libra.sim.outcome.metrics import (
 from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, request_columns, result_of
 from libra.sim.outcome.result_file import FIELDS, FORMAT, document, write_outcomes
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller
 from libra.sim.workload.requests import Requests
 

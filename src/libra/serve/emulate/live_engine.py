@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 _STREAM_SECONDS = 0.02  # between two pieces of a stream
 _ROUNDING = 1e-9  # seconds: loop times are floats, and must not fall before the tick

@@ -21,16 +21,15 @@ from libra.plan.plan import Plan
 from libra.route.admission import Admission
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.chain import Chain
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.handover import KVMoves
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import EpisodeCaller, calls
 from libra.trajectory import Trajectory
 
@@ -153,7 +152,7 @@ class _Run:
         return ()
 
     def describe(self) -> dict[str, object]:
-        return {"name": "posttraining", "system": self._system.name, "episodes": self._episodes.describe()}
+        return {"name": "posttraining", "system": self._system.name}
 
     def finished(self, request: Request, now: int) -> Request | None:
         caller = request.owner
@@ -171,7 +170,7 @@ class _Run:
         return self._ask(caller, now + call.delay)
 
     def _ask(self, caller: EpisodeCaller, arrival: int) -> Request:
-        request = caller.request(next(self._numbers), arrival)
+        request = caller.request(next(self._numbers), arrival, caller.chain)
         self._requests[caller.trajectory.id] = request
         return request
 

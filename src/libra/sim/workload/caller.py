@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from libra.route import policy
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.trajectory import Trajectory, Turn
 
 UNKNOWN_TOOL_SECONDS = 1.0  # a tool call whose duration was not recorded
@@ -96,6 +95,13 @@ class Caller:
         kept = self.trajectory.prompt_tokens
         return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
 
+    def request(self, number: int, arrival: int, chain: Chain | None) -> Request:
+        """What is left of the turn."""
+        call, before = self.call, self.generated_before
+        return Request(
+            number, arrival, call.context_tokens + before, call.output_tokens - before, chain=chain, owner=self
+        )
+
     def routing_request(self) -> policy.TurnRequest:
         """The turn as it was last placed."""
         trajectory = self.trajectory
@@ -130,13 +136,6 @@ class EpisodeCaller(Caller):
 
     def __post_init__(self) -> None:
         self.chain = self.fork()
-
-    def request(self, number: int, arrival: int) -> Request:
-        """What is left of the present turn."""
-        call, before = self.call, self.generated_before
-        return Request(
-            number, arrival, call.context_tokens + before, call.output_tokens - before, chain=self.chain, owner=self
-        )
 
     def advance(self) -> Call:
         """The turn is over; the next call."""

@@ -13,8 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.workload.distributions import CHUNK, Arrivals, Lengths
 from libra.sim.workload.requests import Requests
 from libra.trajectory import ToolStatus, Trajectory, Turn, truncate

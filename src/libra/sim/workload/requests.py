@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from libra.sim.clock import LONGEST, TICKS, ticks
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 
 class Workload(Protocol):
