@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
@@ -30,3 +32,20 @@ def one_bucket(replicas: int, engines: int) -> Allocation:
 
 def two_buckets(replicas: int, short: int, long: int, *, cut: int = 1000, end: int = 5000) -> Allocation:
     return Allocation(replicas, (Bucket("short", short, 0, cut), Bucket("long", long, cut, end)), "copies")
+
+
+def one_shape(
+    work: tuple[float, float],
+    residence: tuple[float, float],
+    *,
+    stall: float = 0.0,
+    generates: float = 0.0,
+    waits: float = 0.0,
+    **fields: object,
+) -> Problem:
+    """Two classes on four single devices that each train in 8 s and less where more of them do."""
+    lines = (((generates,) * 2,), ((waits,) * 2,)) if generates or waits else ((), ())
+    engine = EngineOption("e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, *lines)
+    training = tuple(TrainingOption("t", "p", n, n, 8.0 / n, 0.5) for n in (1, 2, 3))
+    problem = Problem((Pool("p", 2, 2),), (engine,), training, (10, 100), (True, True), 100, ((1, 1),), ((1, 1),), 1)
+    return replace(problem, **fields)  # type: ignore[arg-type]

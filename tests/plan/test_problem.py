@@ -1,15 +1,23 @@
-"""What the values of a problem refuse, and the remedy they name."""
+"""What the values of a problem refuse, and the remedy they name; one name for each family of constraints."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, one_bucket, two_buckets
 
+from libra.plan import problem
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.problem import Pool
+from libra.plan.model import feasibility
+from libra.plan.model.cpsat import StepModel
+from libra.plan.model.ilp import StepProgram
+from libra.plan.problem import Family, Pool
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("nodes", lambda: Pool("a", -1, 8), "nodes is -1; set it to 0 or more"),
@@ -80,3 +88,26 @@ def test_a_problem_knows_its_pools_and_shapes() -> None:
     assert PROBLEM.shapes == ("short", "long")
     assert PROBLEM.footprint("long") == ("a", 2, 5000)
     assert (one_bucket(1, 3).engines, two_buckets(1, 3, 2).engines) == (3, 5)
+    text = two_buckets(1, 3, 2).describe()
+    assert (text, Allocation(2, ()).describe()) == ("train 1 | short 3 <= 1000 | long 2 <= 5000", "train 2")
+
+
+FAMILIES = get_args(Family)
+DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+@pytest.mark.parametrize("text", [problem.__doc__, DOCS.read_text()], ids=["problem", "docs"])
+def test_every_family_stands_on_the_page_of_notation(text: str) -> None:
+    assert [family for family in FAMILIES if not re.search(rf"^(\s+|\| `){family}\b", text, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("model", [StepModel, StepProgram])
+def test_constraints_of_a_model_are_families(model: type) -> None:
+    source = inspect.getsource(model)
+    named = set(re.findall(r'(?:with_name\(f?|_add\(f?|name = f?)"([a-z_]+?)(?:_?[\[{].*?)?"', source))
+    assert named - {"different", "fewest", "starts"} <= set(FAMILIES)
+    assert {"one_training", "every_class_once", "most_buckets", "one_bucket_per_shape", "devices"} <= named
+
+
+def test_conflicts_are_of_families() -> None:
+    assert set(re.findall(r'Constraint\(\s*"(\w+)"', inspect.getsource(feasibility))) <= set(FAMILIES)

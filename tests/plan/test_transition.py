@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.cost.device import SwitchCost
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.decision import machine_seconds
 from libra.plan.placement import place
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 from libra.plan.transition import (
@@ -23,7 +21,6 @@ from libra.plan.transition import (
     Duty,
     Move,
     Role,
-    Transition,
     device_transition,
     group_transition,
     unsafe,
@@ -301,19 +298,6 @@ def test_unsafe_moves(workers: list[Device], to: tuple[str, Duty], reason: str |
     assert found is None if reason is None else found is not None and reason in found
 
 
-@pytest.mark.parametrize(
-    ("moves", "cost"),
-    [
-        ([], 0.0),
-        ([Move("a", TRAIN, engine("long")), Move("b", engine("short"), engine("long"))], 16.0),
-        ([Move("a", IDLE, TRAIN), Move("b", engine("short"), TRAIN), Move("c", IDLE, engine("short"))], 14.0),
-    ],
-)
-def test_moves_of_a_machine_are_paid_one_after_the_other(moves: list[Move], cost: float) -> None:
-    switch = SwitchCost(engine_start=8.0, trainer_join=3.0, weight_load=0.5)
-    assert machine_seconds(Transition(None, allocation(1, long=1), tuple(moves)), switch) == cost
-
-
 def test_a_transition_reads_as_text() -> None:
     before, wanted = allocation(3, short=1, long=1), allocation(1, short=1, long=3)
     workers = [device(0, CORE, TRAIN), device(1, HYBRID, TRAIN), device(2, HYBRID, TRAIN)]
@@ -373,9 +357,3 @@ def test_a_group_that_is_displaced_starts_again() -> None:
     assert group_transition(before, before, spread, place(problem, before, spread)).moves == ()
     # Where groups are is not known: those of a kind that goes on are taken to stay.
     assert group_transition(before, wanted).words() == ("train:a -> idle", "idle -> train:b")
-
-
-def test_describe() -> None:
-    planned = Allocation(1, (Bucket("short", 2, 0, 40), Bucket("middle", 1, 40, 80), Bucket("long", 1, 80, 160)))
-    assert planned.describe() == "train 1 | short 2 <= 40 | middle 1 <= 80 | long 1 <= 160"
-    assert Allocation(2, ()).describe() == "train 2"

@@ -10,8 +10,7 @@ import pytest
 from made_explanation import CLASSES, EXPLANATION, plan
 from pages import Page, figure, marks, needs_nothing
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import Otherwise, RejectedKind
+from libra.plan.explain.explanation import Otherwise, RejectedKind, Split
 from libra.report.explain_page import MOST_REJECTED, below, bucket_figure, explain_page, split_figures
 from libra.report.explain_table import headline, routing_sentence
 

@@ -8,15 +8,14 @@ from io import StringIO
 import pytest
 from oracles.small_cluster import A800, CLASSES, QWEN_06B, RECIPE
 from oracles.small_request import LONG, REQUEST, SHORT, two_buckets
+from pages import cells
 from rich.console import Console
-from rich.table import Table
 
 from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.explain.explanation import Bound
-from libra.plan.explain.idle import IdleDevices
+from libra.plan.explain.explanation import Bound, PoolView
 from libra.plan.offline import LogEvidence
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import EngineShape
@@ -61,11 +60,6 @@ CLUSTER_PLAN = replace(
     ),
     request=ClusterRequest(Cluster(NODES), QWEN_06B, RECIPE, CLASSES, rooflines(Cluster(NODES), QWEN_06B, RECIPE)),
 )
-
-
-def cells(table: Table) -> list[tuple[str, ...]]:
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return list(zip(*columns, strict=True))
 
 
 def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
@@ -117,7 +111,9 @@ def test_a_step_as_long_as_training_is_no_sum_and_one_of_no_length_has_no_shares
 
 
 def test_idle_devices_are_shown_with_the_reason() -> None:
-    table = plan_tables(PLAN, BOUND, (IdleDevices("[b]", 16, "latency", "too slow there"),))[1]
+    table = plan_tables(PLAN, BOUND, (PoolView("a", 8, 4, 4, 0, ""), PoolView("[b]", 16, 0, 0, 16, "too slow there")))[
+        1
+    ]
     assert (table.title, cells(table)) == ("Idle devices", [(r"\[b]", "16", "too slow there")])
 
 

@@ -6,19 +6,19 @@ Invariant: a site is a value. Asking it changes nothing, so a thread may search 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from libra.config.run import ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, SwitchCost
-from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.decision import cluster_seconds, live_refill, machine_seconds, switch_cost
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
+from libra.plan.options.menu import Menu
 from libra.plan.options.slots import SLOT_CLASSES, SlotCounts, SlotRequest, longest_context, make_request
-from libra.plan.placement import DeviceGroup, place
-from libra.plan.plan import Plan, answer
+from libra.plan.placement import place
+from libra.plan.plan import Plan, PlanRequest, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
 from libra.plan.problem import Problem, Solution
 from libra.plan.transition import Device, Role, Transition, device_transition, group_transition, longest_shapes
@@ -36,9 +36,12 @@ class Scenario:
 class Question:
     """A request, and everything that could be chosen, priced."""
 
-    request: SlotRequest | ClusterRequest
-    problem: Problem
-    layouts: dict[tuple[str, int], ParallelLayout] = field(default_factory=dict)  # by layout and replicas
+    request: PlanRequest
+    menu: Menu
+
+    @property
+    def problem(self) -> Problem:
+        return self.menu.problem
 
 
 class Site(Protocol):
@@ -97,14 +100,13 @@ class ClusterSite:
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
         requests = [self.planner.request(each.classes, *what_runs(self.running)) for each in scenarios]
-        menus = [(request, request.menu()) for request in sharing_layouts(requests)]
-        return tuple(Question(request, menu.problem, menu.layouts) for request, menu in menus)
+        return tuple(Question(request, request.menu()) for request in sharing_layouts(requests))
 
     def transition(self, question: Question, wanted: Allocation) -> Transition:
         if self.running is None:
             return Transition(None, wanted, ())
-        placement = self._place(question, wanted)
-        return group_transition(self.running.allocation, wanted, self.running.placement, placement)
+        placed = self.running.placement
+        return group_transition(self.running.allocation, wanted, placed, place(question.problem, wanted, placed))
 
     def seconds(self, question: Question, transition: Transition) -> float:
         if not isinstance(question.request, ClusterRequest):
@@ -113,17 +115,8 @@ class ClusterSite:
         return cluster_seconds(question.problem, transition, switch, live_refill(question.request))
 
     def plan(self, question: Question, solution: Solution) -> Plan:
-        chosen = solution.allocation
-        return answer(
-            question.request,
-            question.problem,
-            solution,
-            layout=question.layouts[chosen.layout, chosen.replicas],
-            placement=self._place(question, chosen),
-        )
-
-    def _place(self, question: Question, wanted: Allocation) -> tuple[DeviceGroup, ...]:
-        return place(question.problem, wanted, () if self.running is None else self.running.placement)
+        placed = () if self.running is None else self.running.placement
+        return answer(question.request, question.menu, solution, placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +139,7 @@ class SlotSite:
         return longest_context(self.engines)
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
-        requests = [self.request(each) for each in scenarios]
-        return tuple(Question(request, request.problem()) for request in requests)
+        return tuple(Question(request, request.menu()) for request in map(self.request, scenarios))
 
     def request(self, scenario: Scenario) -> SlotRequest:
         kinds = [device.allowed for device in self.devices]
@@ -175,4 +167,4 @@ class SlotSite:
         return machine_seconds(transition, self.profile.switch)
 
     def plan(self, question: Question, solution: Solution) -> Plan:
-        return answer(question.request, question.problem, solution)
+        return answer(question.request, question.menu, solution)

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, PlanView
+from libra.plan.explain.explanation import Bound, Explanation, PlanView, Split
+from libra.plan.explain.what_if import SAME_STEP
 from libra.plan.problem import Proof
 from libra.report.tables import number, whole
 from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, signed_percent

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from rich.table import Column, Table
 
-from libra.plan.explain.explanation import Bound
-from libra.plan.explain.idle import IdleDevices
+from libra.plan.explain.explanation import Bound, PoolView
 from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
@@ -22,8 +21,9 @@ from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, plain,
 _PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
 
 
-def plan_tables(plan: Plan, bound: Bound, idle: Sequence[IdleDevices]) -> tuple[Table, ...]:
+def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Table, ...]:
     """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
+    idle = [pool for pool in pools if pool.idle]
     tables = (_allocation(plan), *([_idle(idle)] if idle else []))
     return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
 
@@ -116,10 +116,10 @@ def _step(plan: Plan, bound: Bound) -> Table:
     return table
 
 
-def _idle(idle: Sequence[IdleDevices]) -> Table:
+def _idle(pools: Sequence[PoolView]) -> Table:
     table = Table("pool", number("devices"), "why", title="Idle devices")
-    for each in idle:
-        table.add_row(cell(each.pool), f"{each.devices:,}", cell(each.reason))
+    for pool in pools:
+        table.add_row(cell(pool.name), f"{pool.idle:,}", cell(pool.why_idle))
     return table
 
 

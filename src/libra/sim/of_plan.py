@@ -206,7 +206,7 @@ def _wanted(plan: Plan) -> _Wanted:
 
 def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
     request = plan.request
-    problem = request.problem() if isinstance(request, SlotRequest) else request.menu().problem
+    problem = request.menu().problem
     return bucket_prices(problem, plan.allocation)
 
 

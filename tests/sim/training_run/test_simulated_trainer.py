@@ -28,7 +28,7 @@ def one_class(length: int) -> TrajectoryClass:
 @pytest.mark.parametrize("reference", ["none", "resident", "offloaded"])
 def test_of_equal_lengths_it_is_the_planners(length: int, reference: str) -> None:
     recipe = recipe_of(32, 4, reference=reference)
-    menu = training_layouts(QWEN_06B, NODES, recipe, [one_class(length)], 1, held=[layout_of(4), layout_of(1, tp=2)])
+    menu = training_layouts(QWEN_06B, NODES, recipe, [one_class(length)], held=[layout_of(4), layout_of(1, tp=2)])
     assert len(menu.options) > 3
     for option in menu.options:
         layout = menu.chosen[option.layout, option.replicas]
@@ -39,7 +39,7 @@ def test_of_equal_lengths_it_is_the_planners(length: int, reference: str) -> Non
 
 def test_a_pipeline_is_simulated_as_the_planner_does() -> None:
     layout = ParallelLayout(1, 2, 2, 1, 1, 8192, "none", "zero1", False)
-    menu = training_layouts(QWEN_06B, A800, RECIPE, [one_class(2000)], 1, held=[layout])
+    menu = training_layouts(QWEN_06B, A800, RECIPE, [one_class(2000)], held=[layout])
     option = next(it for it in menu.options if menu.chosen[it.layout, it.replicas] == layout)
     assert PRICE.seconds([2000] * 32, layout) == pytest.approx(option.seconds, rel=1e-12)
 

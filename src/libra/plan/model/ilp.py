@@ -22,11 +22,11 @@ import pulp
 from pulp.apis import coin_api
 
 from libra.plan.allocation import Allocation
+from libra.plan.model.feasibility import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
-from libra.plan.model.relaxation import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.solve import STEP_TOLERANCE
-from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Problem, Proof, Solution, TrainingOption
+from libra.plan.options.price import infeasibility, price, solution
+from libra.plan.problem import Problem, Solution, TrainingOption
 from libra.plan.transition import joins
 
 _SHORTEST = 1e-6  # seconds; steps are not told apart below it
@@ -59,10 +59,7 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
     if tie_break:
         longest = max(_SHORTEST, step * (1 + STEP_TOLERANCE))
         allocation = StepProgram(problem, longest).simplest() or allocation
-    predicted = price(problem, allocation)
-    bound = min(disproven, predicted.step)
-    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
-    return Solution(allocation, predicted, Proof("optimal", bound, gap))
+    return solution(problem, allocation, disproven, "optimal")
 
 
 def keeps_step(problem: Problem, step: float) -> Allocation | None:

@@ -15,17 +15,11 @@ from ortools.sat.python import cp_model
 
 from libra.plan.allocation import Allocation
 from libra.plan.model.cpsat import StepModel, contains
+from libra.plan.model.feasibility import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.ranges import NEVER, Counts, RangeTable, make_allocation, most_buckets, present_ranges
-from libra.plan.model.relaxation import (
-    Candidate,
-    Relaxation,
-    all_devices_conflict,
-    ample_step,
-    cheapest_cover,
-    require_feasible,
-)
-from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import InfeasiblePlanError, Problem, Proof, Solution
+from libra.plan.model.relaxation import Candidate, Relaxation, cheapest_cover
+from libra.plan.options.price import infeasibility, price, solution
+from libra.plan.problem import InfeasiblePlanError, Problem, Solution
 
 STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
 
@@ -61,10 +55,7 @@ def solve(
         longest = max(_SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
         stays = search.what_runs(longest)
         allocation = search.simplest(longest, otherwise=allocation) if stays is None else stays
-    predicted = price(problem, allocation)
-    bound = min(bound, predicted.step)
-    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
-    return Solution(allocation, predicted, Proof("optimal" if search.complete else "feasible", bound, gap))
+    return solution(problem, allocation, bound, "optimal" if search.complete else "feasible")
 
 
 class _Search:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from libra.config.recipe import Recipe
@@ -31,6 +31,7 @@ from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
+from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
 # Of batches that overlap, one that waits for a long trajectory gives time to those behind it: with 0 each waits for its
@@ -39,20 +40,6 @@ _SHARED_WAIT = 1 / 3
 # Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
 # the one before: tools hardly count there.
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedEngine:
-    """An engine size that is no option, and why."""
-
-    shape: str
-    reason: str
-
-
-def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
-    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
-    which it could change its bucket."""
-    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1
 
 
 def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int) -> int:
@@ -76,27 +63,28 @@ def engine_options(
     profile: EngineProfile,
     longest_context: int,
     factors: BatchFactors = BATCH,
-) -> tuple[tuple[EngineOption, ...], tuple[RejectedEngine, ...]]:
+) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
     All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
     as many as memory lasts for. Options of a degree differ in the numbers of sequences near which they are priced.
     """
     options: list[EngineOption] = []
-    rejected: list[RejectedEngine] = []
+    rejected: list[Rejected] = []
     known = {grid.tp for grid in profile.engines}
     for tp in tensor_degrees(model, nodes):
         shape = f"{nodes.name}/tp{tp}"
         if tp not in known:
-            rejected.append(RejectedEngine(shape, f"the profile has no times for it ({profile.source})"))
+            rejected.append(Rejected(shape, "no times", f"the profile has no times for it ({profile.source})"))
             continue
         kv = engine_kv_tokens(model, nodes, recipe, tp)
         holds = min(kv, longest_context)
         if holds < classes[0].peak_context:
             weights = model.weight_bytes(recipe.rollout_weight_bytes, tp)
             rejected.append(
-                RejectedEngine(
+                Rejected(
                     shape,
+                    "does not fit",
                     f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of"
                     f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {classes[0].peak_context:,}",
                 )

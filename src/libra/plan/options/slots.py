@@ -19,7 +19,7 @@ from libra.cost.rollout import concurrency, measured_timing, residence, work
 from libra.hardware.model import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
-from libra.plan.options.classes import check_classes, present, reach
+from libra.plan.options.menu import Menu, check_classes, present, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 _POOL = "slots"
@@ -102,7 +102,7 @@ class SlotRequest:
         if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
             raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
 
-    def problem(self) -> Problem:
+    def menu(self) -> Menu:
         """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
         fleet, workload = self.fleet, self.workload
         if fleet.core < 1:
@@ -116,7 +116,7 @@ class SlotRequest:
                 "add a device to fleet.hybrid or fleet.rollout"
             )
         routers = reach(workload.classes, workload.router_hit)
-        return Problem(
+        problem = Problem(
             pools=(Pool(_POOL, fleet.devices, 1),),
             engines=tuple(option for shape in self.shapes for option in self._engine_options(shape)),
             training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
@@ -130,6 +130,7 @@ class SlotRequest:
             one_bucket_per_shape=True,
             current=self.current,
         )
+        return Menu(problem)
 
     def _engine_options(self, shape: EngineShape) -> list[EngineOption]:
         """One option for each number of sequences that may come to decode together, when so many engines share what is

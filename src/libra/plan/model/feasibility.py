@@ -1,22 +1,28 @@
-"""Why a problem has no plan: named constraints that conflict, none of which could be left out.
+"""Whether a problem has a plan at all, and why not: named constraints that conflict, none of which could be left out.
 
-Invariant: `conflict` is empty exactly when a plan exists. Otherwise all its constraints together admit no plan, and
-leaving out any one of them admits one. It is found by a deletion filter (Chinneck and Dravnieks 1991, Locating minimal
-infeasible constraint sets in linear programs): drop one constraint after the other, and keep those that turn out to be
-needed.
+Invariant: `conflict` is empty exactly when a plan exists that may leave devices idle. Otherwise all its constraints
+together admit no plan, and leaving out any one of them admits one. It is found by a deletion filter (Chinneck and
+Dravnieks 1991, Locating minimal infeasible constraint sets in linear programs): drop one constraint after the other,
+and keep those that turn out to be needed.
 
 Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict: given time, one engine that
-holds the longest context serves everything.
+holds the longest context serves everything. Whether a plan leaves no device idle is for the solvers to find out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from libra.plan.model.solve import solve
 from libra.plan.problem import EngineOption, Family, InfeasiblePlanError, Problem, TrainingOption
+
+_REMEDIES: Mapping[Family, str] = {  # of what conflicts by itself
+    "one_training": "add devices, or give what training keeps less memory",
+    "every_class_once": "add devices with more memory",
+    "longest_context": "lower the longest context, or add devices or shapes with more memory",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +34,40 @@ class Constraint:
     pool: str | None = None
 
 
-def conflict(problem: Problem) -> tuple[Constraint, ...]:
-    """A minimal set of constraints that conflict; empty where there is a plan.
+def require_feasible(problem: Problem) -> None:
+    """Raise `InfeasiblePlanError` naming what conflicts, unless a plan exists that may leave devices idle."""
+    conflicting = conflict(problem)
+    if not conflicting:
+        return
+    stated = "; ".join(constraint.text for constraint in conflicting)
+    if len(conflicting) == 1:
+        raise InfeasiblePlanError(f"{stated}: {_REMEDIES.get(conflicting[0].family, 'add devices')}")
+    shared = "" if problem.colocated or problem.use_all_devices else ", or share devices (mode: colocated)"
+    raise InfeasiblePlanError(
+        f"these conflict, and without any one of them there would be a plan: {stated}:"
+        f" add devices, ask for less{shared}"
+    )
 
-    Raises RuntimeError where no device may idle and the solver's own limit runs out.
-    """
-    needed = list(constraints(problem))
+
+def all_devices_conflict() -> InfeasiblePlanError:
+    """What to raise when plans exist, but each leaves a device idle that may not."""
+    return InfeasiblePlanError(
+        "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
+        " allow idle devices, or add smaller engine shapes or training options"
+    )
+
+
+def conflict(problem: Problem) -> tuple[Constraint, ...]:
+    """A minimal set of constraints that conflict; empty where there is a plan."""
+    needed = constraints(problem)
     if has_plan(problem, needed):
-        return () if _none_idles(problem) else (_NO_IDLE,)
+        return ()
     # What is tried first is dropped first: a pool that is large enough must not be named for being finite.
-    for constraint in tuple(needed):
-        others = [other for other in needed if other != constraint]
+    for constraint in needed:
+        others = tuple(other for other in needed if other != constraint)
         if not has_plan(problem, others):
             needed = others
-    return tuple(needed)
+    return needed
 
 
 def constraints(problem: Problem) -> tuple[Constraint, ...]:
@@ -59,7 +85,7 @@ def constraints(problem: Problem) -> tuple[Constraint, ...]:
 
 def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
     """Whether a plan exists for which only the constraints in `kept` have to hold; idle devices are allowed."""
-    if any(not options for options in (problem.training, problem.engines)):
+    if not problem.training or not problem.engines:
         return not kept
     families = {constraint.family for constraint in kept}
     limits = {constraint.pool: problem.pool(constraint.pool).devices for constraint in kept if constraint.pool}
@@ -67,19 +93,6 @@ def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
     needed = problem.longest_context if "longest_context" in families else 0
     engines = [option for option in problem.engines if option.holds >= needed]
     return any(_fit(limits, train, engine, "own_devices" in families) for train, engine in product(training, engines))
-
-
-def message(conflicting: Collection[Constraint]) -> str:
-    """The conflict as what follows "no plan exists:" in an error message."""
-    stated = "; ".join(constraint.text for constraint in conflicting)
-    if len(conflicting) == 1:
-        return stated
-    return f"these conflict, and without any one of them there would be a plan: {stated}"
-
-
-_NO_IDLE = Constraint(
-    "no_idle_devices", "no device may idle; no training option and engines use exactly the devices of every pool"
-)
 
 
 def _training(problem: Problem) -> Constraint:
@@ -111,12 +124,16 @@ def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: Engine
     return all(devices <= limits.get(pool, devices) for pool, devices in used.items())
 
 
-def _none_idles(problem: Problem) -> bool:
-    """Whether no device may idle, and none does in some plan; where they may, there is nothing to ask."""
-    if not problem.use_all_devices:
-        return True
-    try:
-        solve(problem, tie_break=False)
-    except InfeasiblePlanError:
-        return False
-    return True
+def ample_step(problem: Problem) -> float:
+    """Seconds in which any training option trains and one engine of any option serves all, and as many to spare."""
+    train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
+    generate = max(
+        option.stall
+        + max(map(option.alone, range(len(problem.peaks))))
+        + max(sum(row) for row in option.work)
+        + sum(option.refill)
+        + math.sqrt(sum(option.refresh))
+        + max(option.residence)
+        for option in problem.engines
+    )
+    return 2 * (train + generate)

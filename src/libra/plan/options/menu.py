@@ -1,4 +1,4 @@
-"""What a request needs to know of its trajectory classes before it prices them.
+"""What a request makes of its classes of trajectories: a menu of priced options.
 
 Invariant: classes that pass `check_classes` are a distribution: their shares sum to 1, shortest first.
 """
@@ -6,13 +6,40 @@ Invariant: classes that pass `check_classes` are a distribution: their shares su
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
+from typing import Literal
 
+from libra.config.recipe import Recipe
+from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
+from libra.plan.problem import Problem
 
 SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
+
+# Its devices or degrees do not suit nodes or model; the profile has no times for it; it is too large, layouts at every
+# dp; another is faster wherever it fits.
+RejectionKind = Literal["does not divide", "no times", "does not fit", "slower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An engine size, a layout, a family of layouts that differ in dp ("dp*"), or a degree, and why it is no option."""
+
+    name: str
+    kind: RejectionKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """A problem, and what its options stand for."""
+
+    problem: Problem
+    # By layout and replicas of the training option; empty where every device is a replica of its own.
+    layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
+    rejected: tuple[Rejected, ...] = ()
 
 
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
@@ -53,3 +80,9 @@ def reach(classes: Sequence[TrajectoryClass], router_hit: float) -> tuple[tuple[
     """
     hits = (router_hit,) if router_hit == 1 else (router_hit, 1.0)
     return tuple(tuple((1 - cls.before_first_return) * hit for cls in classes) for hit in hits)
+
+
+def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
+    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
+    which it could change its bucket."""
+    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1

@@ -10,10 +10,11 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.small_request import LONG, SHORT
+from oracles.small_cluster import CLUSTER, LONG, QWEN_06B, RECIPE, SHORT
 
 from libra.lengths import TrajectoryClass
-from libra.plan.options.classes import SHARE_TOLERANCE, check_classes, present, reach
+from libra.plan.options.menu import SHARE_TOLERANCE, check_classes, most_buckets, present, reach
+from libra.plan.planner import Planner
 
 
 def with_shares(*shares: float) -> tuple[TrajectoryClass, ...]:
@@ -86,3 +87,10 @@ def test_the_router_is_as_it_was_seen_or_perfect() -> None:
     assert reach((SHORT, LONG), 0.5) == (pytest.approx((0.2, 0.25)), pytest.approx((0.4, 0.5)))
     assert reach((SHORT, LONG), 0.0) == (pytest.approx((0.0, 0.0)), pytest.approx((0.4, 0.5)))
     assert reach((SHORT, LONG), 1.0) == (pytest.approx((0.4, 0.5)),)
+
+
+def test_where_no_tool_returns_there_is_one_bucket() -> None:
+    recipe = RECIPE.model_copy(update={"max_buckets": 2})
+    silent = tuple(replace(cls, before_first_return=1.0) for cls in (SHORT, LONG))
+    assert [most_buckets(recipe, classes) for classes in ((SHORT, LONG), silent)] == [2, 1]
+    assert len(Planner(CLUSTER, QWEN_06B, recipe).plan(silent).allocation.buckets) == 1

@@ -15,10 +15,11 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
 from libra.plan.options.engines import engine_options
 from libra.plan.options.layouts import training_layouts
-from libra.plan.planner import rooflines
+from libra.plan.options.menu import Menu
+from libra.plan.planner import Planner, rooflines
 from libra.plan.problem import InfeasiblePlanError, Pool
 
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
@@ -62,7 +63,7 @@ def test_the_menu_lists_what_each_class_of_nodes_can_do() -> None:
     engines, training, chosen = [], [], {}
     for nodes, profile in zip(MIXED.nodes, mixed.profiles, strict=True):
         engines += engine_options(QWEN_06B, nodes, RECIPE, CLASSES, profile, 8192)[0]
-        layouts = training_layouts(QWEN_06B, nodes, RECIPE, CLASSES, nodes.count)
+        layouts = training_layouts(QWEN_06B, nodes, RECIPE, CLASSES)
         training += layouts.options
         chosen.update(layouts.chosen)
     assert problem.engines == tuple(engines)
@@ -102,10 +103,9 @@ def test_only_colocated_devices_change_sides(mode: str) -> None:
 
 def test_what_is_no_option_has_its_reason() -> None:
     menu = request(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"gpu_memory_utilization": 0.37})).menu()
-    assert [each.shape for each in menu.rejected_engines] == ["a800/tp1"]
+    assert [each.name for each in menu.rejected if each.name.startswith("a800/")] == ["a800/tp1"]
     assert {option.shape for option in menu.problem.engines} == {"a800/tp2", "a800/tp4", "a800/tp8"}
-    assert menu.rejected_layouts
-    assert all(each.reason for each in (*menu.rejected_layouts, *menu.rejected_engines))
+    assert len(menu.rejected) > 1 and all(each.reason for each in menu.rejected)
 
 
 NO_OPTION = [
@@ -158,3 +158,66 @@ def test_a_model_that_no_engine_holds_is_told_what_would(gpu: str, rollout_dtype
     with pytest.raises(InfeasiblePlanError, match=r"engines stay within a node: h100/tp8: .* GB of weights") as refusal:
         request(cluster, model, recipe).menu()
     assert str(refusal.value).endswith(remedy)
+
+
+# Every layout of one menu is on all of them, at the price that its own menu gives it.
+
+PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE)
+SHORTER = PLANNER.request((replace(SHORT, share=1.0),))
+LONGER = PLANNER.request((replace(LONG, share=1.0, peak_context=8000, mean_context=8000.0),))
+
+
+def shared_menus(requests: tuple[ClusterRequest, ...]) -> tuple[Menu, ...]:
+    return tuple(request.menu() for request in sharing_layouts(requests))
+
+
+def prices(menu: Menu) -> dict[tuple[str, int], tuple[float, float, int]]:
+    return {
+        (option.layout, option.replicas): (option.seconds, option.publish, option.devices)
+        for option in menu.problem.training
+    }
+
+
+def test_what_a_menu_has_itself_keeps_its_price_and_what_it_lacks_is_added() -> None:
+    alone = [prices(request.menu()) for request in (SHORTER, LONGER)]
+    assert alone[0].keys() != alone[1].keys(), "the case shows nothing: both lengths have the same menu"
+    menus = shared_menus((SHORTER, LONGER))
+    shared = [prices(menu) for menu in menus]
+    assert shared[0].keys() == shared[1].keys() == alone[0].keys() | alone[1].keys()
+    for own, all_ in zip(alone, shared, strict=True):
+        assert all_.items() >= own.items()
+    for menu in menus:
+        assert menu.layouts.keys() == prices(menu).keys()
+        assert len(menu.problem.training) == len(menu.layouts), "an option is listed twice"
+
+
+def test_an_added_layout_is_never_the_fastest_of_its_size() -> None:
+    """Were it faster, the menu would have had it."""
+    alone = prices(SHORTER.menu())
+    shared = prices(shared_menus((SHORTER, LONGER))[0])
+    for key in shared.keys() - alone.keys():
+        seconds, _, devices = shared[key]
+        assert seconds >= min(own for own, _, used in alone.values() if used <= devices) * (1 - 1e-9)
+
+
+def test_what_is_held_is_priced_as_the_menu_that_it_is_from_prices_it() -> None:
+    menu = SHORTER.menu()
+    lacking = LONGER.menu().layouts
+    key, layout = next((key, layout) for key, layout in menu.layouts.items() if key not in lacking)
+    held = ((key[0].partition("/")[0], layout),)
+    longer = replace(LONGER, held=held).menu()
+    assert longer.layouts[key] == layout
+    assert prices(replace(SHORTER, held=held).menu()) == prices(menu)
+    assert prices(longer)[key][0] > prices(menu)[key][0], "longer trajectories take longer to train on"
+    assert prices(longer)[key][1:] == prices(menu)[key][1:]
+
+
+def test_a_layout_of_nodes_that_are_not_there_is_left_out() -> None:
+    layout = next(iter(SHORTER.menu().layouts.values()))
+    assert prices(replace(LONGER, held=(("h100", layout),)).menu()) == prices(LONGER.menu())
+
+
+def test_requests_differ_in_their_trajectories_only() -> None:
+    other = replace(PLANNER, recipe=RECIPE.model_copy(update={"batch": 128})).request(CLASSES)
+    with pytest.raises(ValueError, match="recipe differs"):
+        sharing_layouts((SHORTER, other))

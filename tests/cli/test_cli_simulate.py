@@ -11,21 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from calls import EXAMPLES, assert_refused, libra, write
+from typer.testing import Result
 
-from libra.cli.app import app
 from libra.route.catalogue import POLICIES
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 ENGINES, REQUESTS, AZURE, LOG = (
     EXAMPLES / name for name in ("engines.yaml", "requests.jsonl", "requests.csv", "trajectories.jsonl")
 )
 BASE: dict[str, Any] = yaml.safe_load(ENGINES.read_text(encoding="utf-8"))
 GROUP: dict[str, Any] = BASE["engines"][0]
-
-
-def libra(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def simulate(*arguments: object, engines: Path = ENGINES, requests: Path = REQUESTS) -> Result:
@@ -38,24 +33,10 @@ def document(result: Result) -> dict[str, Any]:
     return found
 
 
-def assert_refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    for message in words:
-        assert message in result.stderr
-    assert result.stderr.startswith("libra: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
-
-
 def group(**changes: object) -> dict[str, Any]:
     """The example's file with keys of its engines replaced; None takes one away."""
     changed = {key: value for key, value in {**GROUP, **changes}.items() if value is not None}
     return {**BASE, "engines": [changed]}
-
-
-def write(path: Path, data: object) -> Path:
-    path.write_text(yaml.safe_dump(data), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -529,27 +510,3 @@ def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_
     log = tmp_path / "log.jsonl"
     log.write_text("")
     assert_refused(libra("simulate", plans["async"], "-t", log), "give a log with at least one finished trajectory")
-
-
-def test_simulating_needs_nothing_that_running_needs() -> None:
-    code = (
-        "import sys\n"
-        "from libra.cli.app import app\n"
-        f"app(['simulate', {str(ENGINES)!r}, '--requests', {str(REQUESTS)!r}], standalone_mode=False)\n"
-        "heavy = {'torch', 'vllm', 'msgspec', 'psutil', 'transformers'} & set(sys.modules)\n"
-        "heavy |= {name for name in sys.modules if name.startswith('libra.exec')}\n"
-        "sys.exit(', '.join(sorted(heavy)) or 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_planning_never_imports_the_simulator() -> None:
-    code = (
-        "import sys, pkgutil, importlib, libra.plan, libra.cost\n"
-        "for package in (libra.plan, libra.cost):\n"
-        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
-        "        importlib.import_module(module.name)\n"
-        "sys.exit(any(name.startswith('libra.sim') for name in sys.modules))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

@@ -108,7 +108,7 @@ PRICES = [
     ("request_", "allocation", "wanted"), [row[1:] for row in PRICES], ids=[row[0] for row in PRICES]
 )
 def test_price(request_: SlotRequest, allocation: Allocation, wanted: Prediction) -> None:
-    predicted = price(request_.problem(), allocation)
+    predicted = price(request_.menu().problem, allocation)
     assert predicted.bottleneck == wanted.bottleneck
     assert (predicted.step, predicted.rollout, predicted.training, predicted.latency) == pytest.approx(
         (wanted.step, wanted.rollout, wanted.training, wanted.latency)
@@ -117,7 +117,7 @@ def test_price(request_: SlotRequest, allocation: Allocation, wanted: Prediction
 
 def test_max_num_seqs_are_those_with_which_some_number_of_engines_share_what_is_in_flight() -> None:
     # 16 in flight over 1, 2 or 3 engines: 16, 8 or 5 each, of which short seats 4.
-    options = REQUEST.problem().engines
+    options = REQUEST.menu().problem.engines
     assert [(option.shape, option.max_num_seqs) for option in options] == [
         ("short", 4),
         ("long", 5),
@@ -128,15 +128,18 @@ def test_max_num_seqs_are_those_with_which_some_number_of_engines_share_what_is_
 
 
 def test_an_engine_holds_no_more_than_its_length_and_its_memory() -> None:
-    assert {(option.shape, option.holds) for option in REQUEST.problem().engines} == {("short", 2000), ("long", 6000)}
-    assert {(option.shape, option.holds) for option in LITTLE_MEMORY.problem().engines} == {
+    assert {(option.shape, option.holds) for option in REQUEST.menu().problem.engines} == {
+        ("short", 2000),
+        ("long", 6000),
+    }
+    assert {(option.shape, option.holds) for option in LITTLE_MEMORY.menu().problem.engines} == {
         ("short", 1000),
         ("long", 5000),
     }
 
 
 def test_every_device_may_train_or_generate_as_its_role_allows() -> None:
-    problem = REQUEST.problem()
+    problem = REQUEST.menu().problem
     assert problem.pools == (Pool("slots", 4, 1),)
     assert problem.use_all_devices
     assert problem.one_bucket_per_shape
@@ -150,8 +153,8 @@ def test_ranges_that_run_are_loaded_as_the_router_was_seen_to_hit_and_others_as_
     # LONG's own share of 2 * 2.6 is 0.25 as seen and 0.5 when perfect, over two engines.
     allocation = two_buckets(1, 1, 2)
     tried = replace(REQUEST, current=two_buckets(1, 2, 1))
-    assert bucket_prices(REQUEST.problem(), allocation)[1].load == pytest.approx(0.5 * 5.2 / 2 + 0.3)
-    assert bucket_prices(tried.problem(), allocation)[1].load == pytest.approx(0.25 * 5.2 / 2 + 0.3)
+    assert bucket_prices(REQUEST.menu().problem, allocation)[1].load == pytest.approx(0.5 * 5.2 / 2 + 0.3)
+    assert bucket_prices(tried.menu().problem, allocation)[1].load == pytest.approx(0.25 * 5.2 / 2 + 0.3)
 
 
 @settings(max_examples=30, deadline=None)
@@ -160,7 +163,7 @@ def test_work_of_a_step_is_that_of_all_its_trajectories(request: SlotRequest) ->
     """Against the rate at which each resource of an engine is used up."""
     cost, workload = request.profile.engine, request.workload
     memory = {shape.name: shape.kv_tokens for shape in request.shapes}
-    for option in request.problem().engines:
+    for option in request.menu().problem.engines:
         for index, cls in enumerate(workload.classes):
             iterations = (cls.generated / option.max_num_seqs, cls.context_sum / memory[option.shape])
             busy = (
@@ -176,7 +179,7 @@ def test_work_of_a_step_is_that_of_all_its_trajectories(request: SlotRequest) ->
 @settings(max_examples=30, deadline=None)
 @given(slot_requests())
 def test_every_device_has_a_role_that_it_may_have(request: SlotRequest) -> None:
-    found = solve(request.problem()).allocation
+    found = solve(request.menu().problem).allocation
     fleet = request.fleet
     assert fleet.core <= found.replicas <= fleet.core + fleet.hybrid
     assert found.replicas + found.engines == fleet.devices
@@ -195,7 +198,7 @@ INFEASIBLE = [
 @pytest.mark.parametrize(("fleet", "message"), INFEASIBLE, ids=["no core", "no engine"])
 def test_a_fleet_that_cannot_train_and_generate_has_no_problem(fleet: SlotCounts, message: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=message):
-        replace(REQUEST, fleet=fleet).problem()
+        replace(REQUEST, fleet=fleet).menu()
 
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [

@@ -1,4 +1,4 @@
-"""The solver against every allocation there is, its tie-break, its determinism, and its limits."""
+"""The solver's tie-break, determinism and limits; `test_ilp` holds it against every allocation there is."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ from libra.plan.problem import Pool, Problem
 SOME = settings(max_examples=60, deadline=None)
 
 
-@settings(max_examples=300, deadline=None)
-@given(problems())
-def test_nothing_is_better_or_as_good_and_simpler(problem: Problem) -> None:
-    require_best(solve(problem), answers(problem))
-
-
 @SOME
 @given(problems(), st.integers(0, 3))
 def test_the_same_problem_gives_the_same_answer(problem: Problem, seed: int) -> None:
@@ -42,24 +36,9 @@ def test_ctrl_c_means_the_same_after_solving_as_before() -> None:
         "from oracles.small_problem import PROBLEM; solve(PROBLEM)\n"
         "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('interrupted')"
     )
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     told = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": tests}, capture_output=True)
     assert (told.returncode, told.stdout) == (0, b"interrupted\n")
-
-
-def test_another_process_gives_the_same_answer() -> None:
-    code = "from libra.plan.model.solve import solve; from oracles.small_problem import PROBLEM; print(solve(PROBLEM))"
-    tests = str(Path(__file__).parents[1])
-    answers = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": tests, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert answers == {f"{solve(PROBLEM)}\n".encode()}
 
 
 CROWDED = replace(PROBLEM, use_all_devices=True, one_bucket_per_shape=True)
@@ -106,19 +85,6 @@ def test_known_routers_make_the_present_ranges_better() -> None:
     untried, tried = solve(problem), solve(replace(problem, current=two_buckets(1, 1, 1)))
     assert untried.allocation == tried.allocation == two_buckets(1, 1, 1)
     assert (untried.predicted.step, tried.predicted.step) == (18.5, 12.5)
-
-
-def test_no_device_idles_where_none_may() -> None:
-    plan = solve(CROWDED)
-    devices = {"short": 1, "long": 2}
-    assert plan.allocation.replicas + sum(b.engines * devices[b.shape] for b in plan.allocation.buckets) == 8
-
-
-def test_pools_are_not_added_up() -> None:
-    """Three devices of one pool and two of another: one long engine, whatever else there is."""
-    plan = solve(MIXED)
-    assert sum(bucket.engines for bucket in plan.allocation.buckets if bucket.shape == "long") == 1
-    require_best(plan, answers(MIXED))
 
 
 @pytest.mark.parametrize("factor", [1e-5, 1e-2, 1e3, 1e6])

@@ -256,7 +256,7 @@ def test_a_model_is_found_by_its_name_in_any_case(name: str) -> None:
 
 def config(name: str = "Qwen/Qwen3-14B", **changes: object) -> dict[str, Any]:
     """A published config.json; `changes` replace its fields, or remove them where they are None."""
-    source = Path(__file__).parents[1] / "src" / "libra" / "hardware" / "models" / f"{name.replace('/', '--')}.json"
+    source = Path(__file__).parents[2] / "src" / "libra" / "hardware" / "models" / f"{name.replace('/', '--')}.json"
     data = {**json.loads(source.read_text()), **changes}
     return {key: value for key, value in data.items() if value is not None or key not in changes}
 

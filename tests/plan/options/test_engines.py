@@ -1,27 +1,41 @@
-"""Ways to generate: which there are, why others are not, and prices against the profile they come from."""
+"""Ways to generate: which there are, why others are not, and prices against the profile they come from.
+
+Options are without the factors of a batch, so that their formulas can be worked out.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from oracles.small_cluster import A800, CLASSES, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
+from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import UNCORRECTED
 from libra.cost.grid import EngineProfile
-from libra.cost.lines import prefill_line
+from libra.cost.lines import iteration_lines, prefill_line
+from libra.cost.rollout import EngineTiming, longest_of, longest_upto
 from libra.cost.sources.roofline import roofline, tensor_degrees
 from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.lengths import TrajectoryClass
+from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.engines import engine_options
+from libra.plan.options.price import price
+from libra.plan.planner import Planner
 from libra.plan.problem import EngineOption
 
 SIX = replace(A800, gpus=6)
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
+SYNC = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", max_buckets=2)
+STALENESS = (0, 1, 3)
+MIDDLE = replace(
+    SHORT, share=0.1, peak_context=2000, mean_context=1800.0, generated=250.0, context_sum=250_000.0, tool_seconds=6.0
+)
+THREE = (replace(SHORT, share=0.65), MIDDLE, LONG)
 MOE = ModelSpec("moe", 48, 2048, 32, 4, 128, 0, 151936, False, 40960, experts=Experts(128, 8, 768, 0, 48))
 
 
@@ -35,8 +49,11 @@ def options_of(
     classes: Sequence[TrajectoryClass] = CLASSES,
     nodes: NodeClass = A800,
 ) -> tuple[EngineOption, ...]:
-    """Without the factors of a batch, so that prices can be held against the profile."""
     return engine_options(model, nodes, recipe, classes, profile_of(model, nodes), recipe.max_length, UNCORRECTED)[0]
+
+
+def stale(staleness: int, recipe: Recipe = SYNC) -> Recipe:
+    return recipe.model_copy(update={"mode": "async" if staleness else "sync", "staleness": staleness})
 
 
 DEGREES = [
@@ -54,8 +71,9 @@ def test_degrees_divide_node_and_heads(model: ModelSpec, nodes: NodeClass, wante
     assert tensor_degrees(model, nodes) == wanted
 
 
-def test_a_dense_model_has_an_option_a_shape() -> None:
-    options = options_of(QWEN_14B)
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_a_dense_model_has_an_option_a_shape(staleness: int) -> None:
+    options = options_of(QWEN_14B, stale(staleness))
     assert [option.footprint for option in options] == [("a800", tp, 8192) for tp in (1, 2, 4, 8)]
     assert {option.max_num_seqs for option in options} == {512}  # what the profile knows; memory lasts for more
 
@@ -77,12 +95,11 @@ def test_an_engine_that_cannot_hold_the_longest_context_holds_what_its_memory_do
 
 
 REJECTED = [
-    ("no room at all", RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}), ("a800/tp1",), "29.5 GB of weights"),
     (
-        "not a token",
+        "no room at all",
         RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}),
         ("a800/tp1",),
-        "room for 0 tokens of 85.9",
+        "29.5 GB of weights leave room for 0 tokens of 85.9",
     ),
     (
         "nothing holds it",
@@ -100,7 +117,7 @@ def test_a_size_that_holds_no_trajectory_is_rejected_with_its_reason(
     recipe: Recipe, shapes: tuple[str, ...], reason: str
 ) -> None:
     options, rejected = engine_options(QWEN_14B, A800, recipe, CLASSES, profile_of(QWEN_14B), recipe.max_length)
-    assert tuple(each.shape for each in rejected) == shapes
+    assert tuple(each.name for each in rejected) == shapes
     assert all(reason in each.reason for each in rejected)
     assert not {option.shape for option in options} & set(shapes)
     assert len({option.shape for option in options}) + len(rejected) == 4
@@ -170,6 +187,95 @@ def test_kv_that_is_made_again_costs_a_refill_of_what_is_alive_at_an_update() ->
 def test_nothing_is_alive_at_a_synchronous_update() -> None:
     recipe = Recipe(batch=64, samples_per_prompt=8, max_length=8192, mode="sync", kv_on_update="refresh")
     assert {option.refresh for option in options_of(QWEN_06B, recipe)} == {(0.0, 0.0)}
+
+
+# Batches that start together.
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+@pytest.mark.parametrize("slowed", [1.0, 2.0, 4.0, 8.0, 32.0, 3.0, 20.0])
+def test_lines_are_the_seconds_of_the_longest_that_is_slowed(staleness: int, slowed: float) -> None:
+    """Met where they join; between, no lower and hardly above."""
+    recipe = stale(staleness)
+    grid = profile_of(QWEN_14B).grid(4)
+    option = next(option for option in options_of(QWEN_14B, recipe, THREE) if option.devices == 4)
+    draws = [(1 + staleness) ** (1 / 3) * recipe.batch * cls.share for cls in THREE]
+    prefill = prefill_line(grid, recipe.max_batched_tokens)
+    lines = iteration_lines(
+        grid, option.max_num_seqs, contexts=(1.0, 8192.0), kv_tokens=float(kv_of(recipe, QWEN_14B, 4))
+    )
+    timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
+    longest = [
+        longest_of(timing, cls, count, UNCORRECTED).seconds(slowed) for cls, count in zip(THREE, draws, strict=True)
+    ]
+    for last, wanted in enumerate(longest_upto(longest, draws)):
+        found = max(waits + slowed * generates for generates, waits in option.lines(last))
+        assert wanted * (1 - 1e-3) <= found <= wanted * (1.001 if slowed in (1, 2, 4, 8, 32) else 1.03)
+
+
+def test_a_mixture_of_experts_is_priced_near_several_numbers_of_sequences() -> None:
+    options = options_of(MOE, SYNC)
+    assert len({(option.devices, option.work) for option in options}) > 4
+    assert all(len(option.work) == len(options[0].work) for option in options if option.devices == 1)
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_contexts_are_prefilled_again_where_a_batch_outgrows_the_memory_of_its_engines(staleness: int) -> None:
+    recipe = stale(staleness, SYNC.model_copy(update={"batch": 8192}))
+    kv = kv_of(recipe, QWEN_14B, 1)
+    option = next(option for option in options_of(QWEN_14B, recipe, THREE) if option.devices == 1)
+    filled = [recipe.batch * cls.share * cls.context_sum / cls.generated / kv for cls in THREE]
+    assert option.kv_occupancy == pytest.approx(filled)
+    assert all(again > 0 for again in option.refill)
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_every_class_counts_and_by_how_often_it_is_met(staleness: int) -> None:
+    """Of trajectories that each take what their class takes, so that only how many there are is left to chance."""
+    short, long = (replace(cls, generated_std=0.0, tool_seconds_std=0.0) for cls in CLASSES)
+    recipe = stale(staleness)
+
+    def waits(rare: float) -> list[float]:
+        classes = (replace(short, share=1 - rare), replace(long, share=rare))
+        assert Planner(CLUSTER, QWEN_06B, recipe).problem(classes).expected == (True, True)
+        return list(options_of(QWEN_14B, recipe, classes)[0].residence)
+
+    each_short, each_long = waits(0.5)
+    # The batches under way wait for the same trajectory, or each for its own.
+    met = (1 + staleness) ** (1 / 3) * 64 * 0.001
+    none = math.exp(-met)
+    assert waits(0.001) == pytest.approx([each_short, (1 - none) * each_long + none * each_short])
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_a_step_by_hand(staleness: int) -> None:
+    """Trajectories that are all alike and use no tools, without the factors of a batch: 64 of 4 turns that generate 400
+    tokens at a mean context of 2,000 and prefill 2,000 tokens, half of 3,500 before them."""
+    alike = replace(LONG, share=1.0, generated_std=0.0, tool_seconds=0.0, tool_seconds_std=0.0)
+    recipe = stale(staleness)
+    request = Planner(CLUSTER, QWEN_14B, recipe).request((alike,))
+    problem = request.menu(UNCORRECTED).problem
+    grid = request.profiles[0].grid(4)
+    prefill = prefill_line(grid, recipe.max_batched_tokens)
+    prefilled = 2000 * (prefill.per_token + prefill.per_token_context * 1750)
+    kv = kv_of(recipe, QWEN_14B, 4)
+    full = kv / 2000  # sequences, more than the batch has
+    work = 64 * (400 * grid.decode_seconds(full, 2000) / full + prefilled)
+    alone = 400 * grid.decode_seconds(1, 2000) + prefilled
+    stall = weight_sync(QWEN_14B.parameters * 2, 1, 1, fabric(A800)).stall
+    training = problem.training[0]
+    found = price(problem, Allocation(training.replicas, (Bucket("a800/tp4", 2, 0, 8192),), training.layout))
+    load, follows = work / 2 + stall, training.seconds + training.publish
+    if staleness == 0:
+        assert found.rollout == pytest.approx(load + alone, rel=1e-6)
+        assert found.step == pytest.approx(load + alone + follows, rel=1e-6)
+    else:
+        assert found.rollout == pytest.approx(load, rel=1e-6)
+        # alone / (1 - load / T) + follows = (1 + staleness) T
+        middle = ((1 + staleness) * load + alone + follows) / 2
+        step = (middle + math.sqrt(middle**2 - (1 + staleness) * load * follows)) / (1 + staleness)
+        assert found.latency == pytest.approx(step, rel=1e-6)
+        assert found.step == pytest.approx(max(training.seconds, step), rel=1e-6)
 
 
 # Qwen3-14B on A800: what is known of tensor parallelism.

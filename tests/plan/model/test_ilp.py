@@ -81,14 +81,6 @@ def test_bisection_ends_within_its_tolerance() -> None:
     assert solution.proof.bound <= 7.5 <= solution.predicted.step <= 7.5 * 1.01
 
 
-def test_a_known_plan() -> None:
-    """The three short engines with 8 seats have 6.5 s of work, the longest class takes (10 + 4 + 1) / 2 s."""
-    solution = solve_ilp(PROBLEM)
-    assert solution.allocation.replicas == 2
-    assert solution.predicted.step == 7.5
-    assert 7.5 * (1 - 2e-4) <= solution.proof.bound <= 7.5
-
-
 def test_known_routers_make_the_present_ranges_better() -> None:
     long = replace(LONG, work=((50.0, 10.0),))
     problem = replace(PROBLEM, pools=(Pool("a", 1, 4),), engines=(*PROBLEM.engines[:2], long))

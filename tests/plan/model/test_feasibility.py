@@ -1,4 +1,5 @@
-"""Conflicts of infeasible problems: named, complete, and minimal by trying every subset."""
+"""A problem is refused exactly when it has no allocation; the conflict is named, complete, and minimal by trying every
+subset."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from itertools import combinations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracles.enumerate_problems import optimum, priced, problems
+from oracles.small_problem import LONG, ONE, PROBLEM, TWO
 
-from libra.plan.explain.conflict import Constraint, conflict, constraints, has_plan, message
-from libra.plan.model.relaxation import require_feasible
+from libra.plan.model.feasibility import Constraint, ample_step, conflict, constraints, has_plan, require_feasible
+from libra.plan.model.solve import solve
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 
@@ -50,11 +53,16 @@ def menus(draw: st.DrawFn) -> Problem:
 
 
 def is_feasible(problem: Problem) -> bool:
-    try:
-        require_feasible(problem)
-    except InfeasiblePlanError:
-        return False
-    return True
+    """Whether some training option leaves room for one engine that holds the longest context."""
+    room = {pool.name: pool.devices for pool in problem.pools}
+    return any(
+        training.devices <= room[training.pool]
+        and engine.devices <= room[engine.pool] - (training.devices if shared else 0)
+        for training in problem.training
+        for engine in problem.engines
+        for shared in [training.pool == engine.pool and not problem.colocated]
+        if engine.holds >= problem.longest_context
+    )
 
 
 def dropped(problem: Problem, kept: Collection[Constraint]) -> Problem:
@@ -121,26 +129,78 @@ TABLE = [
         menu({"a": 4}, [], [training("t", "a", 1)]),
         ("some engine must hold the model; none fits any pool",),
     ),
-    (
-        "an odd pool of even engines",
-        menu({"a": 5}, [engine("tp2", "a", 2, 10)], [training("t", "a", 2)], use_all_devices=True),
-        ("no device may idle; no training option and engines use exactly the devices of every pool",),
-    ),
-    ("an even one", menu({"a": 6}, [engine("tp2", "a", 2, 10)], [training("t", "a", 2)], use_all_devices=True), ()),
 ]
 
 
 @pytest.mark.parametrize(("problem", "wanted"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_conflicts_are_named(problem: Problem, wanted: tuple[str, ...]) -> None:
+def test_conflicts_are_named_and_solvers_say_them(problem: Problem, wanted: tuple[str, ...]) -> None:
     assert tuple(constraint.text for constraint in conflict(problem)) == wanted
+    if not wanted:
+        return require_feasible(problem)
+    with pytest.raises(InfeasiblePlanError) as refused:
+        solve(problem)
+    message = str(refused.value)
+    assert "; ".join(wanted) in message
+    assert message.startswith("these conflict, and without any one of them there would be a plan: ") == (
+        len(wanted) > 1
+    )
 
 
-def test_the_message_says_that_leaving_one_out_is_enough() -> None:
-    several = message(conflict(TABLE[2][1]))
-    assert several.startswith(
-        "these conflict, and without any one of them there would be a plan: pool a has 4 devices; "
-    )
-    assert several.count("; ") == 2
-    assert message(conflict(TABLE[3][1])) == (
-        "an engine must hold the longest context of 10 tokens (the most is 6, by tp1)"
-    )
+SMALL = replace(PROBLEM, pools=(Pool("a", 1, 2),))
+
+
+@pytest.mark.parametrize(
+    ("problem", "cause"),
+    [
+        (menu({"a": 4}, A100[:1], [training("t", "a", 1)]), ": lower the longest context, or add devices or shapes"),
+        (SMALL, "add devices, ask for less, or share devices"),
+        (
+            replace(SMALL, colocated=True, staleness=0, training=(replace(TWO, devices=3),)),
+            "add devices, ask for less$",
+        ),
+        (replace(PROBLEM, engines=(LONG,), training=(ONE,), use_all_devices=True), "use_all_devices leaves no plan"),
+    ],
+)
+def test_a_refusal_says_what_would_help(problem: Problem, cause: str) -> None:
+    with pytest.raises(InfeasiblePlanError, match=cause):
+        solve(problem)
+
+
+def test_colocated_training_shares_its_devices() -> None:
+    """Two devices train, and the same two are one long engine."""
+    plan = solve(replace(SMALL, colocated=True, staleness=0))
+    assert (plan.allocation.replicas, plan.allocation.engines) == (2, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(feasible=False))
+def test_a_problem_is_refused_exactly_when_there_is_no_allocation(problem: Problem) -> None:
+    possible = bool(priced(problem))
+    try:
+        solve(problem)
+    except InfeasiblePlanError:
+        assert not possible
+    else:
+        assert possible
+    idle = replace(problem, use_all_devices=False)
+    try:
+        require_feasible(idle)
+    except InfeasiblePlanError:
+        assert not priced(idle)
+    else:
+        assert priced(idle)
+
+
+def test_a_plan_without_a_second_to_spare_is_found() -> None:
+    """Nothing takes time but the switches, and no device may idle."""
+    free = replace(LONG, stall=0.0, work=((0.0, 0.0),), residence=(0.0, 0.0))
+    training = (replace(ONE, seconds=0.0, publish=0.0),)
+    problem = replace(PROBLEM, engines=(free,), training=training, staleness=0, colocated=True, switch=0.5)
+    assert solve(replace(problem, use_all_devices=True)).predicted.step == 1.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems())
+def test_an_ample_step_is_ample_for_every_allocation(problem: Problem) -> None:
+    assert max(plan.step for plan in priced(problem)) <= ample_step(problem)
+    assert optimum(problem) <= ample_step(problem)

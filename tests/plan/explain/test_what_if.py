@@ -1,4 +1,4 @@
-"""What may be assumed in words, and how what cannot be is refused."""
+"""What may be assumed in words, how what cannot be is refused, and plans made again for what is assumed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.small_cluster import A800, CLUSTER
+from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_06B
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
-from libra.hardware.cluster import GPUS, Cluster, NodeClass
-from libra.plan.explain.what_if import assume
+from libra.hardware.cluster import GPUS, Cluster, NodeClass, override
+from libra.plan.explain.what_if import assume, assume_otherwise
+from libra.plan.planner import Planner, rooflines
 
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
 MIXED = Cluster((A800, L40S))
@@ -116,3 +117,33 @@ def test_whatever_is_assumed_is_answered_or_refused(key: str, value: str) -> Non
         assert counts(cluster) == {"a800": int(value)}
     else:
         assert str(getattr(recipe, key)) == str(json.loads(value) if key not in WORDS else value)
+
+
+PLAN = Planner(CLUSTER, QWEN_06B, RECIPE).plan(CLASSES)
+
+
+def test_another_cluster_or_recipe_is_planned_as_if_asked_for_at_once() -> None:
+    (nodes,) = CLUSTER.nodes
+    larger = override(CLUSTER, {nodes.name: nodes.count + 1})
+    slower = RECIPE.model_copy(update={"staleness": 0})
+    for cluster, recipe in ((larger, RECIPE), (CLUSTER, slower)):
+        wanted = Planner(cluster, QWEN_06B, recipe).plan(CLASSES)
+        found = assume_otherwise(PLAN, cluster, recipe)
+        assert (found.request, found.allocation, found.predicted) == (
+            wanted.request,
+            wanted.allocation,
+            wanted.predicted,
+        )
+
+
+def test_other_weights_have_profiles_of_their_own() -> None:
+    narrow = RECIPE.model_copy(update={"rollout_dtype": "fp8"})
+    found = assume_otherwise(PLAN, CLUSTER, narrow)
+    assert found.request == Planner(CLUSTER, QWEN_06B, narrow).request(CLASSES)
+    assert found.request.profiles == rooflines(CLUSTER, QWEN_06B, narrow) != PLAN.request.profiles  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [{"tool_seconds_if_unknown": 9.0}, {"max_length": 8191}])
+def test_what_the_statistics_were_made_with_cannot_be_assumed_otherwise(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is in the statistics .*; give it to libra plan"):
+        assume_otherwise(PLAN, CLUSTER, RECIPE.model_copy(update=change))

@@ -19,7 +19,7 @@ from libra.config.run import ConfigError
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, rate
 from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool, load_cluster, override, with_gpus
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 A800 = NodeClass("a800", 6, 8, GPUS["A800"], 200e9, 25e9)
 L40S = NodeClass("l40s", 2, 4, GPUS["L40S"], 32e9, 12.5e9)
 
