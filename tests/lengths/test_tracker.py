@@ -102,6 +102,11 @@ def test_classes_share_out_the_weighted_means_of_the_whole_history(
     assert mean([len(t.turns) for t in history]) == over_classes([c.turns for c in classes])
     assert mean(known) == over_classes([c.tool_seconds for c in classes])
     assert mean(first) == over_classes([c.before_first_return * c.generated for c in classes])
+    decoded = mean([t.generated_tokens for t in history])
+    attended = mean([context_sum for context_sum, _ in by_token])
+    assert tracker.mean_decode_context == pytest.approx(attended / decoded if decoded else 0.0)
+    by_bin = tracker.classes(128)
+    assert tracker.mean_peak == pytest.approx(sum(c.share * c.peak_context for c in by_bin))
 
 
 @settings(deadline=None)
