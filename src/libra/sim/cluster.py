@@ -138,7 +138,7 @@ class SimCluster:
             SimEngine(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
             for place, spec in enumerate(specs)
         ]
-        self.placer.add(list(zip(specs, engines, strict=True)), self)
+        self.placer.add(list(zip(specs, engines, strict=True)), lambda: self.now)
         self.engines += engines
         self.specs += specs
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.engine import SimEngine
@@ -78,17 +78,16 @@ class EventQueue:
             if limit is not None and tick > limit:
                 return
             while heap and heap[0][0] == tick:
-                event = heap[0]
+                event = heappop(heap)
                 what = event[3]
-                if what is self._next and event[1] is ARRIVAL:
-                    self._next = request = next(self._expected, None)
-                    if request is not None:
-                        heapreplace(heap, (request.arrival, ARRIVAL, request.number, request))
-                        yield event
+                if isinstance(what, SimEngine):
+                    if not what.busy or what.end != tick:
                         continue
-                heappop(heap)
-                if not isinstance(what, SimEngine) or (what.busy and what.end == tick):
-                    yield event
+                elif what is self._next:
+                    self._next = following = next(self._expected, None)
+                    if following is not None:
+                        self.arrive(following)
+                yield event
             yield None
 
     def goes_on(self) -> bool:
