@@ -24,6 +24,9 @@ class FcfsQueue(deque[Request]):
 
     __slots__ = ()
 
+    push_back = deque.appendleft  # a preempted one
+    pop_head = deque.popleft
+
     @property
     def head(self) -> Request:
         return self[0]
@@ -32,13 +35,6 @@ class FcfsQueue(deque[Request]):
         """True: it is the head now."""
         self.append(request)
         return len(self) == 1
-
-    def push_back(self, request: Request) -> None:
-        """A preempted one."""
-        self.appendleft(request)
-
-    def pop_head(self) -> Request:
-        return self.popleft()
 
 
 class PriorityQueue:
