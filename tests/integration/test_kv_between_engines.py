@@ -235,98 +235,92 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(
     assert not unused_shared_files(named)
 
 
-def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: SharedForkServer, tmp_path: Path) -> None:
+async def test_an_engine_that_leaves_puts_down_what_its_turns_want(
+    fork_server: SharedForkServer, tmp_path: Path
+) -> None:
     """And with `kv_on_update: refresh` nothing that is older than the weights, as within one engine."""
+    async with scene(fork_server, tmp_path, refresh_kv=True) as two:
+        whole = await told(two, "whole")
 
-    async def check() -> None:
-        async with scene(fork_server, tmp_path, refresh_kv=True) as two:
-            whole = await told(two, "whole")
+        async def updated(engine: EngineHandle, turn: str) -> None:
+            await two.publish(2, two.a, two.b)
+            engine.interrupt(turn)
 
-            async def updated(engine: EngineHandle, turn: str) -> None:
-                await two.publish(2, two.a, two.b)
-                engine.interrupt(turn)
+        new = await told(two, "new", interrupted, fresh=False)
+        same(new, whole)
+        assert new.change is not None and new.change.handed_tokens > 0
+        old = await told(two, "old", updated, fresh=False)
+        same(old, whole)
+        assert old.change is not None and old.change.why == "the engine had forgotten it"
 
-            new = await told(two, "new", interrupted, fresh=False)
-            same(new, whole)
-            assert new.change is not None and new.change.handed_tokens > 0
-            old = await told(two, "old", updated, fresh=False)
-            same(old, whole)
-            assert old.change is not None and old.change.why == "the engine had forgotten it"
+        fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
+        fleet.add(ServingEngine(two.a, "any", LONGEST))
+        drafts = []
 
-            fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
-            fleet.add(ServingEngine(two.a, "any", LONGEST))
-            drafts = []
+        async def episode(name: str) -> ContextMove | None:
+            draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
+            draft.given(list(PROMPT))
+            drafts.append(draft)
+            turn = RunningTurn(draft, "test", fleet, MOST, -1)
+            parts = 0
+            while not turn.over:
+                await _serve(turn, f"{name}-{parts}")
+                parts += 1
+            assert parts == 2
+            return turn.change
 
-            async def episode(name: str) -> ContextMove | None:
-                draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
-                draft.given(list(PROMPT))
-                drafts.append(draft)
-                turn = RunningTurn(draft, "test", fleet, MOST, -1)
-                parts = 0
-                while not turn.over:
-                    await _serve(turn, f"{name}-{parts}")
-                    parts += 1
-                assert parts == 2
-                return turn.change
-
-            episodes = asyncio.gather(*(episode(f"e{number}") for number in range(3)))
-            async with asyncio.timeout(60):
-                while len(drafts) < 3 or any(len(draft.tokens) < len(PROMPT) + 40 for draft in drafts):
-                    await asyncio.sleep(0.001)
-            fleet.remove("a")
-            fleet.add(ServingEngine(two.b, "any", LONGEST))
-            await two.a.vacate(5.0)
-            await two.a.stop()
-            for draft, change in zip(drafts, await episodes, strict=True):
-                same(Told(draft, change), whole)
-            # The frames hold two contexts of the three: the third is computed again, unless one was taken by then.
-            *first_two, third = sorted(change.why for change in await episodes if change)
-            assert first_two == ["handed over", "handed over"]
-            assert third in ("handed over", "too much is being handed over")
-
-    asyncio.run(check())
+        episodes = asyncio.gather(*(episode(f"e{number}") for number in range(3)))
+        async with asyncio.timeout(60):
+            while len(drafts) < 3 or any(len(draft.tokens) < len(PROMPT) + 40 for draft in drafts):
+                await asyncio.sleep(0.001)
+        fleet.remove("a")
+        fleet.add(ServingEngine(two.b, "any", LONGEST))
+        await two.a.vacate(5.0)
+        await two.a.stop()
+        for draft, change in zip(drafts, await episodes, strict=True):
+            same(Told(draft, change), whole)
+        # The frames hold two contexts of the three: the third is computed again, unless one was taken by then.
+        *first_two, third = sorted(change.why for change in await episodes if change)
+        assert first_two == ["handed over", "handed over"]
+        assert third in ("handed over", "too much is being handed over")
 
 
-def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
+async def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
     """A damaged block, weights that are newer, an engine that is killed after it was asked."""
+    async with scene(fork_server, tmp_path) as two:
+        whole = await told(two, "whole")
+        frames = two.handover.memory
+        save = two.a.save
 
-    async def check() -> None:
-        async with scene(fork_server, tmp_path) as two:
-            whole = await told(two, "whole")
-            frames = two.handover.memory
-            save = two.a.save
+        def damaged(order):  # type: ignore[no-untyped-def]
+            saved = save(order)
+            saved.add_done_callback(lambda _: frames.payload[order.transfer.frames[3]].__setitem__(17, 255))
+            return saved
 
-            def damaged(order):  # type: ignore[no-untyped-def]
-                saved = save(order)
-                saved.add_done_callback(lambda _: frames.payload[order.transfer.frames[3]].__setitem__(17, 255))
-                return saved
+        two.a.save = damaged  # type: ignore[method-assign]
+        turn = await told(two, "damaged", interrupted)
+        same(turn, whole)
+        assert turn.change is not None and turn.change.handed_tokens == 3 * BLOCK_TOKENS
+        two.a.save = save  # type: ignore[method-assign]
 
-            two.a.save = damaged  # type: ignore[method-assign]
-            turn = await told(two, "damaged", interrupted)
-            same(turn, whole)
-            assert turn.change is not None and turn.change.handed_tokens == 3 * BLOCK_TOKENS
-            two.a.save = save  # type: ignore[method-assign]
+        async def updated(engine: EngineHandle, turn: str) -> None:
+            await two.publish(2, engine)
+            engine.interrupt(turn)
 
-            async def updated(engine: EngineHandle, turn: str) -> None:
-                await two.publish(2, engine)
-                engine.interrupt(turn)
+        turn = await told(two, "newer", updated)
+        same(turn, whole)
+        assert turn.change is not None and turn.change.handed_tokens == 0
 
-            turn = await told(two, "newer", updated)
-            same(turn, whole)
-            assert turn.change is not None and turn.change.handed_tokens == 0
+        def killed(order):  # type: ignore[no-untyped-def]
+            os.kill(two.a.link.pid, signal.SIGSTOP)  # it has been asked and does not come to answer
+            saved = save(order)
+            os.kill(two.a.link.pid, signal.SIGKILL)
+            return saved
 
-            def killed(order):  # type: ignore[no-untyped-def]
-                os.kill(two.a.link.pid, signal.SIGSTOP)  # it has been asked and does not come to answer
-                saved = save(order)
-                os.kill(two.a.link.pid, signal.SIGKILL)
-                return saved
-
-            two.a.save = killed  # type: ignore[method-assign]
-            turn = await told(two, "killed", interrupted)
-            same(turn, whole)
-            assert turn.change is not None and turn.change.why == "the engine went away"
-            async with asyncio.timeout(10):
-                while two.handover.leases.free < LONGEST // BLOCK_TOKENS:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(check())
+        two.a.save = killed  # type: ignore[method-assign]
+        turn = await told(two, "killed", interrupted)
+        same(turn, whole)
+        assert turn.change is not None and turn.change.why == "the engine went away"
+        async with asyncio.timeout(10):
+            while two.handover.leases.free < LONGEST // BLOCK_TOKENS:
+                await asyncio.sleep(0.01)

@@ -20,7 +20,7 @@ from libra.report.charts import (
     thin,
     time_unit,
 )
-from libra.report.lanes import Bar, Lane, lane_figure
+from libra.report.lanes import Lane, LaneSpan, lane_figure
 from libra.report.vega import Axis, Marker, ends
 from libra.report.words import duration, plain
 
@@ -34,14 +34,9 @@ def test_examples_in_docstrings(module: str) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize(("seconds", "unit"), [(100, "s"), (181, "min"), (3 * 3600 + 1, "h")])
-def test_time_is_read_in_a_fitting_unit(seconds: float, unit: str) -> None:
-    assert time_unit(seconds)[1] == unit
-
-
-def test_an_axis_of_one_value_has_a_length() -> None:
-    assert ends(3, 3) == (2.5, 3.5)
-    assert ends(3, 4) == (3, 4)
+def test_axes_have_a_fitting_unit_and_a_length() -> None:
+    assert [time_unit(seconds)[1] for seconds in (100, 181, 3 * 3600 + 1)] == ["s", "min", "h"]
+    assert (ends(3, 3), ends(3, 4)) == ((2.5, 3.5), (3, 4))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=60), st.integers(1, 12))
@@ -116,14 +111,14 @@ def test_a_crowd_of_pairs_leaves_out_labels_but_no_bars() -> None:
 
 def test_lanes_show_spans_and_losses_and_shorten_long_names() -> None:
     name = "datacentre-7/rack-12/node-0031/gpu-3"
-    lane = Lane(name, [Bar(0, 5, "train", "w: train", "#e69f00")], [(5.0, "w lost")])
+    lane = Lane(name, [LaneSpan(0, 5, "train", "w: train", "#e69f00")], [(5.0, "w lost")])
     chart = lane_figure("", "", [lane] * 20, TIME, ()).chart
     assert titles(chart).count("w: train") == titles(chart).count("w lost") == titles(chart).count(name) == 20
     assert ">…" in chart and "node-0031/gpu-3</text>" in chart
 
 
 def test_names_never_become_tags() -> None:
-    lane = Lane("<b>", [Bar(0, 5, "</svg>", "<i> & co", "#e69f00")])
+    lane = Lane("<b>", [LaneSpan(0, 5, "</svg>", "<i> & co", "#e69f00")])
     chart = lane_figure("", "", [lane], TIME, ()).chart
     assert "<b>" not in chart and "<i>" not in chart and chart.count("</svg>") == 1
     assert "<i> & co" in titles(chart) and "&lt;b&gt;" in chart

@@ -7,18 +7,12 @@ from io import StringIO
 
 import pytest
 from made_explanation import EXPLANATION
+from pages import cells
 from rich.console import Console
-from rich.table import Table
 
 from libra.plan.explain.explanation import Bound, Routing, Split
 from libra.plan.problem import Proof
 from libra.report.explain_table import MOST_SPLITS, crossing, explain_tables, headline, routing_sentence
-
-
-def cells(table: Table) -> list[tuple[str, ...]]:
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return list(zip(*columns, strict=True))
-
 
 HEADLINES = [
     (

@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 from oracles.small_cluster import A800, CLASSES, QWEN_06B, RECIPE
 from oracles.small_request import LONG, REQUEST, SHORT, two_buckets
+from pages import cells
 from rich.console import Console
-from rich.table import Table
 
 from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
@@ -60,11 +60,6 @@ CLUSTER_PLAN = replace(
     ),
     request=ClusterRequest(Cluster(NODES), QWEN_06B, RECIPE, CLASSES, rooflines(Cluster(NODES), QWEN_06B, RECIPE)),
 )
-
-
-def cells(table: Table) -> list[tuple[str, ...]]:
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return list(zip(*columns, strict=True))
 
 
 def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:

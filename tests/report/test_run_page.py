@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
+from fakes.made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
 from pages import Page, figure, marks, needs_nothing, titles
 from typer import Exit
 

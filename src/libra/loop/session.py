@@ -26,7 +26,7 @@ from libra.loop.fleet import ServingFleet
 from libra.loop.groups import Groups
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.observations import Observations
-from libra.loop.process_controller import WorkerSettings, begin_session
+from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
@@ -121,7 +121,7 @@ class Session:
             history.step,
             before.checkpoint if before is not None else None,
         )
-        executor = begin_session(self.launcher, pool, fleet, settings, journal, observer)
+        executor = begin_session(SlotProcesses(self.launcher, pool, fleet, settings, journal, observer))
         hardware = self.launcher.hardware
         key = profile_key(config, hardware, precision, json.loads((self.model / "config.json").read_text()))
         profile = known_profile(config.planner.calibration, key, self.progress.line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from libra.plan.explain.explanation import BucketView, Explanation, PlanView, Split
 from libra.plan.transition import Role
@@ -17,8 +16,8 @@ from libra.report.explain_table import (
     roles,
     routing_sentence,
 )
-from libra.report.lanes import Bar, Density, Lane, lane_figure
-from libra.report.page import ROLES, Tile, render
+from libra.report.lanes import Density, Lane, LaneSpan, lane_figure
+from libra.report.page import ROLES, Bar, Tile, render
 from libra.report.vega import Axis, Marker, ends
 from libra.report.words import duration, percent, plain, plural
 
@@ -28,26 +27,19 @@ _BUSY, _BOUNDING = ROLES[Role.ROLLOUT], ROLES[Role.FAILED]
 _TALLEST = 2.0  # steps; what takes longer would flatten the crossing
 
 
-class _Row(NamedTuple):
-    """Of a table that compares: `part` is the length of the bar before `change`."""
-
-    name: str
-    part: float
-    change: str
-    step: str
-    roles: str = ""
-
-
 def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[int, float]] = ()) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
     shortest first, for the distribution above the buckets."""
-    runners_up = [_plan(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
-    otherwise = [_plan(other.decision, other.plan) for other in explanation.otherwise]
+    plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
+    otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
+    # The widest of both tables, so that they compare.
+    widest = max((plan.loss for _, plan in (*plans, *otherwise) if plan is not None), default=0.0)
+    most = max((relief.gain for relief in explanation.reliefs if relief.binds), default=0.0)
     reliefs = [
-        _Row(relief.change, relief.gain, percent(relief.gain), duration(relief.step))
-        if relief.binds
-        else _Row(relief.change, 0.0, "nothing", "-")
-        for relief in explanation.reliefs
+        (it.change, Bar(percent(it.gain), it.gain / most if most > 0 else 0.0), duration(it.step))
+        if it.binds
+        else (it.change, "nothing", "-")
+        for it in explanation.reliefs
     ]
     return render(
         "explain.html",
@@ -57,23 +49,21 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         tiles=list(_tiles(explanation)),
         splits=split_figures(explanation),
         buckets=(bucket_figure(explanation, classes),),
-        runners_up=runners_up,
-        otherwise=otherwise,
-        widest_loss=max((row.part for row in (*runners_up, *otherwise)), default=0.0),  # so that both tables compare
+        runners_up=[_plan(name, plan, widest) for name, plan in plans],
+        otherwise=[_plan(name, plan, widest) for name, plan in otherwise],
         routing=routing_sentence(explanation),
         reliefs=reliefs,
-        widest_gain=max((row.part for row in reliefs), default=0.0),
         fewer_nodes=fewer_nodes_rows(explanation) if explanation.fewer_nodes else (),
         rejected=explanation.rejected,
         shown=MOST_REJECTED,
     )
 
 
-def _plan(name: str, plan: PlanView | None) -> _Row:
+def _plan(name: str, plan: PlanView | None, widest: float) -> tuple[str | Bar, ...]:
     if plan is None:
-        return _Row(name, 0.0, "-", "-", "no plan")
-    part = plan.loss if plan.loss >= LEAST_LOSS else 0.0
-    return _Row(name, part, loss(plan), duration(plan.predicted.step), roles(plan))
+        return name, "-", "-", "no plan"
+    part = plan.loss / widest if plan.loss >= LEAST_LOSS else 0.0
+    return name, Bar(loss(plan), part), duration(plan.predicted.step), roles(plan)
 
 
 def _tiles(explanation: Explanation) -> Iterator[Tile]:
@@ -178,7 +168,7 @@ def bucket_figure(explanation: Explanation, classes: Sequence[tuple[int, float]]
     return lane_figure("Buckets", note, lanes, axis, legend, density=density)
 
 
-def _span(bucket: BucketView, low: float) -> Bar:
+def _span(bucket: BucketView, low: float) -> LaneSpan:
     bounding = bucket.share > 1 - LEAST_LOSS
     colour = _BOUNDING if bounding else _BUSY
     share = "the whole step" if bounding else f"{percent(bucket.share)} of the step"
@@ -187,4 +177,4 @@ def _span(bucket: BucketView, low: float) -> Bar:
         f"{bucket.above + 1:,} to {bucket.up_to:,} tokens: each engine works {duration(bucket.load)}, "
         f"the longest trajectory takes {duration(bucket.residence)}, max_num_seqs {plain(bucket.max_num_seqs)}"
     )
-    return Bar(max(low, float(bucket.above)), float(bucket.up_to), words, title, colour)
+    return LaneSpan(max(low, float(bucket.above)), float(bucket.up_to), words, title, colour)

@@ -17,7 +17,7 @@ _DENSITY = "#8a949e80"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class LaneSpan:
     """A piece of a lane: `label` is written in it if there is room, or beside it."""
 
     start: float
@@ -30,7 +30,7 @@ class Bar:
 @dataclass(frozen=True, slots=True)
 class Lane:
     name: str
-    spans: Sequence[Bar]
+    spans: Sequence[LaneSpan]
     crosses: Sequence[tuple[float, str]] = ()  # (moment, what was lost then)
 
 

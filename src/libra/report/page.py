@@ -60,6 +60,14 @@ class Tile:
     alarming: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Words of a cell with a bar before them, `part` of 0 to 1 of its longest."""
+
+    words: str
+    part: float
+
+
 def render(template: str, title: str, **facts: Any) -> str:
     """The page that is made of this template of `templates/` and these facts."""
     environment = Environment(

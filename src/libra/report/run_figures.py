@@ -23,7 +23,7 @@ from libra.report.charts import (
     pair_figure,
     time_unit,
 )
-from libra.report.lanes import Bar, Lane, lane_figure
+from libra.report.lanes import Lane, LaneSpan, lane_figure
 from libra.report.page import BUCKETS, CAUSES, ROLES
 from libra.report.vega import ALARM, Axis, Marker, ends
 from libra.report.words import BOTTLENECK_WORDS, duration, percent, plural, signed_percent
@@ -212,7 +212,7 @@ def _roles(log: RunLog) -> Figure:
         bars = []
         for role, start, end in role_spans(log.steps, worker):
             words = f"{worker}: {role}, {duration(start)} – {duration(end)}"
-            bars.append(Bar(start / scale, end / scale, role.removeprefix("rollout:"), words, colours[role]))
+            bars.append(LaneSpan(start / scale, end / scale, role.removeprefix("rollout:"), words, colours[role]))
         lost = [(event.time / scale, _loss(event)) for event in log.losses if event.worker == worker]
         lanes.append(Lane(worker, bars, lost))
     legend = tuple((role.replace("rollout:", "rollout, "), colour) for role, colour in colours.items())
@@ -220,13 +220,13 @@ def _roles(log: RunLog) -> Figure:
     return lane_figure(title, note, lanes, axis, legend, _decision_markers(log, scale))
 
 
-def _shares(name: str, causes: Mapping[Cause, float]) -> list[Bar]:
+def _shares(name: str, causes: Mapping[Cause, float]) -> list[LaneSpan]:
     """A bar of 100 %, a part for each cause."""
     whole, at, spans = sum(causes.values()), 0.0, []
     for cause, seconds in causes.items():
         share = seconds / whole
         title = f"{name}: {percent(share)} {cause.words} ({cause.meaning}), {duration(seconds)}"
-        spans.append(Bar(at, at + 100 * share, percent(share, 0), title, CAUSES[cause]))
+        spans.append(LaneSpan(at, at + 100 * share, percent(share, 0), title, CAUSES[cause]))
         at += 100 * share
     return spans
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import NamedTuple
 
-from libra.report.page import Tile, flatten, render
+from libra.report.page import Bar, Tile, flatten, render
 from libra.report.simulation_figures import latency_figures, time_figures
 from libra.report.simulation_table import (
     ENGINE_NUMBERS,
@@ -24,13 +23,6 @@ from libra.sim.outcome.metrics import EngineMetrics
 
 MOST_ENGINES = 64  # rows of the page's table of engines
 _LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may be millions
-
-
-class _Cell(NamedTuple):
-    """`part` is the length of the bar before the words, of 1."""
-
-    words: str
-    part: float = 0.0
 
 
 def simulation_page(view: SimulationView, title: str) -> str:
@@ -107,19 +99,16 @@ def _spread_tile(view: SimulationView, label: str, key: str) -> Tile:
     return Tile(f"{label}, P50", fine_duration(found.p50), f"P99 {fine_duration(found.p99)}")
 
 
-def _phases(view: SimulationView) -> list[tuple[_Cell, ...]]:
+def _phases(view: SimulationView) -> list[tuple[str | Bar, ...]]:
     longest = max((phase.seconds for phase in view.phases), default=0.0) or 1.0
-    return [
-        (_Cell(it.name), _Cell(fine_duration(it.seconds), it.seconds / longest), _Cell(percent(it.share)))
-        for it in view.phases
-    ]
+    return [(it.name, Bar(fine_duration(it.seconds), it.seconds / longest), percent(it.share)) for it in view.phases]
 
 
-def _engine(engine: EngineMetrics) -> list[_Cell]:
-    cells = [_Cell(engine.name), _Cell(str(engine.bucket))]
+def _engine(engine: EngineMetrics) -> list[str | Bar]:
+    cells: list[str | Bar] = [engine.name, str(engine.bucket)]
     for key, words in zip(ENGINE_NUMBERS, engine_cells(engine), strict=True):
         # Half as long as other bars: there are many columns.
-        cells.append(_Cell(words, (engine.busy_share or 0.0) / 2 if key == "busy_share" else 0.0))
+        cells.append(Bar(words, (engine.busy_share or 0.0) / 2) if key == "busy_share" else words)
     return cells
 
 

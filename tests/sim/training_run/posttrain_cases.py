@@ -83,9 +83,6 @@ class Ruled:
             made.append(Trajectory(f"{number}/{sample}", f"p{number}", "t", prompt, turns, None, version, True))
         return tuple(made)
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": "ruled"}
-
 
 def single_turns(tokens: Callable[[int, int], int], *, samples: int = 1, prompt: int = 100) -> Ruled:
     """One turn of so many tokens each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from libra.sim.training_run.drifting_tasks import DriftingTasks
 from libra.sim.training_run.episodes import prompt_at
@@ -243,13 +241,6 @@ def test_a_few_prompts_have_the_mean_difficulty_of_many() -> None:
         made = episodes(seed=seed, lengths=EXACT, task_share=0.0, prompt_share=1.0, prompts=40)
         found = Counter(trajectory.generated_tokens for trajectory in groups(made, 40, version=0))
         assert found[200] / found.total() == pytest.approx(0.7, abs=0.03)
-
-
-def test_a_description_is_json_and_says_all() -> None:
-    described = json.loads(json.dumps(episodes().describe()))
-    shape = TypeAdapter(TaskShape).validate_python(described["shape"])
-    again = DriftingTasks(shape, described["seed"], described["steps"], described["name"])
-    assert again == episodes() and again.group(8, 3) == episodes().group(8, 3)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.sim.training_run.episodes import generator_of, progress, prompt_at
+from libra.sim.training_run.episodes import generator_of, prompt_at
 from libra.sim.training_run.task_shape import TaskShape, ToolOutcome
 from libra.trajectory import Trajectory, Turn, truncate
 
@@ -74,7 +74,6 @@ class DriftingTasks:
     shape: TaskShape
     seed: int
     steps: int
-    name: str = "drifting tasks"
     _prompts: _Prompts = field(init=False, repr=False, compare=False)
     _lengths: _Lengths = field(init=False, repr=False, compare=False)
     _tools: _Tools = field(init=False, repr=False, compare=False)
@@ -98,8 +97,10 @@ class DriftingTasks:
         return self.shape.max_context
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
+        if version < 0:
+            raise ValueError(f"version is {version}; versions are counted from 0")
         prompt = prompt_at(number, self.shape.prompts, self.seed)
-        drifted = progress(version, self.steps)
+        drifted = min(version / self.steps, 1.0)
         generator = generator_of(self.seed, _GROUP, number)
         generated, turns = self._sizes(prompt, drifted, generator)
         # Turn by turn, so that the first ones are the same however many there are.
@@ -137,9 +138,6 @@ class DriftingTasks:
             truncate(trajectory, self.max_context) if long else trajectory
             for trajectory, long in zip(made, (total > self.max_context).tolist(), strict=True)
         )
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "seed": self.seed, "steps": self.steps, "shape": asdict(self.shape)}
 
     def _sizes(self, prompt: int, drifted: float, generator: np.random.Generator) -> tuple[Numbers, Indices]:
         """Tokens that each sample generates, and in how many turns."""

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +43,6 @@ class Episodes(Protocol):
         """
         ...
 
-    def describe(self) -> dict[str, Any]:
-        """Name, distributions, parameters and seed, as JSON values."""
-        ...
-
 
 _ORDER, _SAMPLES = 0x6F72646572, 0x73616D706C6573  # streams of one seed
 
@@ -56,21 +52,10 @@ def generator_of(seed: int, *stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, *stream))))
 
 
-def progress(version: int, steps: int) -> float:
-    """How much of a drift over `steps` versions is over at this one: 0 to 1."""
-    if version < 0:
-        raise ValueError(f"version is {version}; versions are counted from 0")
-    return min(version / steps, 1.0)
-
-
 def prompt_at(number: int, prompts: int, seed: int) -> int:
     """Index of the prompt of the `number`-th group, from 0, where each pass over `prompts` of them is shuffled."""
     if number < 0:
         raise ValueError(f"number is {number}; groups are counted from 0")
-    if prompts < 1:
-        raise ValueError(f"prompts is {prompts}; a data set has 1 or more")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; give 0 or more")
     epoch, position = divmod(number, prompts)
     return int(_order(epoch, prompts, seed)[position])
 
@@ -80,14 +65,7 @@ def _order(epoch: int, prompts: int, seed: int) -> NDArray[np.int64]:
     return generator_of(seed, _ORDER, epoch).permutation(prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """What the samples of one prompt are drawn from."""
-
-    prompt_id: str
-    task: str
-    trajectories: tuple[Trajectory, ...]
-    log_lengths: tuple[float, ...]  # of their final contexts
+_Candidates = tuple[str, tuple[Trajectory, ...]]  # a prompt, and what its samples are drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +80,15 @@ class Resampled:
     Turns, tool returns, token counts and recorded seconds are as they were, cut at the context at most; what was not
     recorded stays so.
 
-    A log shows one policy. With `tilt`, which is an assumption, candidates are drawn with probabilities in proportion
-    to final_context^(`tilt` progress), where progress goes from 0 to 1 in `steps` versions: 0 is the log as it was, and
-    the larger it is, the more of the longer ones a later policy generates. It reaches no further than a prompt's own
-    candidates, which for borrowed ones are alike. Unfinished trajectories are left out, and counted in `describe`.
-    Raises ValueError where none is finished.
+    A log shows one policy, so groups are alike at every version. Unfinished trajectories are left out. Raises
+    ValueError where none is finished.
     """
 
     log: tuple[Trajectory, ...] = field(repr=False)
     samples_per_prompt: int
     max_context: int  # tokens
     seed: int
-    steps: int = 1
-    tilt: float = 0.0
     neighbours: int = 8
-    name: str = "resampled log"
     _candidates: tuple[_Candidates, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,13 +96,10 @@ class Resampled:
             ("samples_per_prompt", self.samples_per_prompt, 1),
             ("max_context", self.max_context, 1),
             ("seed", self.seed, 0),
-            ("steps", self.steps, 1),
             ("neighbours", self.neighbours, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; give {least} or more")
-        if not math.isfinite(self.tilt):
-            raise ValueError(f"tilt is {self.tilt}; give a finite exponent, 0 for none")
         finished = [truncate(trajectory, self.max_context) for trajectory in self.log if trajectory.finished]
         if not finished:
             raise ValueError(f"none of {len(self.log)} trajectories is finished; give a log with at least one")
@@ -143,57 +112,37 @@ class Resampled:
         return len(self._candidates)
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
-        candidates = self._candidates[prompt_at(number, self.prompts, self.seed)]
+        prompt_id, candidates = self._candidates[prompt_at(number, self.prompts, self.seed)]
         generator = generator_of(self.seed, _SAMPLES, number)
-        exponents = self.tilt * progress(version, self.steps) * np.array(candidates.log_lengths)
-        weights = np.exp(exponents - exponents.max())
-        # By its cumulated weights, in order of length: a later version draws the same or a longer one.
-        cumulated = weights.cumsum()
-        drawn = np.searchsorted(cumulated, generator.random(self.samples_per_prompt) * cumulated[-1], side="right")
+        count = len(candidates)
+        # A product may be rounded up to the whole count.
+        drawn = np.minimum(generator.random(self.samples_per_prompt) * count, count - 1).astype(np.int64)
         return tuple(
             replace(
-                candidates.trajectories[min(which, len(candidates.trajectories) - 1)],
+                candidates[which],
                 id=f"{number}/{sample}",
-                prompt_id=candidates.prompt_id,
+                prompt_id=prompt_id,
                 policy_version=version,
                 started_at=None,
             )
             for sample, which in enumerate(drawn.tolist())
         )
 
-    def describe(self) -> dict[str, Any]:
-        unfinished = sum(not trajectory.finished for trajectory in self.log)
-        return {
-            "name": self.name,
-            "trajectories": len(self.log) - unfinished,
-            "unfinished": unfinished,
-            "prompts": self.prompts,
-            "samples_per_prompt": self.samples_per_prompt,
-            "max_context": self.max_context,
-            "neighbours": self.neighbours,
-            "tilt": self.tilt,
-            "steps": self.steps,
-            "seed": self.seed,
-        }
-
 
 def _candidates(finished: Sequence[Trajectory], neighbours: int) -> tuple[_Candidates, ...]:
-    """One entry for each prompt, in the order in which the log first names them."""
+    """One entry for each prompt, in the order in which the log first names them; of a prompt the shortest first."""
     by_prompt: defaultdict[str, list[Trajectory]] = defaultdict(list)
     by_task: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in finished:
         by_prompt[trajectory.prompt_id].append(trajectory)
         by_task[trajectory.task].append(trajectory)
-    return tuple(
-        _entry(prompt_id, own if len(own) > 1 else _nearest(own[0], by_task[own[0].task], neighbours))
+    drawn_from = {
+        prompt_id: own if len(own) > 1 else _nearest(own[0], by_task[own[0].task], neighbours)
         for prompt_id, own in by_prompt.items()
-    )
-
-
-def _entry(prompt_id: str, drawn_from: Sequence[Trajectory]) -> _Candidates:
-    ordered = sorted(drawn_from, key=lambda it: (it.final_context, it.id))
-    return _Candidates(
-        prompt_id, ordered[0].task, tuple(ordered), tuple(_log_length(trajectory) for trajectory in ordered)
+    }
+    return tuple(
+        (prompt_id, tuple(sorted(trajectories, key=lambda it: (it.final_context, it.id))))
+        for prompt_id, trajectories in drawn_from.items()
     )
 
 

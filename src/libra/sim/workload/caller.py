@@ -95,6 +95,13 @@ class Caller:
         kept = self.trajectory.prompt_tokens
         return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
 
+    def request(self, number: int, arrival: int, chain: Chain | None) -> Request:
+        """What is left of the turn."""
+        call, before = self.call, self.generated_before
+        return Request(
+            number, arrival, call.context_tokens + before, call.output_tokens - before, chain=chain, owner=self
+        )
+
     def routing_request(self) -> policy.TurnRequest:
         """The turn as it was last placed."""
         trajectory = self.trajectory
@@ -129,13 +136,6 @@ class EpisodeCaller(Caller):
 
     def __post_init__(self) -> None:
         self.chain = self.fork()
-
-    def request(self, number: int, arrival: int) -> Request:
-        """What is left of the present turn."""
-        call, before = self.call, self.generated_before
-        return Request(
-            number, arrival, call.context_tokens + before, call.output_tokens - before, chain=self.chain, owner=self
-        )
 
     def advance(self) -> Call:
         """The turn is over; the next call."""

@@ -135,7 +135,8 @@ class Replay:
         if self.share_prompts:
             prompt = self._prompts.setdefault(trajectory.prompt_id, prompt)
         caller = Caller(trajectory, made, prompt, first_number=self._numbers[which])
-        return _request(caller, max(now, self._starts[which]) + made[0].delay, caller.fork())
+        arrival = max(now, self._starts[which]) + made[0].delay
+        return caller.request(caller.first_number, arrival, caller.fork())
 
     def _follow(self, request: Request, caller: Caller, now: int) -> Request:
         following = Caller(
@@ -148,13 +149,7 @@ class Replay:
                 chain = Chain(following.name, chain, kept)
             else:
                 chain = following.fork()
-        return _request(following, now + call.delay, chain)
-
-
-def _request(caller: Caller, arrival: int, chain: Chain) -> Request:
-    call = caller.call
-    number = caller.first_number + caller.position
-    return Request(number, arrival, call.context_tokens, call.output_tokens, chain=chain, owner=caller)
+        return following.request(following.first_number + following.position, now + call.delay, chain)
 
 
 def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:

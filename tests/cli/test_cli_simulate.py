@@ -11,21 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from calls import EXAMPLES, assert_refused, libra, write
+from typer.testing import Result
 
-from libra.cli.app import app
 from libra.route.catalogue import POLICIES
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 ENGINES, REQUESTS, AZURE, LOG = (
     EXAMPLES / name for name in ("engines.yaml", "requests.jsonl", "requests.csv", "trajectories.jsonl")
 )
 BASE: dict[str, Any] = yaml.safe_load(ENGINES.read_text(encoding="utf-8"))
 GROUP: dict[str, Any] = BASE["engines"][0]
-
-
-def libra(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def simulate(*arguments: object, engines: Path = ENGINES, requests: Path = REQUESTS) -> Result:
@@ -38,24 +33,10 @@ def document(result: Result) -> dict[str, Any]:
     return found
 
 
-def assert_refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    for message in words:
-        assert message in result.stderr
-    assert result.stderr.startswith("libra: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
-
-
 def group(**changes: object) -> dict[str, Any]:
     """The example's file with keys of its engines replaced; None takes one away."""
     changed = {key: value for key, value in {**GROUP, **changes}.items() if value is not None}
     return {**BASE, "engines": [changed]}
-
-
-def write(path: Path, data: object) -> Path:
-    path.write_text(yaml.safe_dump(data), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +246,6 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
     ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
     ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
-    ("a block of nothing", group(block_size=0), ("engines.0.block_size: Input should be greater", "(got 0)")),
     ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
     (
         "KV for less than a request",
@@ -282,23 +262,6 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(model="meta-llama/Llama-3.1-70B"),
         ("leaves KV memory for 0 tokens on 1 x A100", "raise it or tensor_parallel_size"),
     ),
-    (
-        "a budget below the seats",
-        group(max_num_batched_tokens=64),
-        ("engines.0.max_num_batched_tokens is 64, less than max_num_seqs 128", "raise it, or lower max_num_seqs"),
-    ),
-    (
-        "a graph beyond the budget",
-        group(capture_sizes=[1, 8192]),
-        ("engines.0.capture_sizes goes to 8192, more than max_num_batched_tokens 4096", "leave the size out"),
-    ),
-    ("graphs that fall", group(capture_sizes=[8, 4]), ("engines.0.capture_sizes is (8, 4); list rising numbers",)),
-    (
-        "prompts whole, beyond the budget",
-        group(enable_chunked_prefill=False),
-        ("engines.0.max_num_batched_tokens is 4096", "set enable_chunked_prefill"),
-    ),
-    ("a watermark of all", group(watermark=1.0), ("engines.0.watermark is 1.0; it is a share of the blocks",)),
     (
         "longer than the model",
         group(max_model_len=50_000),
@@ -547,27 +510,3 @@ def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_
     log = tmp_path / "log.jsonl"
     log.write_text("")
     assert_refused(libra("simulate", plans["async"], "-t", log), "give a log with at least one finished trajectory")
-
-
-def test_simulating_needs_nothing_that_running_needs() -> None:
-    code = (
-        "import sys\n"
-        "from libra.cli.app import app\n"
-        f"app(['simulate', {str(ENGINES)!r}, '--requests', {str(REQUESTS)!r}], standalone_mode=False)\n"
-        "heavy = {'torch', 'vllm', 'msgspec', 'psutil', 'transformers'} & set(sys.modules)\n"
-        "heavy |= {name for name in sys.modules if name.startswith('libra.exec')}\n"
-        "sys.exit(', '.join(sorted(heavy)) or 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_planning_never_imports_the_simulator() -> None:
-    code = (
-        "import sys, pkgutil, importlib, libra.plan, libra.cost\n"
-        "for package in (libra.plan, libra.cost):\n"
-        "    for module in pkgutil.iter_modules(package.__path__, package.__name__ + '.'):\n"
-        "        importlib.import_module(module.name)\n"
-        "sys.exit(any(name.startswith('libra.sim') for name in sys.modules))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
