@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import date
 
 import pytest
@@ -61,10 +61,3 @@ def test_cuda_is_refused_where_torch_finds_none() -> None:
         pytest.skip("there is a CUDA device")
     with pytest.raises(ValueError, match="device is cuda; give cpu"):
         calibrate_device("cuda", TINY)
-
-
-def test_sizes_that_cannot_be_run_are_refused() -> None:
-    with pytest.raises(ValueError, match="repeats is 2"):
-        replace(TINY, repeats=2)
-    with pytest.raises(ValueError, match="hidden is 100"):
-        replace(TINY, hidden=100)

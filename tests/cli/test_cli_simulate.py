@@ -246,7 +246,6 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
     ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
     ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
-    ("a block of nothing", group(block_size=0), ("engines.0.block_size: Input should be greater", "(got 0)")),
     ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
     (
         "KV for less than a request",
@@ -263,23 +262,6 @@ BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
         group(model="meta-llama/Llama-3.1-70B"),
         ("leaves KV memory for 0 tokens on 1 x A100", "raise it or tensor_parallel_size"),
     ),
-    (
-        "a budget below the seats",
-        group(max_num_batched_tokens=64),
-        ("engines.0.max_num_batched_tokens is 64, less than max_num_seqs 128", "raise it, or lower max_num_seqs"),
-    ),
-    (
-        "a graph beyond the budget",
-        group(capture_sizes=[1, 8192]),
-        ("engines.0.capture_sizes goes to 8192, more than max_num_batched_tokens 4096", "leave the size out"),
-    ),
-    ("graphs that fall", group(capture_sizes=[8, 4]), ("engines.0.capture_sizes is (8, 4); list rising numbers",)),
-    (
-        "prompts whole, beyond the budget",
-        group(enable_chunked_prefill=False),
-        ("engines.0.max_num_batched_tokens is 4096", "set enable_chunked_prefill"),
-    ),
-    ("a watermark of all", group(watermark=1.0), ("engines.0.watermark is 1.0; it is a share of the blocks",)),
     (
         "longer than the model",
         group(max_model_len=50_000),

@@ -9,12 +9,12 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from fakes.engines import HeldEngine
-from fakes.scripted import AskTool, MergingCodec, Unwatched, echo
+from fakes.scripted import AskTool, MergingCodec, Told, Unwatched, echo
 
 from libra.backends.grpo.joining import JoinError
 from libra.backends.vllm.engine_handle import EngineHandle
@@ -22,8 +22,8 @@ from libra.config.run import TrainingConfig
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
-from libra.exec.pool import DEADLINES, Worker, make_pool
-from libra.exec.protocols import Applied, MoveOutcome, WorkerFailedError, WorkerLostError
+from libra.exec.pool import DEADLINES, make_pool
+from libra.exec.protocols import Applied, WorkerFailedError, WorkerLostError
 from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import ServingEngine, ServingFleet
@@ -118,31 +118,6 @@ class Slots:
             del self.points[worker]
 
 
-@dataclass(slots=True)
-class Heard:
-    """What an observer was told."""
-
-    moved: list[MoveOutcome] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-
-
-class Told:
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-
-    def role(self, worker: Worker) -> None:
-        pass
-
-    def moved(self, moved: MoveOutcome) -> None:
-        self._heard.moved.append(moved)
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self._heard.lost.append(worker)
-
-    def node_back(self, worker: str) -> None:
-        raise AssertionError("no node was lost")
-
-
 class Unrecorded:
     """Keeps nothing of what the groups tell."""
 
@@ -173,7 +148,7 @@ class World:
         self.loop = asyncio.new_event_loop()
         self.clock = 0.0
         self.saved = Saved(0, [])
-        self.heard = Heard()
+        self.told = Told()
         self.faults: Counter[str] = Counter()
         self._read: tuple[int, JournalReplay] | None = None
         self._begin(History(0), FIRST)
@@ -194,7 +169,7 @@ class World:
         self.slots = Slots(self.fleet, lambda: self.version)
         self.pool = make_pool(CORE, HYBRID, ROLLOUT)
         self.executor = Executor(
-            self.pool, self.slots, self.journal, Told(self.heard), LONGEST_SHAPES, LONGEST, lambda: self.clock
+            self.pool, self.slots, self.journal, self.told, LONGEST_SHAPES, LONGEST, lambda: self.clock
         )
         rollout = Rollout(
             AskTool({"e": echo}), ["e"], MergingCodec(), self.fleet, LONGEST, Unwatched(), lambda: self.clock

@@ -255,19 +255,6 @@ async def test_a_worker_leaves_rollout_joins_training_and_goes_back(both: Pair) 
     assert gap(new.logprobs, scored.logprobs[0]) < ARITHMETIC_GAP
 
 
-async def test_a_replica_that_is_killed_costs_no_step(both: Pair) -> None:
-    trainers = Trainers(both.trainer, both.kill)
-    hybrid = Handle(await both.launcher.spawn("hybrid", 0), lambda name, why: None)
-    await hybrid.start(start_trainer(both.model, 1))
-    await trainers.join(hybrid)
-    batch = samples(6)
-    tokens = sum(sum(sample.generated) for sample in batch)
-    await trainers.step(1, batch, len(batch), tokens)
-    os.kill(hybrid.link.pid, signal.SIGKILL)
-    survived = await trainers.step(2, batch, len(batch), tokens)
-    assert survived.replicas == 1 and survived.generated_tokens == tokens
-
-
 # --- an engine goes away in the middle of a turn -----------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.scripted import FirstInstance
+from fakes.scripted import FirstInstance, Told
 from fakes.small_run import CONFIG, FIRST
 from fakes.workers import MadeLauncher
 
@@ -29,46 +29,16 @@ from libra.backends.transport.trainer_messages import (
     StatePlace,
 )
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
-from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
-from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
+from libra.exec.pool import DEADLINES, WorkerPool, make_pool
+from libra.exec.protocols import Applied, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import WorkerSettings, begin_session
+from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
 from libra.records.files import DiskError
 
 LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
-
-
-class Told:
-    def __init__(self) -> None:
-        self.moves: list[MoveOutcome] = []
-        self.losses: list[tuple[str, str]] = []
-        self.loads: list[tuple[str, int, float]] = []
-        self.back_again: list[str] = []
-        self.joins: list[str] = []
-
-    def role(self, worker: Worker) -> None:
-        pass
-
-    def moved(self, moved: MoveOutcome) -> None:
-        self.moves.append(moved)
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self.losses.append((worker, why))
-
-    def node_back(self, worker: str) -> None:
-        self.back_again.append(worker)
-
-    def load(self, worker: str) -> None:
-        pass
-
-    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        self.joins.append(worker)
-
-    def weights(self, worker: str, version: int, seconds: float) -> None:
-        self.loads.append((worker, version, seconds))
 
 
 class Made:
@@ -81,23 +51,25 @@ class Made:
         self.fleet = ServingFleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = begin_session(
-            self.launcher,
-            self.pool,
-            self.fleet,
-            WorkerSettings(
-                CONFIG.training,
-                CONFIG.engines,
-                share=0.45,
-                port=0,
-                seed=0,
-                model=directory,
-                precision="fp32",
-                kv_bytes=16,
-                version=4,
-                checkpoint=checkpoint,
-            ),
-            self.journal,
-            self.told,
+            SlotProcesses(
+                self.launcher,
+                self.pool,
+                self.fleet,
+                WorkerSettings(
+                    CONFIG.training,
+                    CONFIG.engines,
+                    share=0.45,
+                    port=0,
+                    seed=0,
+                    model=directory,
+                    precision="fp32",
+                    kv_bytes=16,
+                    version=4,
+                    checkpoint=checkpoint,
+                ),
+                self.journal,
+                self.told,
+            )
         )
 
     async def apply(self, wanted: Allocation) -> Applied:

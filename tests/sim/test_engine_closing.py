@@ -234,38 +234,6 @@ def test_when_time_is_up_a_jump_has_come_as_far(now: int) -> None:
     assert seen == [(now // 10, "running" if now < 90 else "finished", now // 10, min(now, 90))] * 2
 
 
-def assert_as_naive(case: Case) -> None:
-    wanted = case.naive()
-    for exact in (False, True):
-        served = case.serve(exact=exact)
-        requests = served.requests
-        assert {it.number: (it.first_token, it.finish or 0) for it in requests} == wanted.times
-        assert {it.number: it.status for it in requests} == wanted.statuses
-        assert {it.number: it.generated for it in requests} == wanted.generated
-        assert {it.number: it.preemptions for it in requests} == wanted.preemptions
-        assert tuple(served.adopted) == wanted.adopted
-        assert [
-            (it.start, it.end, it.scheduled, it.preempted, it.cached, it.free_blocks) for it in served.iterations
-        ] == [(it.start, it.end, it.scheduled, it.preempted, it.cached, it.free_blocks) for it in wanted.steps]
-        assert sorted(served.interrupted) == [it.number for it in requests if it.status == "interrupted"]
-        assert (served.engine.load_tokens, served.engine.pool.held) == (0, 0)
-
-
-@settings(max_examples=120, deadline=None)
-@given(cases(adopting=False, closing=True, asking=True))
-def test_the_same_as_the_naive_engine(case: Case) -> None:
-    """Also what was cancelled: `generated` is right wherever a request ends."""
-    assert_as_naive(case)
-
-
-@settings(max_examples=120, deadline=None)
-@given(cases(adopting=True, closing=True, asking=True, pausing=True))
-def test_jumping_or_not(case: Case) -> None:
-    jumping, exact = case.serve(), case.serve(exact=True)
-    assert jumping.outcome == exact.outcome
-    assert (jumping.asked, jumping.looked) == (exact.asked, exact.looked)
-
-
 @settings(max_examples=100, deadline=None)
 @given(cases(adopting=True, closing=True, asking=True, pausing=True), st.sampled_from([2, 3]))
 def test_a_pipelined_engine_loses_nothing(case: Case, stages: int) -> None:

@@ -64,6 +64,9 @@ def test_pauses_are_seen() -> None:
     assert seen[3] == (1, 0, 2, 2)  # it keeps its blocks
     assert seen[6][0] == 1 and 2 <= seen[6][2] <= seen[6][3] == 3
     assert seen[20] == (0, 0, 0, 0)
+    adjoining = [WeightUpdate(5 * TICKS // 2, 3 * TICKS), WeightUpdate(4 * TICKS, 2 * TICKS)]
+    (series,) = simulated([request(0, 0, 6, 5)], watcher=OccupancyRecorder(), updates=adjoining).series
+    assert series.pauses == ((3 * TICKS, 8 * TICKS),)  # they are one
 
 
 def test_of_many_pauses_some_are_only_counted() -> None:

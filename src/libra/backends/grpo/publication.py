@@ -8,9 +8,9 @@ state goes on from its number, so that all processes of a replica count alike, w
 way. The order of stores that this needs is that of x86. On a machine that reorders them a torn copy of the parameters
 still shows in their checksum.
 
-A slot of an update has the number of the state to which its gradient leads, only while it holds just what the optimiser
-consumes: added up over all replicas, divided and clipped. The number is taken away before anything is written to the
-slot. Gradients are accumulated in the slot itself and exchanged in place: to publish them costs a few stores.
+Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, only while it holds just
+what the optimiser consumes: added up over all replicas, divided and clipped. The number is taken away before anything
+is written there. Gradients are accumulated in the slot and exchanged in place: to publish them costs a few stores.
 """
 
 from __future__ import annotations

@@ -172,33 +172,27 @@ class TrainerProcess:
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
         """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""
         kept = self.state.keep()
+        batches, steps, exchanges = list[tuple[int, float]](), list[float](), list[float]()
         try:
-            return self._measure(order)
-        except PeerLostError as error:
-            return TrainingMeasured([], 0.0, 0.0, str(error))
+            for repeat in range(order.repeats + 1):
+                for lengths in order.batches:
+                    batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
+                    began = time.monotonic()
+                    vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
+                    # All processes of the replica go on, or none: they meet again in the step.
+                    if self._inside.largest(bool(vote.failure)):
+                        self.discard()
+                        self.elastic.exchange.give_up()  # another replica may have got this sum, and be at the next one
+                        failure = vote.failure or "the gradient exchange of another process failed"
+                        return TrainingMeasured([], 0.0, 0.0, failure)
+                    self.commit(Commit(0, -1))
+                    whole = time.monotonic() - began
+                    if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                        batches.append((vote.sums.forward_tokens, vote.compute_seconds))
+                        exchanges.append(vote.exchange_seconds)
+                        steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
         finally:
             self.state.put_back(kept)
-
-    def _measure(self, order: MeasureTraining) -> TrainingMeasured:
-        batches: list[tuple[int, float]] = []
-        steps: list[float] = []
-        exchanges: list[float] = []
-        for repeat in range(order.repeats + 1):
-            for lengths in order.batches:
-                batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
-                began = time.monotonic()
-                vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
-                # All processes of the replica go on, or none: they meet again in the step.
-                if self._inside.largest(bool(vote.failure)):
-                    self.discard()
-                    self.elastic.exchange.give_up()  # another replica may have got this sum, and be at the next one
-                    raise PeerLostError(vote.failure or "the gradient exchange of another process failed")
-                self.commit(Commit(0, -1))
-                whole = time.monotonic() - began
-                if repeat > 0:  # the first time pays for kernels that are set up when they are first met
-                    batches.append((vote.sums.forward_tokens, vote.compute_seconds))
-                    exchanges.append(vote.exchange_seconds)
-                    steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
         return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
 
     def _backward(self, samples: list[Sample]) -> TokenSums:

@@ -168,8 +168,7 @@ class ForkServer:
     async def _reply(self) -> dict[str, Any] | None:
         """Its next line; None when it ended."""
         line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
-        reply: dict[str, Any] | None = json.loads(line) if line else None
-        return reply
+        return json.loads(line) if line else None
 
     def close(self) -> None:
         """A second time does nothing."""

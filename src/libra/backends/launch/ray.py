@@ -53,16 +53,14 @@ class RayNode:
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
         try:
-            facts: NodeFacts = await _answer(self._actor.start.remote(marks))
+            return await _answer(self._actor.start.remote(marks))
         except NodeLostError as error:
             raise NodeLostError(
                 f"a node of the Ray cluster did not start: {error}. Does it have the same Python environment?"
             ) from None
-        return facts
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
-        pid: int = await _answer(self._actor.fork.remote(name, slot, controller, token))
-        return pid
+        return await _answer(self._actor.fork.remote(name, slot, controller, token))
 
     def kill(self, pid: int) -> None:
         self._actor.kill.remote(pid)
@@ -79,8 +77,7 @@ class RayNode:
         await _answer(self._actor.write.remote(buffer, size, checksum, content))
 
     async def ended(self) -> str:
-        why: str = await _answer(self._actor.ended.remote())
-        return why
+        return await _answer(self._actor.ended.remote())
 
     def close(self) -> None:
         import ray

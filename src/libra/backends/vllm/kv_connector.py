@@ -238,5 +238,4 @@ class FrameConnector(KVConnectorBase_V1):
         """Nothing: blocks are saved when they are asked for."""
 
     def _copies(self) -> Copies:
-        copies: Copies = self._get_connector_metadata()
-        return copies
+        return self._get_connector_metadata()

@@ -56,10 +56,6 @@ def prompt_at(number: int, prompts: int, seed: int) -> int:
     """Index of the prompt of the `number`-th group, from 0, where each pass over `prompts` of them is shuffled."""
     if number < 0:
         raise ValueError(f"number is {number}; groups are counted from 0")
-    if prompts < 1:
-        raise ValueError(f"prompts is {prompts}; a data set has 1 or more")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; give 0 or more")
     epoch, position = divmod(number, prompts)
     return int(_order(epoch, prompts, seed)[position])
 

@@ -12,7 +12,7 @@ Synchronous training is the case of staleness 0; colocated training has engines 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 
 from libra.cost.transfer import fabric, weight_sync
@@ -36,14 +36,7 @@ from libra.trajectory import Trajectory
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
 
 
-def simulate_posttraining(
-    system: System,
-    episodes: Episodes,
-    steps: int,
-    *,
-    progress: Callable[[SimulatedStep], None] | None = None,
-    exact: bool = False,
-) -> SimulatedRun:
+def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> SimulatedRun:
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
     Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
@@ -63,7 +56,7 @@ def simulate_posttraining(
             f"trajectories grow to {episodes.max_context} tokens, the recipe's max_length is {recipe.max_length}: raise"
             " it, or cut them"
         )
-    return _Run(system, episodes, steps, progress, exact).outcome()
+    return _Run(system, episodes, steps, exact).outcome()
 
 
 class _Run:
@@ -74,11 +67,10 @@ class _Run:
         system: System,
         episodes: Episodes,
         steps: int,
-        progress: Callable[[SimulatedStep], None] | None,
         exact: bool,
     ) -> None:
         request = system.request
-        self._system, self._episodes, self._steps, self._progress = system, episodes, steps, progress
+        self._system, self._episodes, self._steps = system, episodes, steps
         self._recipe = request.recipe
         self._plan = system.plan
         self._policy = system.route()
@@ -248,8 +240,6 @@ class _Run:
     def _stepped(self, step: SimulatedStep, now: int) -> None:
         """The optimiser has made a version; its weights go to the engines while the trainer goes on."""
         self._trained.append(step)
-        if self._progress is not None:
-            self._progress(step)
         # Versions arrive in their order, also when another layout sends them faster.
         there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)
         self._publishing_until = there
