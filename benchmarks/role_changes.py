@@ -40,7 +40,7 @@ from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import RunExecutor, WorkerSettings, begin_session
+from libra.loop.process_controller import RunExecutor, SlotProcesses, WorkerSettings, begin_session
 from libra.loop.warmup import warm_model
 from libra.plan.allocation import Allocation, Bucket
 from libra.route.catalogue import policy_named
@@ -127,23 +127,25 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[R
         environment = load_environment(config.environment, _EXAMPLE.parent)
         model = await warm_model(config, environment, launcher, precision, _say_nothing)
         executor = begin_session(
-            launcher,
-            make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
-            ServingFleet(policy_named("least-loaded", seed=0), training),
-            WorkerSettings(
-                config.training,
-                config.engines,
-                config.cluster.share,
-                config.cluster.port,
-                config.seed,
-                model,
-                precision,
-                kv_bytes_per_token(model, served_dtype(precision)),
-                version=0,
-                checkpoint=None,
-            ),
-            Journal(directory / "journal.jsonl"),
-            _Silent(),
+            SlotProcesses(
+                launcher,
+                make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
+                ServingFleet(policy_named("least-loaded", seed=0), training),
+                WorkerSettings(
+                    config.training,
+                    config.engines,
+                    config.cluster.share,
+                    config.cluster.port,
+                    config.seed,
+                    model,
+                    precision,
+                    kv_bytes_per_token(model, served_dtype(precision)),
+                    version=0,
+                    checkpoint=None,
+                ),
+                Journal(directory / "journal.jsonl"),
+                _Silent(),
+            )
         )
         try:
             await executor.start(training)

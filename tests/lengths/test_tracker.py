@@ -223,14 +223,6 @@ def test_merging_bins_against_every_way_to_merge_them(bins: list[tuple[int, int]
     assert overstated(found) == pytest.approx(best, abs=1e-9)
 
 
-@pytest.mark.parametrize("limit", [2, 3, 8])
-def test_the_longest_class_holds_a_twentieth_at_most(limit: int) -> None:
-    tracker = of_contexts(np.random.default_rng(3).lognormal(9, 1, 3000), half_life=1000)
-    classes = tracker.classes(limit)
-    assert len(classes) == limit
-    assert classes[-1].share <= TAIL_SHARE
-
-
 @settings(deadline=None)
 @given(histories, half_lives, st.floats(min_value=0, max_value=1))
 def test_a_quantile_is_within_one_bin_of_the_weighted_sample(
@@ -259,13 +251,6 @@ def test_old_trajectories_are_forgotten_with_their_largest_context() -> None:
         tracker.observe(episode(1000))
     assert tracker.quantile(1) == pytest.approx(1000)
     assert [c.peak_context for c in tracker.classes()] == [1000]
-
-
-def test_a_half_life_halves() -> None:
-    tracker = of_contexts([100] + [10_000] * 50, half_life=50)
-    newest = of_contexts([10_000] * 50 + [100], half_life=50)
-    kept, fresh = tracker.classes()[0].share, newest.classes()[0].share
-    assert kept == pytest.approx(fresh / 2)
 
 
 def test_state_does_not_grow_with_the_number_of_trajectories() -> None:

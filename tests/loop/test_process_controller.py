@@ -32,7 +32,7 @@ from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsP
 from libra.exec.pool import DEADLINES, WorkerPool, make_pool
 from libra.exec.protocols import Applied, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import WorkerSettings, begin_session
+from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
 from libra.records.files import DiskError
@@ -51,23 +51,25 @@ class Made:
         self.fleet = ServingFleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = begin_session(
-            self.launcher,
-            self.pool,
-            self.fleet,
-            WorkerSettings(
-                CONFIG.training,
-                CONFIG.engines,
-                share=0.45,
-                port=0,
-                seed=0,
-                model=directory,
-                precision="fp32",
-                kv_bytes=16,
-                version=4,
-                checkpoint=checkpoint,
-            ),
-            self.journal,
-            self.told,
+            SlotProcesses(
+                self.launcher,
+                self.pool,
+                self.fleet,
+                WorkerSettings(
+                    CONFIG.training,
+                    CONFIG.engines,
+                    share=0.45,
+                    port=0,
+                    seed=0,
+                    model=directory,
+                    precision="fp32",
+                    kv_bytes=16,
+                    version=4,
+                    checkpoint=checkpoint,
+                ),
+                self.journal,
+                self.told,
+            )
         )
 
     async def apply(self, wanted: Allocation) -> Applied:

@@ -280,7 +280,7 @@ class Served:
 turns = st.builds(
     Turn,
     st.integers(0, 400),
-    st.integers(1, 30),
+    st.integers(0, 33),  # of 0, or 32 and more: refused
     st.integers(1, 34),
     st.none() | st.integers(0, 20),
     st.sampled_from([False, False, False, True]),

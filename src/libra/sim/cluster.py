@@ -19,7 +19,7 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration, Pause
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
-from libra.sim.placement import Placer, SimulatedFleet
+from libra.sim.placement import Placer
 from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.requests import Workload
 
@@ -86,13 +86,9 @@ class SimCluster:
     # What whoever makes the workload may do to the cluster while it runs
 
     @property
-    def fleet(self) -> SimulatedFleet:
-        return self.placer.fleet
-
-    @property
     def kv_tokens(self) -> int:
         """Tokens that the caches of the engines in service hold."""
-        configs = (self.specs[instance.engine.index].config for instance in self.fleet.instances)
+        configs = (self.specs[instance.engine.index].config for instance in self.placer.fleet.instances)
         return sum(config.kv_blocks * config.block_size for config in configs)
 
     def generated(self, request: Request) -> int:

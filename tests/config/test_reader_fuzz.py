@@ -18,7 +18,7 @@ from libra.hardware.cluster import load_cluster
 from libra.hardware.model_file import load_model
 from libra.trajectory import TrajectoryFormatError, read_workload
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MODELS = ROOT / "src" / "libra" / "hardware" / "models"
 
@@ -101,33 +101,30 @@ def write_yaml(path: Path, document: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("reader", DOCUMENTS, ids=lambda reader: reader.__name__)
+OF_EACH = pytest.mark.parametrize("reader", DOCUMENTS, ids=lambda reader: reader.__name__)
+
+
+@OF_EACH
 def test_the_documents_that_are_mutated_are_taken(tmp_path: Path, reader: Callable[[Path], object]) -> None:
     assert answers(reader, write_json(tmp_path / "file.json", DOCUMENTS[reader]))
 
 
-@pytest.mark.parametrize("reader", YAML_READERS, ids=lambda reader: reader.__name__)
+@OF_EACH
 @FUZZ
 @given(data=st.data())
-def test_a_mutated_yaml_file(tmp_path: Path, reader: Callable[[Path], object], data: st.DataObject) -> None:
-    answers(reader, write_yaml(tmp_path / "file.yaml", data.draw(mutated(YAML_READERS[reader]))))
+def test_a_mutated_file(tmp_path: Path, reader: Callable[[Path], object], data: st.DataObject) -> None:
+    write = write_yaml if reader in YAML_READERS else write_json
+    answers(reader, write(tmp_path / "file", data.draw(mutated(DOCUMENTS[reader]))))
 
 
-@pytest.mark.parametrize("reader", JSON_READERS, ids=lambda reader: reader.__name__)
-@FUZZ
-@given(data=st.data())
-def test_a_mutated_json_file(tmp_path: Path, reader: Callable[[Path], object], data: st.DataObject) -> None:
-    answers(reader, write_json(tmp_path / "file.json", data.draw(mutated(JSON_READERS[reader]))))
-
-
-@pytest.mark.parametrize("reader", DOCUMENTS, ids=lambda reader: reader.__name__)
+@OF_EACH
 @FUZZ
 @given(document=values)
 def test_any_document(tmp_path: Path, reader: Callable[[Path], object], document: object) -> None:
     assert not answers(reader, write_json(tmp_path / "file.json", document))
 
 
-@pytest.mark.parametrize("reader", DOCUMENTS, ids=lambda reader: reader.__name__)
+@OF_EACH
 @FUZZ
 @given(content=st.binary(max_size=40) | st.text(alphabet="{}[]:,-&*!|>#%@`'\"\\ \n\tab0", max_size=40).map(str.encode))
 @example(b"")
@@ -159,7 +156,7 @@ def test_any_bytes(tmp_path: Path, reader: Callable[[Path], object], content: by
     assert not answers(reader, path)
 
 
-@pytest.mark.parametrize("reader", DOCUMENTS, ids=lambda reader: reader.__name__)
+@OF_EACH
 @FUZZ
 @given(cut=st.integers(0, 10**4), junk=st.binary(max_size=3))
 def test_a_file_cut_short(tmp_path: Path, reader: Callable[[Path], object], cut: int, junk: bytes) -> None:
