@@ -89,6 +89,14 @@ def test_trace_stats_refuses_a_log_that_is_not_there_or_empty(tmp_path: Path) ->
     assert_refused(libra("trace", "stats", empty), "no trajectories to summarise; give a log with at least one line")
 
 
+@pytest.mark.parametrize(("command", "file"), [("emulate", "engines.yaml"), ("route", "gateway.yaml")])
+def test_a_service_without_its_extra_says_how_to_get_it(command: str, file: str) -> None:
+    given = [command, str(EXAMPLES / file)]
+    code = f"import sys; sys.modules['aiohttp'] = None; from libra.cli.app import app; app({given!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert_refused(done, "aiohttp is not installed: pip install 'libra-rl[http]'")
+
+
 # Outputs and inputs
 
 

@@ -269,7 +269,8 @@ def test_the_price_of_prefill_states_its_error() -> None:
     ]
     assert line.error == pytest.approx(max(errors))
     assert line.error > 0.05
-    with pytest.raises(ValueError, match="longest is 200"):
-        prefill_line(grid, 20, longest=200)
+    two = replace(grid, prefixes=grid.prefixes[:2], prefill=tuple(row[:2] for row in grid.prefill))
+    with pytest.raises(ValueError, match="a line needs three"):
+        prefill_line(two, 20)
     with pytest.raises(ValueError, match="chunk is 0"):
         prefill_line(grid, 0)

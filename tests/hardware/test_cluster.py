@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import by_name
 
 import libra.config.units
 from libra.config.run import ConfigError
@@ -147,9 +148,7 @@ REFUSED_VALUES: list[tuple[str, Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"), [row[1:] for row in REFUSED_VALUES], ids=[row[0] for row in REFUSED_VALUES]
-)
+@by_name("make, message", REFUSED_VALUES)
 def test_an_impossible_value_is_refused_where_it_is_made(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -171,20 +170,17 @@ def test_what_if_there_were_more_nodes() -> None:
 
 
 WHAT_IF: list[tuple[str, Callable[[], object], str]] = [
-    (
-        "unknown class",
-        lambda: override(Cluster((A800,)), {"a80": 1}),
-        "unknown class of nodes 'a80'; did you mean a800",
-    ),
+    ("unknown class", lambda: override(Cluster((A800,)), {"a80": 1}),
+     "unknown class of nodes 'a80'; did you mean a800"),
     ("negative", lambda: override(Cluster((A800,)), {"a800": -1}), "a800 is -1 nodes"),
     ("nothing left", lambda: override(Cluster((A800,)), {"a800": 0}), "nodes is empty"),
     ("part of a node", lambda: with_gpus(Cluster((A800,)), 60), "nodes of 'a800' have 8: give a positive multiple"),
     ("no GPU", lambda: with_gpus(Cluster((A800,)), 0), "gpus is 0"),
     ("which class", lambda: with_gpus(Cluster((A800, L40S)), 64), "give nodes by class, as in a800=6, l40s=2"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), [row[1:] for row in WHAT_IF], ids=[row[0] for row in WHAT_IF])
+@by_name("make, message", WHAT_IF)
 def test_what_if_is_refused_where_it_is_no_cluster(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -223,56 +219,38 @@ def test_the_case_of_a_gpu_name_does_not_matter(tmp_path: Path) -> None:
 REFUSED_FILES: list[tuple[str, object, str]] = [
     ("no nodes", {"nodes": []}, "nodes is empty; a cluster has at least one class of nodes"),
     ("nodes left out", {"serving": []}, "nodes: this key is required; add it"),
-    (
-        "typo",
-        {"nodes": [node(inter_bandwith="1 Gb/s")]},
-        "nodes.0.inter_bandwith: unknown key 'inter_bandwith'; did you",
-    ),
+    ("typo", {"nodes": [node(inter_bandwith="1 Gb/s")]},
+     "nodes.0.inter_bandwith: unknown key 'inter_bandwith'; did you"),
     ("typo at the top", {"node": []}, "node: unknown key 'node'; did you mean nodes?"),
     ("zero nodes", {"nodes": [node(count=0)]}, "nodes.0.count is 0; set it to 1 or more"),
     ("negative nodes", {"nodes": [node(), node(name="b", count=-1)]}, "nodes.1.count is -1; set it to 1 or more"),
     ("zero GPUs", {"nodes": [node(gpus=0)]}, "nodes.0.gpus is 0; set it to 1 or more"),
     ("part of a node", {"nodes": [node(count=1.5)]}, "nodes.0.count: Input should be a valid integer (got 1.5)"),
     ("true nodes", {"nodes": [node(count=True)]}, "nodes.0.count: Input should be a valid integer (got True)"),
-    (
-        "unknown GPU",
-        {"nodes": [node(gpu="A10")]},
-        "nodes.0.gpu: unknown GPU 'A10'; did you mean A100? known are A100, ",
-    ),
+    ("unknown GPU", {"nodes": [node(gpu="A10")]},
+     "nodes.0.gpu: unknown GPU 'A10'; did you mean A100? known are A100, "),
     ("unlike any", {"nodes": [node(gpu="TPU")]}, "describe another one by a mapping of name, memory, bandwidth, flops"),
     ("no GPU", {"nodes": [node(gpu=None)]}, "nodes.0.gpu: expected a name, such as A800, or a mapping (got None)"),
     ("GPU without a link", {"nodes": [node(gpu={"name": "X"})]}, "nodes.0.gpu.memory: this key is required; add it"),
     ("GPU in numbers", {"nodes": [node(gpu={**CUSTOM, "memory": 80})]}, "nodes.0.gpu.memory is 80 without a unit; add"),
-    (
-        "GPU too small",
-        {"nodes": [node(gpu={**CUSTOM, "memory": "64 MiB"})]},
-        "nodes.0.gpu.memory is 6.71089e+07; a GPU",
-    ),
-    (
-        "bare number",
-        {"nodes": [node(inter_bandwidth=200)]},
-        "nodes.0.inter_bandwidth is 200 without a unit; add one of",
-    ),
-    (
-        "wrong unit",
-        {"nodes": [node(inter_bandwidth="200 TB/s")]},
-        "nodes.0.inter_bandwidth is 200000 GB/s (1.6e+06 Gb/s)",
-    ),
+    ("GPU too small", {"nodes": [node(gpu={**CUSTOM, "memory": "64 MiB"})]},
+     "nodes.0.gpu.memory is 6.71089e+07; a GPU"),
+    ("bare number", {"nodes": [node(inter_bandwidth=200)]},
+     "nodes.0.inter_bandwidth is 200 without a unit; add one of"),
+    ("wrong unit", {"nodes": [node(inter_bandwidth="200 TB/s")]},
+     "nodes.0.inter_bandwidth is 200000 GB/s (1.6e+06 Gb/s)"),
     ("off by eight", {"nodes": [node(inter_bandwidth="3200 GB/s")]}, "was 400 GB/s (3200 Gb/s) meant?"),
-    (
-        "too fast inside",
-        {"nodes": [node(intra_bandwidth="400 GB/s")]},
-        "nodes.0.intra_bandwidth is 400 GB/s (3200 Gb/s)",
-    ),
+    ("too fast inside", {"nodes": [node(intra_bandwidth="400 GB/s")]},
+     "nodes.0.intra_bandwidth is 400 GB/s (3200 Gb/s)"),
     ("no network", {"nodes": [node(inter_bandwidth="left out")]}, "nodes.0.inter_bandwidth: this key is required"),
     ("same name", {"nodes": [node(), node()]}, "name 'a' is given to two classes of nodes; name each once"),
     ("bad serving", {"nodes": [node()], "serving": [node(name="s", count=0)]}, "serving.0.count is 0"),
     ("given twice", "nodes: []\nnodes: []\n", "the key 'nodes' is given twice"),
     ("a list", "- nodes", "expected a mapping of keys, as in examples/cluster_48_a800.yaml"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "message"), [row[1:] for row in REFUSED_FILES], ids=[row[0] for row in REFUSED_FILES])
+@by_name("data, message", REFUSED_FILES)
 def test_a_file_that_is_no_cluster_is_refused_by_key(tmp_path: Path, data: object, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, data)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import by_name
 
 from libra.config.run import ConfigError
 from libra.hardware.model import Experts, LatentAttention, ModelSpec
@@ -308,56 +309,36 @@ SHAPES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mistral", config("meta-llama/Llama-3.1-8B", model_type="mistral"), {"experts": None, "head_dim": 128}),
     ("window that is off", config("Qwen/Qwen2.5-7B", sliding_window=131072), {"max_context": 131072}),
     ("full layers", config(layer_types=["full_attention"] * 40), {"layers": 40}),
-    (
-        "every other layer has experts",
-        config("Qwen/Qwen3-30B-A3B", decoder_sparse_step=2),
-        {"experts": Experts(128, 8, 768, 0, 24), "intermediate": 6144},
-    ),
-    (
-        "some layers have none",
-        config("Qwen/Qwen3-30B-A3B", mlp_only_layers=[0, 47]),
-        {"experts": Experts(128, 8, 768, 0, 46), "intermediate": 6144},
-    ),
-    (
-        "a layer without experts either way",
-        config("Qwen/Qwen3-30B-A3B", decoder_sparse_step=2, mlp_only_layers=[1, 2, 3]),
-        {"experts": Experts(128, 8, 768, 0, 22)},
-    ),
+    ("every other layer has experts", config("Qwen/Qwen3-30B-A3B", decoder_sparse_step=2),
+     {"experts": Experts(128, 8, 768, 0, 24), "intermediate": 6144}),
+    ("some layers have none", config("Qwen/Qwen3-30B-A3B", mlp_only_layers=[0, 47]),
+     {"experts": Experts(128, 8, 768, 0, 46), "intermediate": 6144}),
+    ("a layer without experts either way",
+     config("Qwen/Qwen3-30B-A3B", decoder_sparse_step=2, mlp_only_layers=[1, 2, 3]),
+     {"experts": Experts(128, 8, 768, 0, 22)}),
     ("no layer has experts", config("Qwen/Qwen3-30B-A3B", mlp_only_layers=list(range(48))), {"experts": None}),
     ("all layers have experts", config("mistralai/Mixtral-8x7B-v0.1"), {"intermediate": 0}),
-    (
-        "deepseek without compressed queries",
-        config("deepseek-ai/DeepSeek-V2-Lite"),
-        {"latent": LatentAttention(0, 512, 128, 64, 128), "experts": Experts(64, 6, 1408, 2816, 26), "head_dim": 192},
-    ),
+    ("deepseek without compressed queries", config("deepseek-ai/DeepSeek-V2-Lite"),
+     {"latent": LatentAttention(0, 512, 128, 64, 128), "experts": Experts(64, 6, 1408, 2816, 26), "head_dim": 192}),
     ("dense deepseek", config("deepseek-ai/DeepSeek-V2-Lite", first_k_dense_replace=27), {"experts": None}),
-    (
-        "no shared expert",
-        config("deepseek-ai/DeepSeek-V3", n_shared_experts=None),
-        {"experts": Experts(256, 8, 2048, 0, 58)},
-    ),
-]
+    ("no shared expert", config("deepseek-ai/DeepSeek-V3", n_shared_experts=None),
+     {"experts": Experts(256, 8, 2048, 0, 58)}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "fields"), [row[1:] for row in SHAPES], ids=[row[0] for row in SHAPES])
+@by_name("data, fields", SHAPES)
 def test_what_a_configuration_says(tmp_path: Path, data: dict[str, Any], fields: dict[str, Any]) -> None:
     model = load_model(write(tmp_path, data))
     assert {field: getattr(model, field) for field in fields} == fields
 
 
 REFUSED: list[tuple[str, object, str]] = [
-    (
-        "other family",
-        config(model_type="gemma3"),
-        "model_type: unknown architecture 'gemma3'; known are llama, mistral, ",
-    ),
+    ("other family", config(model_type="gemma3"),
+     "model_type: unknown architecture 'gemma3'; known are llama, mistral, "),
     ("no family", config(model_type=None), "model_type: this field is required; add it"),
     ("family that is no text", config(model_type=7), "model_type: unknown architecture 7"),
-    (
-        "other class",
-        config(model_type=None, architectures=["Qwen3MoeForCausalML"]),
-        "did you mean Qwen3MoeForCausalLM?",
-    ),
+    ("other class", config(model_type=None, architectures=["Qwen3MoeForCausalML"]),
+     "did you mean Qwen3MoeForCausalLM?"),
     ("a reward model", config(architectures=["Qwen3ForSequenceClassification"]), "architectures: 'Qwen3ForSequence"),
     ("no layers", config(num_hidden_layers=None), "num_hidden_layers: this field is required; add it"),
     ("no KV heads", config(num_key_value_heads=None), "num_key_value_heads: this field is required; add it"),
@@ -367,45 +348,33 @@ REFUSED: list[tuple[str, object, str]] = [
     ("no experts", config("mistralai/Mixtral-8x7B-v0.1", num_local_experts=None), "num_local_experts: this field is"),
     ("no width", config("Qwen/Qwen3-30B-A3B", moe_intermediate_size=None), "moe_intermediate_size: this field is"),
     ("no rank", config("deepseek-ai/DeepSeek-V3", kv_lora_rank=None), "kv_lora_rank: this field is required"),
-    (
-        "no first layer",
-        config("deepseek-ai/DeepSeek-V3", first_k_dense_replace=None),
-        "first_k_dense_replace: this field",
-    ),
-    (
-        "heads that do not divide",
-        config("Qwen/Qwen2.5-7B", num_attention_heads=30),
-        "head_dim: this field is required, for",
-    ),
+    ("no first layer", config("deepseek-ai/DeepSeek-V3", first_k_dense_replace=None),
+     "first_k_dense_replace: this field"),
+    ("heads that do not divide", config("Qwen/Qwen2.5-7B", num_attention_heads=30),
+     "head_dim: this field is required, for"),
     ("negative", config(hidden_size=-5120), "hidden_size: expected a whole number of 1 or more (got -5120)"),
     ("fraction", config(hidden_size=5120.0), "hidden_size: expected a whole number of 1 or more (got 5120.0)"),
     ("true", config(hidden_size=True), "hidden_size: expected a whole number of 1 or more (got True)"),
     ("tied to a number", config(tie_word_embeddings=1), "tie_word_embeddings: expected true or false (got 1)"),
     ("KV heads", config(num_key_value_heads=7), "kv_heads is 7; it must divide the 40 heads"),
     ("sliding window", config(use_sliding_window=True), "use_sliding_window: attention to a part of the context"),
-    (
-        "mistral's window",
-        config("mistralai/Mixtral-8x7B-v0.1", sliding_window=4096),
-        "sliding_window: attention to a part",
-    ),
+    ("mistral's window", config("mistralai/Mixtral-8x7B-v0.1", sliding_window=4096),
+     "sliding_window: attention to a part"),
     ("window in a layer", config(layer_types=["sliding_attention"]), "layer_types: attention to a part of the context"),
     ("windows", config("Qwen/Qwen3-8B", model_type="gemma2"), "gemma2 has no price yet, for its sliding_window: some"),
     ("sinks", config("Qwen/Qwen3-8B", model_type="gpt_oss"), "gpt_oss has no price yet, for its sliding_window: some"),
-    (
-        "states",
-        config("Qwen/Qwen3-8B", model_type="qwen3_next"),
-        "layer_types: layers of linear attention hold a state",
-    ),
+    ("states", config("Qwen/Qwen3-8B", model_type="qwen3_next"),
+     "layer_types: layers of linear attention hold a state"),
     ("pictures", config("Qwen/Qwen3-8B", model_type="qwen2_vl"), "vision_config: a vision tower has parameters"),
     ("biases", config("meta-llama/Llama-3.1-8B", attention_bias=True), "attention_bias: true is not known for Llama"),
     ("dense layer too far", config("Qwen/Qwen3-30B-A3B", mlp_only_layers=[48]), "mlp_only_layers: expected a list of"),
     ("some layers", config("deepseek-ai/DeepSeek-V3", moe_layer_freq=2), "moe_layer_freq: only 1 is known"),
     ("a list", [], "expected a JSON object, the config.json of a model"),
     ("not JSON", "{", "not JSON: "),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("data, message", REFUSED)
 def test_a_configuration_that_is_not_understood_is_refused_by_field(tmp_path: Path, data: object, message: str) -> None:
     path = write(tmp_path, data)
     with pytest.raises(ConfigError) as refusal:

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
+from real_workers import start_engine, start_trainer, trained_model
 from shared_fork_server import SharedForkServer
 
 import libra.backends.vllm.engine_handle
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import LocalLauncher
-from libra.backends.machine import served_dtype
-from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece, StartEngine
+from libra.backends.transport.engine_messages import Generate, LoadWeights, Piece
 from libra.backends.transport.messages import Acknowledged, Ready
 from libra.backends.transport.trainer_messages import (
     Commit,
@@ -32,12 +31,10 @@ from libra.backends.transport.trainer_messages import (
     SaveCheckpoint,
     Score,
     Scored,
-    StartTrainer,
     Train,
     Trained,
 )
 from libra.backends.vllm.engine_handle import EngineHandle
-from libra.config.run import ModelConfig
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError
 from libra.loop.fleet import ServingEngine, ServingFleet
@@ -61,38 +58,6 @@ class Pair:
 
     def kill(self, replica: Handle) -> None:
         self.launcher.kill(replica.link)
-
-
-def start_trainer(model: Path, replica: int, temperature: float = 1.0) -> StartTrainer:
-    return StartTrainer(
-        model_directory=str(model),
-        learning_rate=1e-2,
-        clip=(0.8, 1.28),
-        denominator="constant",
-        token_constant=12.0,
-        temperature=temperature,
-        micro_batch_tokens=256,
-        precision=PRECISION,
-        seed=replica,  # replicas start from different optimiser noise; joining must make them equal
-        share=0.9,
-        cores=(0,),
-    )
-
-
-def start_engine(model: Path, ready: Ready, refresh_kv: bool = False) -> StartEngine:
-    return StartEngine(
-        model_directory=str(model),
-        max_model_len=256,
-        max_num_seqs=4,
-        dtype=served_dtype(PRECISION),
-        kv_cache_bytes=1024 * kv_bytes_per_token(model, served_dtype(PRECISION)),
-        layout=ready.layout,
-        buffer_bytes=ready.buffer_bytes,
-        seed=0,
-        share=0.9,
-        cores=(0,),
-        refresh_kv=refresh_kv,
-    )
 
 
 @dataclass
@@ -120,13 +85,8 @@ async def pair(
     fork_server: SharedForkServer, directory: Path, lost: Callable[[str, str], object] = lambda name, why: None
 ) -> AsyncIterator[Pair]:
     """`lost` hears of the engine's loss."""
-    model = directory / "model"
-    write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", 256)
     async with fork_server.open() as launcher:
-        trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
-        ready = await trainer.start(start_trainer(model, 0))
-        # The engine needs weights to start from.
-        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
+        model, trainer, ready = await trained_model(launcher, directory, 256)
         engine = EngineHandle(await launcher.spawn("engine", 0), lost)
         await engine.start(start_engine(model, ready))
         yield Pair(launcher, model, ready, trainer, engine)

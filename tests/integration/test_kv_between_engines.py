@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
+from real_workers import start_engine, trained_model
 from shared_fork_server import SharedForkServer
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.backends.launch.handle import Handle
 from libra.backends.machine import served_dtype
-from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import HandoverMeasured, LoadWeights, MeasureHandover, StartEngine
-from libra.backends.transport.messages import Acknowledged, Ready
-from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
+from libra.backends.tiny_model import kv_bytes_per_token
+from libra.backends.transport.engine_messages import HandoverMeasured, LoadWeights, MeasureHandover
+from libra.backends.transport.trainer_messages import Publish, Published
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, KVHandover
-from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
@@ -79,38 +78,16 @@ class Told:
 
 @asynccontextmanager
 async def scene(fork_server: SharedForkServer, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
-    model = directory / "model"
-    write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", LONGEST)
-    handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
-    handover.price_by(PROFILE)
     async with fork_server.open() as launcher:
-        trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
-        ready = await trainer.start(
-            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, PRECISION, 0, 0.9, (0,))
-        )
-        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
+        model, trainer, ready = await trained_model(launcher, directory, LONGEST)
+        handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
+        handover.price_by(PROFILE)
+        start = start_engine(model, ready, LONGEST, 2 * LONGEST, refresh_kv, handover.memory.place)
         engines = [EngineHandle(await launcher.spawn(name, 0), lambda name, why: None) for name in "ab"]
-        await asyncio.gather(*(engine.start(_start(model, ready, handover, refresh_kv)) for engine in engines))
+        await asyncio.gather(*(engine.start(start) for engine in engines))
         made = Scene(handover, trainer, *engines)
         await made.publish(1, *engines)
         yield made
-
-
-def _start(model: Path, ready: Ready, handover: KVHandover, refresh_kv: bool) -> StartEngine:
-    return StartEngine(
-        model_directory=str(model),
-        max_model_len=LONGEST,
-        max_num_seqs=4,
-        dtype=DTYPE,
-        kv_cache_bytes=2 * LONGEST * kv_bytes_per_token(model, DTYPE),
-        layout=ready.layout,
-        buffer_bytes=ready.buffer_bytes,
-        seed=0,
-        share=0.9,
-        cores=(0,),
-        refresh_kv=refresh_kv,
-        kv=handover.memory.place,
-    )
 
 
 async def told(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
+
+import pytest
+from fakes.small_run import episode, make_observations
 
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.loop.fleet import ServingEngine
@@ -49,3 +53,35 @@ def test_looks() -> None:
     for what, engines, gained, busiest in LOOKS:
         assert counters.gained(engine(*numbers) for numbers in engines) == EngineWork(*gained), what
         assert counters.busiest_seconds == busiest, what
+
+
+@pytest.mark.parametrize(
+    ("limits", "hit"),
+    [
+        ((5, 100), 1.0),  # it ends in the first bucket, of which nothing has to be told by its turns
+        ((4, 5), 1.0),  # its second turn was made where it ends
+        ((4, 100), 1.0),
+        ((2, 4, 5), 0.0),
+    ],
+)
+def test_a_router_hits_with_turns_that_are_made_in_the_bucket_where_their_episode_ends(
+    limits: tuple[int, ...], hit: float
+) -> None:
+    made = episode(0, 0)
+    assert (made.trajectory.peak_context, made.turn_buckets) == (5, (0, 1))
+    seen = make_observations()
+    seen.observe([made], limits)
+    assert seen.site((), None).router_hit == 1.0  # until its step is over
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == hit
+
+
+def test_a_turn_elsewhere_is_a_miss() -> None:
+    late = replace(episode(0, 0), turn_buckets=(0, 0))
+    seen = make_observations()
+    seen.observe([late], (5, 100))
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == 1.0  # it was to be told of none
+    seen.observe([late, episode(0, 1)], (4, 100))
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == 0.5

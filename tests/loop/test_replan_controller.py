@@ -292,3 +292,10 @@ async def test_a_run_that_cannot_go_on_is_told_so(made: Made) -> None:
     assert told.is_set()  # or who waits for a batch would wait for ever
     with pytest.raises(InfeasiblePlanError, match="no device is left for a rollout engine"):
         made.controller.at_boundary()
+
+
+async def test_after_the_last_step_nothing_is_planned(made: Made) -> None:
+    made.controller.steps = 1
+    made.lose("rollout-1")
+    await made.boundary()
+    assert (made.executor.wanted, made.rows("decisions")) == ([], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
@@ -24,6 +25,19 @@ PROBLEM = Problem(
     recall_possible=((1.0, 0.5), (0.5, 0.0)),
     staleness=1,
 )
+
+
+def problem_of(
+    pools: tuple[Pool, ...],
+    engines: tuple[EngineOption, ...],
+    training: tuple[TrainingOption, ...],
+    peaks: tuple[int, ...],
+    **fields: Any,
+) -> Problem:
+    """A problem all of whose classes are met, with a router that knows every length."""
+    every = (1.0,) * len(peaks)
+    given = {"longest_context": peaks[-1], "recall_known": (every,), "recall_possible": (every,), **fields}
+    return Problem(pools, engines, training, peaks, (True,) * len(peaks), **given)
 
 
 def one_bucket(replicas: int, engines: int) -> Allocation:

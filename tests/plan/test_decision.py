@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_14B, RECIPE
+from oracles.small_problem import problem_of
+from tables import by_name
 
 from libra.cost.device import SwitchCost
 from libra.plan.allocation import ONE_DEVICE, Allocation, Bucket
@@ -13,12 +15,12 @@ from libra.plan.decision import (
     ENGINE_START,
     TRAINER_START,
     Case,
+    cluster_seconds,
     decide,
     expected,
     live_refill,
     machine_seconds,
     switch_cost,
-    switch_seconds,
 )
 from libra.plan.options.price import price
 from libra.plan.planner import Planner
@@ -33,15 +35,12 @@ def make_problem(work: float = 8.0, layout: str = ONE_DEVICE) -> Problem:
         for shape, holds in (("short", 2000), ("long", 5000))
     )
     training = tuple(TrainingOption(layout, "pool", count, count, 1.0, 0.0) for count in (1, 2))
-    return Problem(
+    return problem_of(
         pools=(Pool("pool", 1, 4),),
         engines=engines,
         training=training,
         peaks=(1000, 4000),
-        expected=(True, True),
         longest_context=5000,
-        recall_known=((1.0, 1.0),),
-        recall_possible=((1.0, 1.0),),
         staleness=3,
     )
 
@@ -65,11 +64,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("current", "proposed", "horizon", "uncertainty", "cost", "taken", "reason"),
-    [row[1:] for row in TABLE],
-    ids=[row[0] for row in TABLE],
-)
+@by_name("current, proposed, horizon, uncertainty, cost, taken, reason", TABLE)
 def test_decide(
     current: Allocation,
     proposed: Allocation,
@@ -155,15 +150,11 @@ def engine(shape: str, devices: int) -> EngineOption:
     return EngineOption(shape, "pool", devices, 4, 5000, 0.0, ((1.0, 1.0),), (0.0, 0.0), (0.0, 0.0))
 
 
-CLUSTERED = Problem(
+CLUSTERED = problem_of(
     pools=(Pool("pool", 2, 8),),
     engines=(engine("tp1", 1), engine("tp4", 4)),
     training=(TrainingOption("a", "pool", 4, 2, 1.0, 0.0), TrainingOption("b", "pool", 8, 2, 1.0, 0.0)),
     peaks=(1000, 5000),
-    expected=(True, True),
-    longest_context=5000,
-    recall_known=((1.0, 1.0),),
-    recall_possible=((1.0, 1.0),),
 )
 
 
@@ -174,45 +165,33 @@ def allocation(replicas: int, small: int, large: int, layout: str = "a", cut: in
 CHANGES = [
     ("nothing", allocation(2, 4, 2), (), 0.0),
     ("ranges only", allocation(2, 4, 2, cut=2000), (), 0.0),
-    (
-        "engines start side by side",
-        allocation(2, 6, 3),
-        ("idle -> rollout:tp4", "2 x idle -> rollout:tp1"),
-        50.0,
-    ),
+    ("engines start side by side", allocation(2, 6, 3), ("idle -> rollout:tp4", "2 x idle -> rollout:tp1"), 50.0),
     ("a replica joins", allocation(3, 4, 2), ("idle -> train:a",), 30.0),
     ("a replica leaves", allocation(1, 4, 2), ("train:a -> idle",), 0.0),
     # Another layout starts all replicas anew.
     ("another layout", allocation(2, 4, 2, "b"), ("2 x train:a -> idle", "2 x idle -> train:b"), 30.0),
     # 4 of 12 generating devices lose their contexts; 60 device seconds a third of which are made up for on 12 devices.
-    (
-        "one shape for another",
-        allocation(2, 8, 1),
-        ("rollout:tp4 -> idle", "4 x idle -> rollout:tp1"),
-        50.0 + 60 / 3 / 12,
-    ),
+    ("one shape for another", allocation(2, 8, 1), ("rollout:tp4 -> idle", "4 x idle -> rollout:tp1"),
+     50.0 + 60 / 3 / 12),
     # 2 of 12 stop, 10 remain; a replica starts meanwhile.
-    (
-        "from engines to a replica",
-        allocation(3, 2, 2),
-        ("2 x rollout:tp1 -> idle", "idle -> train:a"),
-        30.0 + 60 / 6 / 10,
-    ),
-]
+    ("from engines to a replica", allocation(3, 2, 2), ("2 x rollout:tp1 -> idle", "idle -> train:a"),
+     30.0 + 60 / 6 / 10),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wanted", "way", "cost"), [row[1:] for row in CHANGES], ids=[row[0] for row in CHANGES])
+@by_name("wanted, way, cost", CHANGES)
 def test_changes_and_their_seconds(wanted: Allocation, way: tuple[str, ...], cost: float) -> None:
     current = allocation(2, 4, 2)
     transition = group_transition(current, wanted)
     ranges = ("new bucket ranges",) if transition.rebuckets else ()
     assert transition.words() == (*way, *ranges)
-    assert switch_seconds(CLUSTERED, current, wanted, SWITCH, refill=60.0) == pytest.approx(cost)
+    assert cluster_seconds(CLUSTERED, transition, SWITCH, refill=60.0) == pytest.approx(cost)
 
 
 def test_a_shape_that_is_no_longer_there_loses_nothing_more() -> None:
     gone = Allocation(2, (Bucket("tp2", 4, 0, 1000), Bucket("tp4", 2, 1000, 5000)), "a")
-    assert switch_seconds(CLUSTERED, gone, allocation(2, 4, 2), SWITCH, refill=60.0) == 50.0
+    transition = group_transition(gone, allocation(2, 4, 2))
+    assert cluster_seconds(CLUSTERED, transition, SWITCH, refill=60.0) == 50.0
 
 
 def test_stated_costs_of_a_cluster() -> None:

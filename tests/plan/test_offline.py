@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from oracles.small_request import PROFILE
+from tables import by_name
 
 from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig, load_config
@@ -108,7 +109,7 @@ REFUSED: list[tuple[str, Sequence[Trajectory], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("log", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("log, message", REFUSED)
 def test_a_log_that_cannot_be_planned_for_is_refused(
     config: RunConfig, log: Sequence[Trajectory], message: str
 ) -> None:

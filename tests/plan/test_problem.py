@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, one_bucket, two_buckets
+from tables import by_name
 
 from libra.plan import problem
 from libra.plan.allocation import Allocation, Bucket
@@ -25,11 +26,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("devices", lambda: replace(LONG, devices=0), "devices is 0; set it to 1 or more"),
     ("max_num_seqs", lambda: replace(LONG, max_num_seqs=0), "max_num_seqs is 0; set it to 1 or more"),
     ("holds", lambda: replace(LONG, holds=0), "holds is 0; set it to 1 or more"),
-    (
-        "stall",
-        lambda: replace(LONG, stall=-1.0),
-        "engine option long/4: stall has -1.0; every price is finite and >= 0",
-    ),
+    ("stall", lambda: replace(LONG, stall=-1.0),
+     "engine option long/4: stall has -1.0; every price is finite and >= 0"),
     ("work", lambda: replace(LONG, work=((1.0, float("nan")),)), "work has nan"),
     ("refresh", lambda: replace(LONG, refresh=(1.0, float("inf"))), "refresh has inf"),
     ("residence", lambda: replace(LONG, residence=(-1.0, 1.0)), "residence has -1.0"),
@@ -57,23 +55,17 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("same pool", lambda: replace(PROBLEM, pools=PROBLEM.pools * 2), "two pools have the same name"),
     ("no pool", lambda: replace(PROBLEM, training=(replace(ONE, pool="b"),)), "on pool 'b'; the pools are a"),
     ("shape", lambda: replace(PROBLEM, engines=(SHORT_FEW, replace(LONG, shape="short"))), "of shape short differ"),
-    (
-        "met",
-        lambda: replace(PROBLEM, expected=(True,)),
-        "there are 2 classes; expected, recall and every engine option",
-    ),
+    ("met", lambda: replace(PROBLEM, expected=(True,)),
+     "there are 2 classes; expected, recall and every engine option"),
     ("recall", lambda: replace(PROBLEM, recall_possible=((1.0,), *PROBLEM.recall_possible)), "there are 2 classes"),
-    (
-        "fraction",
-        lambda: replace(PROBLEM, recall_possible=((1.0, 1.5), *PROBLEM.recall_possible)),
-        "fractions of 0 to 1",
-    ),
+    ("fraction", lambda: replace(PROBLEM, recall_possible=((1.0, 1.5), *PROBLEM.recall_possible)),
+     "fractions of 0 to 1"),
     ("known router", lambda: replace(PROBLEM, recall_known=((0.1, 0.1),)), "list every router of recall_known"),
     ("switch", lambda: replace(PROBLEM, switch=-1.0), "problem: switch has -1.0"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("make, message", REFUSED)
 def test_a_wrong_value_is_refused_with_its_field_and_the_remedy(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -27,9 +27,9 @@ from libra.report.words import duration, plain
 TIME = Axis("time (s)", (0.0, 10.0))
 
 
-@pytest.mark.parametrize("module", ["words", "charts", "page", "live"])
+@pytest.mark.parametrize("module", ["report.words", "report.charts", "report.page", "report.live", "records.causes"])
 def test_examples_in_docstrings(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"libra.report.{module}"))
+    result = doctest.testmod(importlib.import_module(f"libra.{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -152,9 +152,18 @@ def evidence(unfinished: int, *tool_seconds: float | None) -> LogEvidence:
 
 PAUSES = evidence(0, 0.1, 25_000.0)
 
+RECIPE_IN_TURN = RECIPE.model_copy(update={"mode": "sync", "staleness": 0})
+SYNCHRONOUS_PLAN = replace(CLUSTER_PLAN, request=replace(CLUSTER_PLAN.request, recipe=RECIPE_IN_TURN))
+# 12 s a step, of which training takes 3, with a staleness of 1: 3 and 2 * 12 - 3 in turn.
+ALTERNATE = (
+    "12.0 s is the mean of steps that alternate: batches wait for the longest episodes of those before them, so steps"
+    " may take from 3.00 s to 21.0 s; a limit on the seconds of an episode, or more staleness, shortens them"
+)
+
 NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
     ("complete", PLAN, evidence(0, 0.1, 0.0), ()),
-    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), ()),
+    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), (ALTERNATE,)),
+    ("synchronous", SYNCHRONOUS_PLAN, evidence(0, 0.1, 0.0), ()),
     (
         "pauses",
         CLUSTER_PLAN,
@@ -162,13 +171,14 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
         (
             "the longest tool call of the log took 6 h 57 min, and waiting for the longest episodes is most of a step:"
             " where calls waited for people, cut them with --longest-tool-call SECONDS",
+            ALTERNATE,
         ),
     ),
     (
         "pauses cut",
         CLUSTER_PLAN,
         replace(PAUSES, longest_tool_call=60.0, cut_tool_calls=1),
-        ("1 tool call of more than 1 min 00 s counted as so long",),
+        ("1 tool call of more than 1 min 00 s counted as so long", ALTERNATE),
     ),
     (
         "one unfinished",
@@ -194,6 +204,7 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
             "3 trajectories of 5 in the log unfinished: counted as at least as long as they are",
             "tool seconds unknown for 49.9 % of the tool calls: planned as 1 s, so the longest episodes may take"
             " longer",
+            ALTERNATE,
         ),
     ),
 ]

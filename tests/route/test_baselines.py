@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, OK, Event, events, tell
+from sessions import LIMITS, OK, Event, decisions, events, tell
 
 from libra.route.baselines import (
     MEMORY,
@@ -224,37 +224,15 @@ def test_without_sticky_the_rule_decides_every_turn(rule: type[Baseline]) -> Non
 
 @every_rule
 @given(session=st.lists(events, max_size=25), sticky=st.booleans())
-def test_every_decision_is_eligible_told_truly_and_the_rules(
-    rule: type[Baseline], session: list[Event], sticky: bool
-) -> None:
-    policy, twin = rule(sticky=sticky), rule(sticky=sticky)
-    served: dict[str, str] = {}
-    prefixes: dict[str, str] = {}
-    for event in session:
-        placement = tell(policy, event)
-        assert tell(twin, event) == placement
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            prefixes.pop(event.id, None)
-        elif isinstance(event, str):
-            prefixes = {trajectory: instance for trajectory, instance in prefixes.items() if instance != event}
+def test_every_decision_is_the_rules(rule: type[Baseline], session: list[Event], sticky: bool) -> None:
+    for it in decisions(rule(sticky=sticky), session):
+        loads = sorted((each.load_tokens, each.id) for each in it.fit.values())
+        if sticky and it.prefix_at in it.fit:
+            assert (it.placement.instance, it.placement.reason) == (it.prefix_at, "holds the prefix")
         else:
-            request, _, now = event
-            fit = {i.id: i for i in now.instances if request.context_tokens + now.turn_tokens <= i.capacity_tokens}
-            if placement is None:
-                assert not fit
-                continue
-            assert placement.bucket == fit[placement.instance].bucket
-            assert placement.migrated == (served.get(request.trajectory_id, placement.instance) != placement.instance)
-            loads = sorted((i.load_tokens, i.id) for i in fit.values())
-            if sticky and prefixes.get(request.trajectory_id) in fit:
-                assert placement.instance == prefixes[request.trajectory_id]
-                assert placement.reason == "holds the prefix"
-            else:
-                assert placement.reason == rule.REASON
-                assert rule is not LeastLoaded or placement.instance == loads[0][1]
-                assert rule is not TwoChoices or len(loads) == 1 or placement.instance != loads[-1][1]
-            served[request.trajectory_id] = prefixes[request.trajectory_id] = placement.instance
+            assert it.placement.reason == rule.REASON
+            assert rule is not LeastLoaded or it.placement.instance == loads[0][1]
+            assert rule is not TwoChoices or len(loads) == 1 or it.placement.instance != loads[-1][1]
 
 
 # Shortest remaining first: least loaded in all but the priority, and the priority from a table of means.

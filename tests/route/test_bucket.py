@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, OK, Step, follow, instances, steps
+from sessions import LIMITS, OK, Step, decisions, instances, steps
 
 from benchmarks.workloads.routing_quality import static_fleet
 from libra.route.bucket import AttainedService, Bucketed, bucket_of, server
 from libra.route.expected_length import LengthByPrompt, LengthPredictor
 from libra.route.policy import InstanceView, Placement, TurnRequest, View
-from libra.trajectory import Trajectory
 
 RULES: list[type[Bucketed]] = [LengthByPrompt, LengthPredictor, AttainedService]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=[rule.NAME for rule in RULES])
@@ -140,39 +139,18 @@ def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type
 
 @every_rule
 @given(session=st.lists(steps, max_size=25), sticky=st.booleans())
-def test_every_decision_is_eligible_told_truly_and_asks_again_in_time(
+def test_every_decision_is_in_a_long_enough_bucket_and_asks_again_in_time(
     rule: type[Bucketed], session: list[Step], sticky: bool
 ) -> None:
-    policy = rule(sticky=sticky)
-    served: dict[str, str] = {}
-    longest: dict[str, int] = {}
-    for event in session:
-        placement = follow(policy, event)
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            longest.pop(event.id, None)
-        elif isinstance(event, tuple):
-            request, asked, now = event
-            generated = asked if isinstance(asked, int) else 0
-            id, attained = request.trajectory_id, request.context_tokens + generated
-            if generated == 0 or id in longest:
-                longest[id] = max(longest.get(id, 0), attained)
-            if placement is None:
-                continue
-            chosen = {it.id: it for it in now.instances}[placement.instance]
-            needed = max(request.context_tokens + now.turn_tokens, attained + (generated > 0))
-            assert needed <= chosen.capacity_tokens
-            assert placement.bucket == chosen.bucket
-            assert placement.migrated == (served.get(id, placement.instance) != placement.instance)
-            # As long as a long enough bucket has an instance that can take it, a trajectory is in one.
-            fits = bucket_of(longest[id], LIMITS)
-            if any(it.bucket >= fits and needed <= it.capacity_tokens for it in now.instances):
-                assert placement.bucket >= fits
-            if placement.ask_again is not None:
-                assert placement.ask_again > generated
-                limit = request.context_tokens + placement.ask_again - 1
-                assert limit in LIMITS[:-1] and attained <= limit
-            served[id] = placement.instance
+    for it in decisions(rule(sticky=sticky), session):
+        # As long as a long enough bucket has an instance that can take it, a trajectory is in one.
+        belongs = bucket_of(it.attained, LIMITS)
+        if any(each.bucket >= belongs for each in it.fit.values()):
+            assert it.placement.bucket >= belongs
+        if it.placement.ask_again is not None:
+            assert it.placement.ask_again > it.generated
+            limit = it.request.context_tokens + it.placement.ask_again - 1
+            assert limit in LIMITS[:-1] and it.request.context_tokens + it.generated <= limit
 
 
 # Attained service.

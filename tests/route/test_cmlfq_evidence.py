@@ -85,6 +85,13 @@ def test_restored_evidence_goes_on_as_the_original(
     assert json.dumps(twin.snapshot()) == json.dumps(evidence.snapshot())
 
 
+def test_of_very_many_versions_the_newest_are_told_apart() -> None:
+    evidence = ReturnEvidence()
+    for version in range(70):
+        evidence.count(version, {("all",): {0: 1.0}})
+    assert evidence.snapshot()["versions"] == list(range(6, 70))
+
+
 @pytest.mark.parametrize(
     ("half_life", "most", "message"), [(0, 1, "half_life is 0"), (float("inf"), 1, "finite"), (1, 0, "give 1 or more")]
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from libra.route.policy import InstanceView, ToolReturn, TurnRequest, View
+from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 
 A = InstanceView("a", bucket=0, capacity_tokens=100, load_tokens=0)
 
@@ -14,6 +14,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("negative bucket", lambda: InstanceView("a", -1, 100, 0), "bucket is -1"),
     ("no capacity", lambda: InstanceView("a", 0, 0, 0), "capacity_tokens is 0"),
     ("negative load", lambda: InstanceView("a", 0, 100, -1), "load_tokens is -1"),
+    ("no speed", lambda: InstanceView("a", 0, 100, 0, float("nan")), "token_seconds is nan"),
+    ("asked before anything", lambda: Placement("a", 0, False, "why", ask_again=0), "ask_again is 0"),
     ("no bucket", lambda: View((), (), 0), "limits is empty"),
     ("equal limits", lambda: View((), (100, 100), 0), "must rise strictly"),
     ("falling limits", lambda: View((), (200, 100), 0), "shortest first"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, OK, Event, events, tell
+from sessions import LIMITS, OK, Event, decisions, events
 
 from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 from libra.route.published import PublishedCMLFQ
@@ -249,28 +249,8 @@ def test_a_plan_with_fewer_buckets_is_followed() -> None:
 
 
 @given(st.lists(events, max_size=25))
-def test_every_placement_is_eligible_told_truly_and_follows_the_prefix(session: list[Event]) -> None:
-    policy = PublishedCMLFQ()
-    served: dict[str, str] = {}
-    prefixes: dict[str, str] = {}
-    for event in session:
-        placement = tell(policy, event)
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            prefixes.pop(event.id, None)
-        elif isinstance(event, str):
-            prefixes = {trajectory: instance for trajectory, instance in prefixes.items() if instance != event}
-        else:
-            request, _, now = event
-            fit = {i.id: i for i in now.instances if request.context_tokens + now.turn_tokens <= i.capacity_tokens}
-            if placement is None:
-                assert not fit
-                continue
-            bucket = {id: i for id, i in fit.items() if i.bucket == placement.bucket}
-            assert placement.instance in bucket
-            assert placement.migrated == (served.get(request.trajectory_id, placement.instance) != placement.instance)
-            if prefixes.get(request.trajectory_id) in bucket:
-                assert placement.instance == prefixes[request.trajectory_id]
-            else:
-                assert placement.instance == min(bucket, key=lambda id: (bucket[id].load_tokens, id))
-            served[request.trajectory_id] = prefixes[request.trajectory_id] = placement.instance
+def test_every_placement_follows_the_prefix_in_its_bucket(session: list[Event]) -> None:
+    for it in decisions(PublishedCMLFQ(), session):
+        bucket = {id: each for id, each in it.fit.items() if each.bucket == it.placement.bucket}
+        least = min(bucket, key=lambda id: (bucket[id].load_tokens, id))
+        assert it.placement.instance == (it.prefix_at if it.prefix_at in bucket else least)

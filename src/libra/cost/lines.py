@@ -143,17 +143,17 @@ class PrefillLine:
     error: float
 
 
-def prefill_line(grid: EngineGrid, chunk: int, longest: float | None = None) -> PrefillLine:
+def prefill_line(grid: EngineGrid, chunk: int) -> PrefillLine:
     """The price of prefill in chunks of `chunk` tokens (an engine's `max_num_batched_tokens`).
 
-    Non-negative least squares of relative errors over the grid's prefixes up to `longest` (all unless told). A last
-    chunk that is not full costs more than this, unless other sequences fill its iteration, as continuous batching does.
+    Non-negative least squares of relative errors over the grid's prefixes. A last chunk that is not full costs more
+    than this, unless other sequences fill its iteration, as continuous batching does.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; set it to 1 or more")
-    prefixes = np.array([prefix for prefix in grid.prefixes if longest is None or prefix <= longest], dtype=float)
-    if len(prefixes) < 3:
-        raise ValueError(f"longest is {longest}; three prefixes of the grid must be up to it, of {grid.prefixes}")
+    if len(grid.prefixes) < 3:
+        raise ValueError(f"the grid has prefixes {grid.prefixes}; a line needs three: measure more")
+    prefixes = np.array(grid.prefixes, dtype=float)
     seconds = grid.prefill_seconds_at([chunk], prefixes)[0]
     before = chunk * (prefixes + chunk / 2)
     fit = fit_linear(np.column_stack([np.full(len(before), float(chunk)), before]).tolist(), seconds.tolist())

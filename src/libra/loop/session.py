@@ -14,6 +14,7 @@ from libra.backends.machine import LIBRARIES, Choice, served_dtype, versions
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import RunConfig, ShapeConfig, StartConfig
+from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import save_profile
 from libra.environments.protocol import Environment
 from libra.exec.journal import Journal, RunEnded
@@ -22,11 +23,11 @@ from libra.exec.recovery import Recovery
 from libra.loop.calibration import known_profile, measured_profile, profile_key
 from libra.loop.checkpoint import Interrupted, Recorded, allocation_in_force, missing_trajectories
 from libra.loop.episode_file import EpisodeFile, History
-from libra.loop.fleet import ServingFleet
+from libra.loop.fleet import RunObserver, ServingFleet
 from libra.loop.groups import Groups
 from libra.loop.metrics import MetricsEndpoint
 from libra.loop.observations import Observations
-from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
+from libra.loop.process_controller import RunExecutor, SlotProcesses, WorkerSettings, begin_session
 from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
@@ -100,33 +101,12 @@ class Session:
         recorder.event("arithmetic", None, self.arithmetic.words)
         recorder.meet(pool.all())
         allocation = self._first_allocation(pool)
-        kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
-        # Room for all that the largest engine holds, so that it can give everything away at once.
-        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
-        name = config.routing.policy
-        policy = (
-            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
-        )
-        fleet = ServingFleet(policy, allocation, handover)
         observer = _Observer(recorder, self.progress)
-        settings = WorkerSettings(
-            training,
-            config.engines,
-            cluster.share,
-            cluster.port,
-            config.seed,
-            self.model,
-            precision,
-            kv_bytes,
-            history.step,
-            before.checkpoint if before is not None else None,
-        )
-        executor = begin_session(SlotProcesses(self.launcher, pool, fleet, settings, journal, observer))
         hardware = self.launcher.hardware
         key = profile_key(config, hardware, precision, json.loads((self.model / "config.json").read_text()))
         profile = known_profile(config.planner.calibration, key, self.progress.line)
-        if profile is not None:
-            handover.price_by(profile)
+        executor = self._executor(pool, allocation, profile, journal, observer)
+        fleet = executor.processes.fleet
         self.progress.phase("starting engines and trainers")
         recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
         observer.planners.append(recovery.worker_lost)
@@ -202,27 +182,8 @@ class Session:
         self.progress.line(_words(ended))
         gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", training.temperature)))
         await executor.processes.save_final(directory / "model")
-        trajectories = groups.started * training.samples_per_prompt, loop.step * training.trajectories
-        summary = RunSummary(
-            name=config.name,
-            seed=config.seed,
-            finished=True,
-            wall_seconds=seconds_before + time.monotonic() - self.began,  # of all sessions, as most of what follows
-            steps=loop.step,
-            evaluations=(started, ended),
-            prediction_error=prediction_error(read_records(PeriodRecord, directory / "periods.jsonl")),
-            lost_workers=tuple(recorder.lost_workers),
-            peak_memory_bytes=await self.peak_memory(),
-            trajectories_started=trajectories[0],
-            trajectories_trained=trajectories[1],
-            trajectories_unfinished=trajectories[0] - trajectories[1],
-            moved_contexts=MovedContexts(**asdict(recorder.changes)),
-            logprob_gap=max(gaps),
-            versions=versions(LIBRARIES),
-            allocation_mode=config.allocation,
-            arithmetic=self.arithmetic.words,
-            device_seconds=total(recorder.device_seconds().values()),
-        )
+        started_trajectories = groups.started * training.samples_per_prompt
+        summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
         recorder.summary(summary)
         journal.commit(RunEnded(loop.step))
         await executor.stop()
@@ -230,6 +191,68 @@ class Session:
         if words := device_words(recorder.tally.device_seconds):
             self.progress.line(f"{words} (while steps were made)")
         return summary
+
+    def _executor(
+        self,
+        pool: WorkerPool,
+        allocation: Allocation,
+        profile: DeviceProfile | None,
+        journal: Journal,
+        observer: RunObserver,
+    ) -> RunExecutor:
+        """Of workers that begin where the run was; engines hand KV over where that pays, if anybody knows by now."""
+        config, before, precision = self.config, self.before, self.arithmetic.precision
+        name = config.routing.policy
+        policy = (
+            policy_restored(name, before.state.policy) if before is not None else policy_named(name, seed=config.seed)
+        )
+        kv_bytes = kv_bytes_per_token(self.model, served_dtype(precision))
+        # Room for all that the largest engine holds, so that it can give everything away at once.
+        handover = KVHandover(kv_bytes, max(shape.kv_tokens for shape in config.engines.values()))
+        if profile is not None:
+            handover.price_by(profile)
+        settings = WorkerSettings(
+            config.training,
+            config.engines,
+            config.cluster.share,
+            config.cluster.port,
+            config.seed,
+            self.model,
+            precision,
+            kv_bytes,
+            before.history.step if before is not None else 0,
+            before.checkpoint if before is not None else None,
+        )
+        fleet = ServingFleet(policy, allocation, handover)
+        return begin_session(SlotProcesses(self.launcher, pool, fleet, settings, journal, observer))
+
+    async def _summary(
+        self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
+    ) -> RunSummary:
+        """Of all sessions, but for memory and time of devices; `started`: trajectories."""
+        config, directory = self.config, self.config.run_directory
+        trained = steps * config.training.trajectories
+        seconds_before = self.before.seconds if self.before is not None else 0.0
+        return RunSummary(
+            name=config.name,
+            seed=config.seed,
+            finished=True,
+            wall_seconds=seconds_before + time.monotonic() - self.began,
+            steps=steps,
+            evaluations=evaluations,
+            prediction_error=prediction_error(read_records(PeriodRecord, directory / "periods.jsonl")),
+            lost_workers=tuple(recorder.lost_workers),
+            peak_memory_bytes=await self.peak_memory(),
+            trajectories_started=started,
+            trajectories_trained=trained,
+            trajectories_unfinished=started - trained,
+            moved_contexts=MovedContexts(**asdict(recorder.changes)),
+            logprob_gap=gap,
+            versions=versions(LIBRARIES),
+            allocation_mode=config.allocation,
+            arithmetic=self.arithmetic.words,
+            device_seconds=total(recorder.device_seconds().values()),
+        )
 
     def _first_allocation(self, pool: WorkerPool) -> Allocation:
         """That of the configuration, or the one that was in force when the run was interrupted."""

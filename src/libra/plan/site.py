@@ -21,7 +21,7 @@ from libra.plan.placement import place
 from libra.plan.plan import Plan, PlanRequest, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
 from libra.plan.problem import Problem, Solution
-from libra.plan.transition import Device, Role, Transition, device_transition, group_transition, longest_shapes
+from libra.plan.transition import Device, Role, Transition, device_transition, group_transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class SlotSite:
         )
 
     def transition(self, question: Question, wanted: Allocation) -> Transition:
-        longest = longest_shapes(question.problem.engines, self.longest_context)
+        longest = {option.shape for option in question.problem.engines if option.holds >= self.longest_context}
         return device_transition(self.devices, self.current, wanted, longest)
 
     def seconds(self, question: Question, transition: Transition) -> float:

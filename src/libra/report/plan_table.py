@@ -29,7 +29,7 @@ def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Ta
 
 
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
-    """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
+    """What a reader must know before believing the plan: one sentence each."""
     notes = []
     slots = isinstance(plan.request, SlotRequest)
     if evidence.unfinished:
@@ -56,6 +56,16 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
         notes.append(
             f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
             " episodes is most of a step: where calls waited for people, cut them with --longest-tool-call SECONDS"
+        )
+    staleness = 0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.staleness
+    if staleness and bound.by == "latency":
+        # Batches end in order: those held by one long trajectory end together, and start together from then on.
+        mean, short = plan.predicted.step, plan.predicted.training
+        long = max(mean, (1 + staleness) * mean - staleness * short)
+        notes.append(
+            f"{duration(mean)} is the mean of steps that alternate: batches wait for the longest episodes of those"
+            f" before them, so steps may take from {duration(short)} to {duration(long)}; a limit on the seconds of an"
+            " episode, or more staleness, shortens them"
         )
     return tuple(notes)
 

@@ -69,11 +69,6 @@ class Hierarchy:
         self._turns = self._generated = 0.0  # of all trajectories, forgotten like them, in order of arrival
 
     @property
-    def trajectories(self) -> int:
-        """Finished ones learned from, forgotten ones too."""
-        return self._evidence.trajectories
-
-    @property
     def turn_tokens(self) -> float:
         """Mean tokens generated in a turn; 0 before any trajectory has finished."""
         return self._generated / self._turns if self._turns else 0.0

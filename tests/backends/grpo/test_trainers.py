@@ -696,7 +696,10 @@ async def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving
     with pytest.raises(WorkerLostError, match="hybrid-3 is no training replica, or no more"):
         await trainers.leave("hybrid-3")
     assert await scene.step(1) == 1
-    assert_each_sample_is_trained_once(scene, 1)
+    (await scene.join("hybrid-4")).handle.declare_lost("killed")
+    assert await scene.step(2) == 1
+    assert len(scene.floor.replicas["core-0"].told(Train)) == 2  # no step was tried with one that is lost
+    assert_each_sample_is_trained_once(scene, 2)
 
 
 @joined("core-1")

@@ -83,6 +83,8 @@ async def test_closing_the_launcher_ends_everything(forked: Forked) -> None:
     links = [await launcher.spawn(f"rollout-{number}", number) for number in range(2)]
     workers = [os.pidfd_open(link.pid) for link in links]
     launcher.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(launcher._fork_server.weights)
     assert process.returncode == -signal.SIGKILL
     for worker in workers:
         assert select.select([worker], [], [], 0)[0]  # it is gone already

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from oracles.small_problem import LONG, PROBLEM, one_shape
+from tables import by_name
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.explain.views import bound_of, bucket_views, pool_views
@@ -49,9 +50,7 @@ BOUNDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("work", "residence", "fields", "parts", "slack"), [row[1:] for row in BOUNDS], ids=[r[0] for r in BOUNDS]
-)
+@by_name("work, residence, fields, parts, slack", BOUNDS)
 def test_the_parts_of_a_step_are_named_the_largest_first(
     work: tuple[float, float],
     residence: tuple[float, float],
@@ -99,7 +98,7 @@ CASES: list[tuple[str, EngineOption | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "reason"), [row[1:] for row in CASES], ids=[row[0] for row in CASES])
+@by_name("engine, reason", CASES)
 def test_the_reason_is_what_keeps_engines_there_from_serving(engine: EngineOption | None, reason: str) -> None:
     problem = with_idle_pool(engine)
     allocation = solve(problem).allocation

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_06B
+from tables import by_name
 
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
@@ -38,20 +39,13 @@ ASSUMED: list[tuple[str, Cluster, tuple[str, ...], dict[str, int], dict[str, obj
     ("a fraction", CLUSTER, ("router_hit=0.5",), {"a800": 2}, {"router_hit": 0.5}),
     ("a word", CLUSTER, ("kv_on_update=refresh",), {"a800": 2}, {"kv_on_update": "refresh"}),
     ("nothing of something", CLUSTER, ("rollout_dtype=null",), {"a800": 2}, {"rollout_dtype": None}),
-    (
-        "two that agree",
-        CLUSTER,
-        ("batch=10", "samples_per_prompt=5"),
-        {"a800": 2},
-        {"batch": 10, "samples_per_prompt": 5},
-    ),
+    ("two that agree", CLUSTER, ("batch=10", "samples_per_prompt=5"), {"a800": 2},
+     {"batch": 10, "samples_per_prompt": 5}),
     ("both", MIXED, ("a800=4", "batch=128"), {"a800": 4, "l40s": 1}, {"batch": 128}),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("cluster", "assumptions", "nodes", "changes"), [row[1:] for row in ASSUMED], ids=[row[0] for row in ASSUMED]
-)
+@by_name("cluster, assumptions, nodes, changes", ASSUMED)
 def test_what_is_not_named_stays_as_it_is(
     cluster: Cluster, assumptions: Sequence[str], nodes: dict[str, int], changes: dict[str, object]
 ) -> None:
@@ -91,9 +85,7 @@ REFUSED: list[tuple[str, Cluster, tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "assumptions", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
-)
+@by_name("cluster, assumptions, message", REFUSED)
 def test_what_cannot_be_is_refused(cluster: Cluster, assumptions: Sequence[str], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         assume(cluster, RECIPE, assumptions)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles.enumerate_problems import optimum, priced, problems
-from oracles.small_problem import LONG, ONE, PROBLEM, TWO
+from oracles.small_problem import LONG, ONE, PROBLEM, TWO, problem_of
+from tables import by_name
 
 from libra.plan.model.feasibility import Constraint, ample_step, conflict, constraints, has_plan, require_feasible
 from libra.plan.model.solve import solve
@@ -29,16 +30,11 @@ def training(layout: str, pool: str, devices: int) -> TrainingOption:
 def menu(
     pools: dict[str, int], engines: list[EngineOption], options: list[TrainingOption], **fields: object
 ) -> Problem:
-    everything = ((1.0,),)
-    problem = Problem(
+    problem = problem_of(
         pools=tuple(Pool(name, devices, 1) for name, devices in pools.items()),
         engines=tuple(engines),
         training=tuple(options),
         peaks=(10,),
-        expected=(True,),
-        longest_context=10,
-        recall_known=everything,
-        recall_possible=everything,
     )
     return replace(problem, **fields)  # type: ignore[arg-type]
 
@@ -118,21 +114,15 @@ TABLE = [
             "training needs at least 6 devices of a (dp6) or 10 devices of b (dp10)",
         ),
     ),
-    (
-        "memory alone",
-        menu({"a": 4}, A100[:1], [training("t", "a", 1)]),
-        ("an engine must hold the longest context of 10 tokens (the most is 6, by tp1)",),
-    ),
+    ("memory alone", menu({"a": 4}, A100[:1], [training("t", "a", 1)]),
+     ("an engine must hold the longest context of 10 tokens (the most is 6, by tp1)",)),
     ("nothing trains", menu({"a": 4}, A100[:1], []), ("some layout must train the model; none fits any pool",)),
-    (
-        "nothing generates",
-        menu({"a": 4}, [], [training("t", "a", 1)]),
-        ("some engine must hold the model; none fits any pool",),
-    ),
-]
+    ("nothing generates", menu({"a": 4}, [], [training("t", "a", 1)]),
+     ("some engine must hold the model; none fits any pool",)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "wanted"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+@by_name("problem, wanted", TABLE)
 def test_conflicts_are_named_and_solvers_say_them(problem: Problem, wanted: tuple[str, ...]) -> None:
     assert tuple(constraint.text for constraint in conflict(problem)) == wanted
     if not wanted:

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.small_problem import problem_of
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.model.horizon import PoolSizes, optima, plan_horizon, shortest_path
@@ -20,15 +21,11 @@ DEVICES = 5
 def make_problem(work: float, train: float) -> Problem:
     """Of five devices, one replica or more train for `train / replicas` seconds; the others generate for `work` over
     their number."""
-    return Problem(
+    return problem_of(
         pools=(Pool("pool", 1, DEVICES),),
         engines=(EngineOption("engine", "pool", 1, 4, 1000, 0.0, ((work,),), (0.0,), (0.0,)),),
         training=tuple(TrainingOption("layout", "pool", n, n, train / n, 0.0) for n in range(1, DEVICES)),
         peaks=(1000,),
-        expected=(True,),
-        longest_context=1000,
-        recall_known=((1.0,),),
-        recall_possible=((1.0,),),
         staleness=7,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT
+from tables import by_name
 
 from libra.config.recipe import Recipe
 from libra.cost.transfer import colocated_switch_seconds
@@ -33,23 +34,17 @@ def request(cluster: Cluster = CLUSTER, model: ModelSpec = QWEN_06B, recipe: Rec
 REQUEST = request()
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
-    (
-        "longer than the model",
-        lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 40961})),
-        "max_length is 40961; Qwen/Qwen3-0.6B is made for 40960 tokens: lower max_length",
-    ),
+    ("longer than the model", lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 40961})),
+     "max_length is 40961; Qwen/Qwen3-0.6B is made for 40960 tokens: lower max_length"),
     ("no class", lambda: replace(REQUEST, classes=()), "classes is empty"),
-    (
-        "a class too long",
-        lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 3999})),
-        "classes[1].peak_context is 4000; it lies between 1 and longest_context (3999)",
-    ),
+    ("a class too long", lambda: replace(REQUEST, recipe=RECIPE.model_copy(update={"max_length": 3999})),
+     "classes[1].peak_context is 4000; it lies between 1 and longest_context (3999)"),
     ("a profile too few", lambda: replace(REQUEST, cluster=MIXED), "there are 1 profiles for 2 classes of nodes"),
     ("a profile too many", lambda: replace(REQUEST, profiles=REQUEST.profiles * 2), "there are 2 profiles for 1"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("make, message", REFUSED)
 def test_a_request_that_contradicts_itself_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
@@ -110,12 +105,8 @@ def test_what_is_no_option_has_its_reason() -> None:
 
 NO_OPTION = [
     # 16 bytes for each of 14.8 billion parameters
-    (
-        "training",
-        Cluster((replace(A800, count=1, gpus=1),)),
-        0.9,
-        "no layout trains Qwen/Qwen3-14B on any class of nodes: .*: add nodes, or lower max_length or what the",
-    ),
+    ("training", Cluster((replace(A800, count=1, gpus=1),)), 0.9,
+     "no layout trains Qwen/Qwen3-14B on any class of nodes: .*: add nodes, or lower max_length or what the"),
     (
         "generation",
         CLUSTER,
@@ -123,12 +114,10 @@ NO_OPTION = [
         "no engine holds Qwen/Qwen3-14B, and engines stay within a node: a800/tp8: 3.7 GB of weights .*: it would fit"
         " with gpu_memory_utilization: 0.9$",
     ),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("cluster", "utilization", "message"), [row[1:] for row in NO_OPTION], ids=[row[0] for row in NO_OPTION]
-)
+@by_name("cluster, utilization, message", NO_OPTION)
 def test_a_model_without_an_option_has_no_menu(cluster: Cluster, utilization: float, message: str) -> None:
     recipe = RECIPE.model_copy(update={"gpu_memory_utilization": utilization})
     with pytest.raises(InfeasiblePlanError, match=message):

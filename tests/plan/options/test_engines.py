@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from oracles.small_cluster import A800, CLASSES, CLUSTER, LONG, QWEN_06B, QWEN_14B, RECIPE, SHORT, kv_of
+from tables import by_name
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import UNCORRECTED
@@ -66,7 +67,7 @@ DEGREES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "nodes", "wanted"), [row[1:] for row in DEGREES], ids=[row[0] for row in DEGREES])
+@by_name("model, nodes, wanted", DEGREES)
 def test_degrees_divide_node_and_heads(model: ModelSpec, nodes: NodeClass, wanted: tuple[int, ...]) -> None:
     assert tensor_degrees(model, nodes) == wanted
 
@@ -95,24 +96,14 @@ def test_an_engine_that_cannot_hold_the_longest_context_holds_what_its_memory_do
 
 
 REJECTED = [
-    (
-        "no room at all",
-        RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}),
-        ("a800/tp1",),
-        "29.5 GB of weights leave room for 0 tokens of 85.9",
-    ),
-    (
-        "nothing holds it",
-        RECIPE.model_copy(update={"gpu_memory_utilization": 0.05}),
-        ("a800/tp1", "a800/tp2", "a800/tp4", "a800/tp8"),
-        "the shortest class has 1,000",
-    ),
-]
+    ("no room at all", RECIPE.model_copy(update={"gpu_memory_utilization": 0.37}), ("a800/tp1",),
+     "29.5 GB of weights leave room for 0 tokens of 85.9"),
+    ("nothing holds it", RECIPE.model_copy(update={"gpu_memory_utilization": 0.05}),
+     ("a800/tp1", "a800/tp2", "a800/tp4", "a800/tp8"), "the shortest class has 1,000"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("recipe", "shapes", "reason"), [row[1:] for row in REJECTED], ids=[row[0] for row in REJECTED]
-)
+@by_name("recipe, shapes, reason", REJECTED)
 def test_a_size_that_holds_no_trajectory_is_rejected_with_its_reason(
     recipe: Recipe, shapes: tuple[str, ...], reason: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.small_cluster import CLUSTER, LONG, QWEN_06B, RECIPE, SHORT
+from tables import by_name
 
 from libra.lengths import TrajectoryClass
 from libra.plan.options.menu import SHARE_TOLERANCE, check_classes, most_buckets, present, reach
@@ -28,15 +29,12 @@ REFUSED: list[tuple[str, Sequence[TrajectoryClass], str]] = [
     ("a part above 1", (replace(SHORT, before_first_return=1.1),), "classes[0].before_first_return is 1.1; it is a"),
     ("too much", with_shares(0.75, 0.5), "classes: the shares sum to 1.25; divide each by their sum"),
     ("too little", with_shares(0.5), "classes: the shares sum to 0.5; divide each by their sum"),
-    (
-        "unordered",
-        (replace(LONG, peak_context=1500), replace(SHORT, share=0.75)),
-        "classes are not ordered; sort them by peak_context, shortest first",
-    ),
-]
+    ("unordered", (replace(LONG, peak_context=1500), replace(SHORT, share=0.75)),
+     "classes are not ordered; sort them by peak_context, shortest first"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("classes", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("classes, message", REFUSED)
 def test_classes_that_are_no_distribution_are_refused(classes: Sequence[TrajectoryClass], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check_classes(classes, 3999)
@@ -66,9 +64,7 @@ PRESENT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("trajectories", "shares", "wanted"), [row[1:] for row in PRESENT], ids=[r[0] for r in PRESENT]
-)
+@by_name("trajectories, shares, wanted", PRESENT)
 def test_a_class_is_present_when_one_such_or_longer_trajectory_is_expected(
     trajectories: int, shares: tuple[float, ...], wanted: tuple[bool, ...]
 ) -> None:

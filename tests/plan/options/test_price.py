@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.enumerate_problems import priced, problems, step_of
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, SHORT_MANY, TWO, one_bucket, two_buckets
+from tables import by_name
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.price import (
@@ -130,7 +131,7 @@ PRICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "allocation", "wanted"), [row[1:] for row in PRICES], ids=[r[0] for r in PRICES])
+@by_name("problem, allocation, wanted", PRICES)
 def test_price(problem: Problem, allocation: Allocation, wanted: Prediction) -> None:
     predicted = price(problem, allocation)
     assert predicted.bottleneck == wanted.bottleneck
@@ -289,7 +290,7 @@ MISFITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "allocation", "reason"), [row[1:] for row in MISFITS], ids=[r[0] for r in MISFITS])
+@by_name("problem, allocation, reason", MISFITS)
 def test_an_allocation_that_does_not_fit_says_why_and_has_no_price(
     problem: Problem, allocation: Allocation, reason: str
 ) -> None:

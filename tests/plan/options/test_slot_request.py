@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from oracles.small_request import LONG, PROFILE, REQUEST, SHORT, WORKLOAD, one_bucket, slot_requests, two_buckets
+from tables import by_name
 
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.model.solve import solve
@@ -37,76 +38,42 @@ OF_2_25 = 0.6744898  # at 1.875 / 2.5
 LATENCY = (20.6 + 3 * OF_2 + 2.5) / 2
 PRICES = [
     ("base", REQUEST, two_buckets(1, 1, 2), Prediction(LATENCY, 8.7, 2.5, LATENCY, "latency")),
-    (
-        "more engines share the first bucket",
-        REQUEST,
-        two_buckets(1, 2, 1),
-        Prediction(LATENCY, 4.5, 2.5, LATENCY, "latency"),
-    ),
+    ("more engines share the first bucket", REQUEST, two_buckets(1, 2, 1),
+     Prediction(LATENCY, 4.5, 2.5, LATENCY, "latency")),
     # training 0.5 + 1 + 0.25
-    (
-        "a second trainer",
-        REQUEST,
-        two_buckets(2, 1, 1),
-        Prediction(LATENCY - 0.375, 8.7, 1.75, LATENCY - 0.375, "latency"),
-    ),
+    ("a second trainer", REQUEST, two_buckets(2, 1, 1),
+     Prediction(LATENCY - 0.375, 8.7, 1.75, LATENCY - 0.375, "latency")),
     # 32 in flight, 10 seats on long: residence 400 * (0.01 + 0.01 + 0.02) + 10.6 = 26.6, its deviation 1.6 + 2
-    (
-        "staleness hides latency",
-        MORE_STALE,
-        two_buckets(1, 1, 2),
-        Prediction(8.7, 8.7, 2.5, (29.1 + 3.6 * OF_2) / 4, "rollout"),
-    ),
-    (
-        "slow trainer",
-        SLOW_TRAINER,
-        two_buckets(1, 1, 2),
-        Prediction(20.5, 8.7, 20.5, (47.1 + 3.6 * OF_2) / 4, "training"),
-    ),
+    ("staleness hides latency", MORE_STALE, two_buckets(1, 1, 2),
+     Prediction(8.7, 8.7, 2.5, (29.1 + 3.6 * OF_2) / 4, "rollout")),
+    ("slow trainer", SLOW_TRAINER, two_buckets(1, 1, 2),
+     Prediction(20.5, 8.7, 20.5, (47.1 + 3.6 * OF_2) / 4, "training")),
     # Nothing overlaps; 8 in flight, so 2 seats on long are enough: residence 400 * (0.01 + 0.002 + 0.004) + 10.6 = 17,
     # its deviation 0.64 + 2
-    (
-        "synchronous",
-        SYNCHRONOUS,
-        two_buckets(1, 1, 2),
-        Prediction(19.5 + 2.64 * OF_2, 8.7, 2.5, 19.5 + 2.64 * OF_2, "latency"),
-    ),
+    ("synchronous", SYNCHRONOUS, two_buckets(1, 1, 2),
+     Prediction(19.5 + 2.64 * OF_2, 8.7, 2.5, 19.5 + 2.64 * OF_2, "latency")),
     # 6 in flight: 4 seats on short still take least. 0.75 of a LONG a step: absent. Load 2.25 * 0.7 + 0.75 * 0.75 * 2.8
     # residence of SHORT 100 * (0.01 + 0.004 + 0.002) + 3.3 = 4.9, its deviation 0.16 + 0.5; training 0.5 + 0.75
-    (
-        "an absent class",
-        FEW,
-        two_buckets(1, 1, 2),
-        Prediction(3.45, 3.45, 1.25, (6.15 + 0.66 * OF_2_25) / 2, "rollout"),
-    ),
+    ("an absent class", FEW, two_buckets(1, 1, 2),
+     Prediction(3.45, 3.45, 1.25, (6.15 + 0.66 * OF_2_25) / 2, "rollout")),
     # LONG's own share 0.5: short 6 * 0.7 + 2 * 0.5 * 2.8 = 7
     ("an oracle router", ORACLE, two_buckets(1, 1, 2), Prediction(LATENCY, 7.3, 2.5, LATENCY, "latency")),
     # Work on short by memory (0.01 / 1000 + 1e-6 a token of context): SHORT 0.1+0.55+0.3 = 0.95, LONG 0.4+8.8+0.6 = 9.8
     # load 6 * 0.95 + 1.5 * 9.8 = 20.4
     # Memory of long holds 2.5 of LONG: residence 400 * (0.01 + 0.0025 + 0.005) + 10.6 = 17.6, its deviation 0.7 + 2
-    (
-        "little memory",
-        LITTLE_MEMORY,
-        two_buckets(1, 1, 2),
-        Prediction(20.7, 20.7, 2.5, (20.1 + 2.7 * OF_2) / 2, "rollout"),
-    ),
+    ("little memory", LITTLE_MEMORY, two_buckets(1, 1, 2),
+     Prediction(20.7, 20.7, 2.5, (20.1 + 2.7 * OF_2) / 2, "rollout")),
     # One bucket of 3 long engines at 0.003 a token: SHORT 0.3+0.05+0.1+0.2 = 0.65, LONG 1.2 + 0.8 + 0.2 + 0.4 = 2.6
     # load 6 * 0.65 + 2 * 2.6 = 9.1 over 3
     ("one bucket", REQUEST, one_bucket(1, 3), Prediction(LATENCY, 9.1 / 3 + 0.3, 2.5, LATENCY, "latency")),
     # All trajectories start in a first bucket that no class ends in: SHORT leaves 0.8 of its work there, LONG 0.75.
     # load 6 * 0.8 * 0.7 + 2 * 0.75 * 2.8 = 7.56
-    (
-        "an idle first bucket",
-        REQUEST,
-        two_buckets(1, 1, 2, cut=500),
-        Prediction(LATENCY, 7.86, 2.5, LATENCY, "latency"),
-    ),
-]
+    ("an idle first bucket", REQUEST, two_buckets(1, 1, 2, cut=500),
+     Prediction(LATENCY, 7.86, 2.5, LATENCY, "latency")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("request_", "allocation", "wanted"), [row[1:] for row in PRICES], ids=[row[0] for row in PRICES]
-)
+@by_name("request_, allocation, wanted", PRICES)
 def test_price(request_: SlotRequest, allocation: Allocation, wanted: Prediction) -> None:
     predicted = price(request_.menu().problem, allocation)
     assert predicted.bottleneck == wanted.bottleneck
@@ -187,12 +154,9 @@ def test_every_device_has_a_role_that_it_may_have(request: SlotRequest) -> None:
 
 
 INFEASIBLE = [
-    (
-        SlotCounts(0, 2, 2),
-        "fleet.core is 0, and 2 hybrid and 2 rollout devices cannot replace it: .*one of them core",
-    ),
+    (SlotCounts(0, 2, 2), "fleet.core is 0, and 2 hybrid and 2 rollout devices cannot replace it: .*one of them core"),
     (SlotCounts(4, 0, 0), "all 4 are core and always train; add a device to fleet.hybrid or fleet.rollout"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fleet", "message"), INFEASIBLE, ids=["no core", "no engine"])
@@ -223,7 +187,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("make, message", REFUSED)
 def test_a_value_that_cannot_be_is_refused_with_its_field(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

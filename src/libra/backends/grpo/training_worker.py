@@ -112,17 +112,32 @@ class BrokenReplicaError(Exception):
 
 
 class Peer(PeerChannel):
-    """A forked process of the replica, as its leader sees it."""
+    """Process `number` of the replica, forked by its leader, as that sees it."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, number: int) -> None:
         super().__init__(connection)
         self.process = os.pidfd_open(pid)  # readable when it has ended
+        self._number = number
+
+    def answer(self) -> FromWorker:
+        """Raises `BrokenReplicaError` when it went away or failed."""
+        try:
+            answer = self.receive()
+        except ConnectionError:
+            raise BrokenReplicaError(f"process {self._number} of the replica is gone: {self._end()}") from None
+        if isinstance(answer, Failure):
+            raise BrokenReplicaError(f"process {self._number} of the replica: {answer.error}")
+        return answer
+
+    def refuse(self) -> None:
+        """It says something that nobody asked for: most likely its last words. Raises `BrokenReplicaError`."""
+        raise BrokenReplicaError(f"process {self._number} of the replica sent {type(self.answer()).__name__} unasked")
 
     def close(self) -> None:
         super().close()
         os.close(self.process)
 
-    def end(self) -> str:
+    def _end(self) -> str:
         """How it ended; that is soon after its connection was closed."""
         if not select.select([self.process], [], [], _CLOSING_SECONDS)[0]:
             return "it closed its connection, and does not end"
@@ -133,56 +148,36 @@ class Peer(PeerChannel):
 
 class ReplicaChannel:
     """The leader's channel: what it receives is its own part of an order that its peers have got theirs of, and what it
-    sends is joined with their answers."""
+    sends is joined with their answers. Every verb but `poll` raises `BrokenReplicaError` when a peer goes away."""
 
     def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
         self._controller, self._peers = controller, peers
+        self._all: list[Peer | WorkerChannel] = [*peers, controller]
 
     def poll(self, seconds: float | None) -> bool:
-        return bool(self._readable(seconds))
+        return bool(select.select(self._all, [], [], seconds)[0])
 
     def receive(self) -> ToWorker:
-        """Raises `BrokenReplicaError` when a peer goes away meanwhile."""
-        for number in self._heard(None):
-            answer = self._answer(number)
-            raise BrokenReplicaError(f"process {number + 1} of the replica sent {type(answer).__name__} unasked")
+        for channel in select.select(self._all, [], [])[0]:
+            if isinstance(channel, Peer):
+                channel.refuse()
         own, *others = divide(self._controller.receive(), 1 + len(self._peers))
-        for number, (peer, order) in enumerate(zip(self._peers, others, strict=True)):
+        for peer, order in zip(self._peers, others, strict=True):
             try:
                 peer.send(order)
             except ConnectionError:
-                self._answer(number)
+                peer.answer()
         return own
 
     def send(self, answer: FromWorker) -> None:
-        """Raises `BrokenReplicaError`."""
-        self._controller.send(join([answer, *(self._answer(number) for number in range(len(self._peers)))]))
+        self._controller.send(join([answer, *(peer.answer() for peer in self._peers)]))
 
     def look_for_broken(self, seconds: float) -> None:
-        """Raises `BrokenReplicaError` where a peer has ended, or does within `seconds`."""
+        """Whether a peer has ended, or does within `seconds`."""
         ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
-        for number, peer in enumerate(self._peers):
+        for peer in self._peers:
             while peer.process in ended:
-                self._answer(number)  # the last thing that is to be read says why
-
-    def _answer(self, number: int) -> FromWorker:
-        try:
-            answer = self._peers[number].receive()
-        except ConnectionError:
-            how = self._peers[number].end()
-            raise BrokenReplicaError(f"process {number + 1} of the replica is gone: {how}") from None
-        if isinstance(answer, Failure):
-            raise BrokenReplicaError(f"process {number + 1} of the replica: {answer.error}")
-        return answer
-
-    def _heard(self, seconds: float | None) -> list[int]:
-        """The peers that sent something or went away, as soon as anybody did, the controller included."""
-        readable = self._readable(seconds)
-        return [number for number, peer in enumerate(self._peers) if peer in readable]
-
-    def _readable(self, seconds: float | None) -> list[WorkerChannel | Peer]:
-        channels: list[WorkerChannel | Peer] = [*self._peers, self._controller]
-        return select.select(channels, [], [], seconds)[0]
+                peer.answer()  # the last thing that is to be read says why
 
 
 Channel = WorkerChannel | ReplicaChannel
@@ -207,7 +202,7 @@ def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[C
             own = WorkerChannel(theirs)
             serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own.send)
         theirs.close()
-        peers.append(Peer(ours, pid))
+        peers.append(Peer(ours, pid, rank))
     store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     channel = ReplicaChannel(controller, peers)
     try:

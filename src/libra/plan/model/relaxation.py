@@ -12,15 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, most_buckets
+from libra.plan.model.ranges import NEVER, Counts, Floats, Range, RangeTable, most_buckets
 from libra.plan.problem import Problem, TrainingOption
 
 _ROUNDS = 6  # of new weights, when no weights so far settle the question
 _UNREACHED = 1e15  # weighted devices: more than any cluster has
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

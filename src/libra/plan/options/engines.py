@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from libra.config.recipe import Recipe
 from libra.cost.corrections import BATCH, BatchFactors
@@ -112,34 +114,32 @@ def _shape_options(
         prefill = prefill_line(grid, recipe.max_batched_tokens)
     except ValueError as error:
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
-    weights = model.parameters * recipe.rollout_weight_bytes
-    stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
     max_num_seqs = min(int(kv / shortest), grid.batches[-1])
     lines = iteration_lines(grid, max_num_seqs, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
+    weights = model.parameters * recipe.rollout_weight_bytes
+    option = partial(
+        EngineOption,
+        shape=shape,
+        pool=nodes.name,
+        devices=grid.tp,
+        max_num_seqs=max_num_seqs,
+        holds=holds,
+        stall=weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall,
+    )
     return [
-        _batch_option(near, recipe, classes, shape, nodes.name, grid.tp, max_num_seqs, kv, holds, stall, factors)
+        option(**_batch_prices(near, recipe, classes, kv, factors))
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
     ]
 
 
-def _batch_option(
-    timing: EngineTiming,
-    recipe: Recipe,
-    classes: Sequence[TrajectoryClass],
-    shape: str,
-    pool: str,
-    devices: int,
-    max_num_seqs: int,
-    kv: int,
-    holds: int,
-    stall: float,
-    factors: BatchFactors,
-) -> EngineOption:
-    """The option of one timing: what work, caches and the longest trajectory take."""
+def _batch_prices(
+    timing: EngineTiming, recipe: Recipe, classes: Sequence[TrajectoryClass], kv: int, factors: BatchFactors
+) -> dict[str, Any]:
+    """The prices of an option by one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
     draws = [batches**_SHARED_WAIT * count for count in expected]
@@ -160,28 +160,22 @@ def _batch_option(
         [count * row for row in batch_work(timing, cls, kv, factors)]
         for count, cls in zip(expected, classes, strict=True)
     ]
-    option = EngineOption(
-        shape=shape,
-        pool=pool,
-        devices=devices,
-        max_num_seqs=max_num_seqs,
-        holds=holds,
-        stall=stall,
-        work=tuple(zip(*work, strict=True)),
-        refresh=tuple(refresh),
-        residence=upto[0],
-        generates=tuple(generates for generates, _ in lines),
-        waits=tuple(waits for _, waits in lines),
-    )
+    prices = {
+        "work": tuple(zip(*work, strict=True)),
+        "refresh": tuple(refresh),
+        "residence": upto[0],
+        "generates": tuple(generates for generates, _ in lines),
+        "waits": tuple(waits for _, waits in lines),
+    }
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
-        return option
+        return prices
     # Whatever the staleness: of batches that overlap most trajectories are finished while the longest go on.
     caches = [
         count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
         for count, cls in zip(expected, classes, strict=True)
     ]
-    return replace(option, refill=tuple(refill_all), kv_occupancy=tuple(caches))
+    return {**prices, "refill": tuple(refill_all), "kv_occupancy": tuple(caches)}
 
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
