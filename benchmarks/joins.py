@@ -36,7 +36,7 @@ import psutil
 from benchmarks.rows import Row, report
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.tiny_model import write_tiny_model
 from libra.backends.transport.trainer_messages import Sample, StartTrainer
 from libra.config.run import ModelConfig

@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.rows import Row, report
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import Generate, KVBufferPlace, KVTransfer, Piece, Save, StartEngine
 from libra.backends.transport.messages import Acknowledged, Ready
@@ -40,7 +40,7 @@ from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 
 _QUIET = 0.05  # share of the machine that others may use while this measures
 _TINY = ModelConfig(hidden_size=128, layers=3, heads=4, kv_heads=2, head_dim=32)

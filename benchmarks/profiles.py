@@ -21,7 +21,8 @@ from statistics import median
 import numpy as np
 
 from benchmarks.rows import Row, report
-from libra.cost.grid import Array, EngineGrid, EngineProfile, iteration_lines, prefill_line
+from libra.cost.grid import Array, EngineGrid, EngineProfile
+from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.sources.roofline import roofline
 from libra.cost.sources.tables import tables
 from libra.hardware.cluster import GPUS

@@ -31,7 +31,7 @@ from libra.hardware.cluster import load_cluster
 from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
 from libra.plan.allocation import Allocation
-from libra.plan.decision import live_refill, switch_cost, switch_seconds
+from libra.plan.decision import cluster_seconds, live_refill, switch_cost
 from libra.plan.model.horizon import PoolSizes, pool_sizes, shortest_path
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
@@ -40,6 +40,7 @@ from libra.plan.plan import Plan
 from libra.plan.planner import CLASSES, Planner, rooflines
 from libra.plan.problem import Problem
 from libra.plan.replanner import REPLANNER_HALF_LIFE_STEPS, Replanner
+from libra.plan.transition import group_transition
 from libra.trajectory import Trajectory, Turn
 
 PERIOD = 5  # steps between two decisions
@@ -207,8 +208,8 @@ def _charged(
     @cache
     def parts(a: int, b: int) -> tuple[float, float]:
         """Seconds of the starts, and those of each second of refill."""
-        pair = problems[0], candidates[a], candidates[b], switch
-        return switch_seconds(*pair), switch_seconds(*pair, refill=1.0) - switch_seconds(*pair)
+        change = problems[0], group_transition(candidates[a], candidates[b]), switch
+        return cluster_seconds(*change), cluster_seconds(*change, refill=1.0) - cluster_seconds(*change)
 
     def lost(period: int, a: int, b: int) -> float:
         starts, per_refill = parts(a, b)

@@ -28,8 +28,8 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.backends.arithmetic import choose, served_dtype
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
+from libra.backends.machine import choose, served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.transport.engine_messages import Generate
 from libra.backends.transport.trainer_messages import Sample
@@ -40,8 +40,8 @@ from libra.exec.journal import Journal
 from libra.exec.pool import Worker, make_pool
 from libra.exec.protocols import MoveOutcome, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import Origin, RunExecutor, begin_session
-from libra.loop.warmup import WarmUpProgress, warm_model
+from libra.loop.process_controller import RunExecutor, SlotProcesses, WorkerSettings, begin_session
+from libra.loop.warmup import warm_model
 from libra.plan.allocation import Allocation, Bucket
 from libra.route.catalogue import policy_named
 
@@ -127,13 +127,25 @@ async def _executor(config: RunConfig, directory: Path) -> AsyncIterator[tuple[R
         environment = load_environment(config.environment, _EXAMPLE.parent)
         model = await warm_model(config, environment, launcher, precision, _say_nothing)
         executor = begin_session(
-            launcher,
-            make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
-            ServingFleet(policy_named("least-loaded", seed=0), training),
-            config,
-            Origin(model, precision, kv_bytes_per_token(model, served_dtype(precision)), version=0, checkpoint=None),
-            Journal(directory / "journal.jsonl"),
-            _Silent(),
+            SlotProcesses(
+                launcher,
+                make_pool(config.cluster.core, config.cluster.hybrid, config.cluster.rollout),
+                ServingFleet(policy_named("least-loaded", seed=0), training),
+                WorkerSettings(
+                    config.training,
+                    config.engines,
+                    config.cluster.share,
+                    config.cluster.port,
+                    config.seed,
+                    model,
+                    precision,
+                    kv_bytes_per_token(model, served_dtype(precision)),
+                    version=0,
+                    checkpoint=None,
+                ),
+                Journal(directory / "journal.jsonl"),
+                _Silent(),
+            )
         )
         try:
             await executor.start(training)
@@ -186,7 +198,7 @@ async def _import_seconds(directory: Path) -> float:
         return time.monotonic() - began
 
 
-def _say_nothing(progress: WarmUpProgress) -> None: ...
+def _say_nothing(step: int, steps: int, loss: float) -> None: ...
 
 
 class _Silent:

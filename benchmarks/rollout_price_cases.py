@@ -17,8 +17,8 @@ from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.workload.agent import Agent, Tool, agent_trajectories
-from libra.sim.workload.distribution import Constant, LogNormal, LongTail, Uniform
+from libra.sim.workload.distributions import Constant, LogNormal, LongTail, Uniform
+from libra.sim.workload.generated import Agent, Tool, agent_trajectories
 from libra.trajectory import Trajectory, read_trajectories, truncate
 
 # Trajectories behind each plan. Samples of a prompt are alike, so few prompts say too little of how often the longest

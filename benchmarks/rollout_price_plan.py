@@ -9,12 +9,12 @@ from benchmarks.rollout_price_cases import Case
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
-from libra.plan.options.cluster_request import ClusterRequest, Menu
-from libra.plan.options.price import price
-from libra.plan.placement import place
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import Menu
+from libra.plan.options.price import solution
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import Planner
-from libra.plan.problem import Proof, Solution
+from libra.plan.problem import Solution
 
 
 def request_of(case: Case) -> ClusterRequest:
@@ -35,14 +35,4 @@ def plan_case(case: Case, factors: BatchFactors = BATCH) -> tuple[Plan, Menu]:
 
 def plan_of(request: ClusterRequest, menu: Menu, chosen: Solution | Allocation) -> Plan:
     """The plan that a solution stands for, or an allocation that fits, of which nothing is proven."""
-    solution = chosen
-    if isinstance(solution, Allocation):
-        solution = Solution(solution, price(menu.problem, solution), Proof("feasible", 0.0, 1.0))
-    allocation = solution.allocation
-    return answer(
-        request,
-        menu.problem,
-        solution,
-        layout=menu.layouts[allocation.layout, allocation.replicas],
-        placement=place(menu.problem, allocation, ()),
-    )
+    return answer(request, menu, solution(menu.problem, chosen) if isinstance(chosen, Allocation) else chosen)

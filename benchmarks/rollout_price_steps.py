@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from benchmarks.rollout_price_cases import Case
 from libra.plan.plan import Plan
@@ -60,9 +59,6 @@ class CaseEpisodes:
         )
         self.known.update({trajectory.id: trajectory for trajectory in group})
         return group
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.case.name}
 
 
 def measured_steps(staleness: int) -> tuple[int, int]:

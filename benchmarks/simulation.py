@@ -36,14 +36,11 @@ from libra.route.policy import Policy
 from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.workload.agent import Agent, Tool, agent_trajectories
-from libra.sim.workload.arrivals import AtOnce, Poisson
-from libra.sim.workload.distribution import Constant, LogNormal, LongTail
-from libra.sim.workload.generated_requests import generated_requests
-from libra.sim.workload.protocol import Workload
-from libra.sim.workload.recorded_requests import recorded_requests
+from libra.sim.workload.distributions import AtOnce, Constant, LogNormal, LongTail, Poisson
+from libra.sim.workload.generated import Agent, Tool, agent_trajectories, generated_requests
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.request_file import read_azure_requests
+from libra.sim.workload.requests import Workload, recorded_requests
 from libra.trajectory import read_trajectories, truncate
 
 DATA = Path(__file__).parents[1] / "../shared/data"

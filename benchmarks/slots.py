@@ -29,7 +29,7 @@ from statistics import median
 import psutil
 
 from benchmarks.rows import Row, report
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 from libra.config.run import ClusterConfig
 
 TOLERANCE = 0.10  # relative; a slot may be this much slower, or faster, when its neighbours are busy

@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,9 +241,6 @@ class Stationary:
 
     def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         return tuple(replace(each, policy_version=version) for each in self.tasks.group(number, self.stage))
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "stationary", "stage": self.stage, "tasks": self.tasks.describe()}
 
 
 class Watching:

@@ -14,7 +14,8 @@ from hypothesis import settings
 from lanes import PROCESSES, Lanes, turn
 
 HERE = Path(__file__).parent
-PATIENCE = 60.0  # seconds after which a coroutine that would hang fails
+# Seconds after which a coroutine that would hang fails, and one with real processes.
+PATIENCE, LONG_PATIENCE = 60.0, 600.0
 
 settings.register_profile("libra", settings(), deadline=None)  # no test judges by the clock
 settings.load_profile("libra")
@@ -44,8 +45,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(test):
         return None
 
+    patience = PATIENCE if pyfuncitem.get_closest_marker("integration") is None else LONG_PATIENCE
+
     async def run() -> None:
-        async with asyncio.timeout(PATIENCE), AsyncExitStack() as stack:
+        async with asyncio.timeout(patience), AsyncExitStack() as stack:
             arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
             for name, value in arguments.items():
                 if isinstance(value, AbstractAsyncContextManager):

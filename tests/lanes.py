@@ -17,7 +17,6 @@ from xdist.scheduler import LoadScopeScheduling
 PROCESSES = (
     "tests/integration/",
     "tests/backends/grpo/test_replica_processes.py",
-    "tests/backends/grpo/test_several_processes.py",
 )
 
 

@@ -41,8 +41,8 @@ from benchmarks.evaluation.routing_strong_cell import (
     judge,
     whole_run_of,
 )
+from benchmarks.workloads.routing_quality import evaluate, static_fleet
 from libra.route.cmlfq import CMLFQ
-from libra.route.quality import evaluate, static_fleet
 from libra.route.remaining import BINS, EDGES, Remaining
 from libra.trajectory import Trajectory, Turn, write_trajectories
 

@@ -14,7 +14,7 @@ from libra.config.cache import cache_directory
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.cost.grid import EngineProfile
-from libra.cost.sources.grid_file import load_grid, save_calibration
+from libra.cost.sources.files import load_grid, save_calibration
 from libra.cost.sources.profiles import engine_profiles
 from libra.cost.sources.rates import Calibration, Measured
 from libra.cost.sources.roofline import roofline

@@ -18,9 +18,8 @@ from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.of_plan import teach
-from libra.sim.training_run.episodes import Episodes
+from libra.sim.training_run.episodes import Episodes, Resampled
 from libra.sim.training_run.loop import simulate_posttraining
-from libra.sim.training_run.resampled import Resampled
 from libra.sim.training_run.system import System
 from libra.sim.training_run.trainer import TrainingPrice
 

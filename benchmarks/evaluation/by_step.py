@@ -7,7 +7,6 @@ drift went by the version that starts a group, more staleness would mean shorter
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
@@ -32,6 +31,3 @@ class ByStep:
         """The version is that of the policy which starts it, and says nothing but how stale it is."""
         drawn = self.episodes.group(number, number // self.groups)
         return tuple(replace(trajectory, policy_version=version) for trajectory in drawn)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "by-step", "groups": self.groups, "episodes": self.episodes.describe()}

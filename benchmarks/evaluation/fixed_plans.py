@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.options.cluster_request import ClusterRequest, Menu
-from libra.plan.options.price import infeasibility, price
-from libra.plan.placement import place
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import Menu
+from libra.plan.options.price import infeasibility, solution
 from libra.plan.plan import Plan, answer
-from libra.plan.problem import Proof, Solution, TrainingOption
-
-UNPROVEN = 0.0  # seconds: no bound was asked for
+from libra.plan.problem import TrainingOption
 
 
 def uniform_plan(request: ClusterRequest, menu: Menu, training: TrainingOption, shape: str) -> Plan | None:
@@ -32,14 +30,7 @@ def uniform_plan(request: ClusterRequest, menu: Menu, training: TrainingOption, 
     allocation = Allocation(training.replicas, (bucket,), training.layout)
     if infeasibility(problem, allocation) is not None:
         return None
-    predicted = price(problem, allocation)
-    return answer(
-        request,
-        problem,
-        Solution(allocation, predicted, Proof("feasible", UNPROVEN, 1.0)),
-        layout=menu.layouts[training.layout, training.replicas],
-        placement=place(problem, allocation),
-    )
+    return answer(request, menu, solution(problem, allocation))
 
 
 def uniform_plans(request: ClusterRequest, devices: Sequence[int] | None = None) -> Iterator[Plan]:

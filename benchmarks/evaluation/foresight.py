@@ -6,7 +6,6 @@ Invariant: what is foretold is what the run will draw.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from libra.cost.device import SwitchCost
 from libra.plan.plan import Plan
@@ -38,9 +37,6 @@ class Foretold:
         drawn = self.episodes.group(number, version)
         self.known.update((trajectory.id, trajectory) for trajectory in drawn)
         return drawn
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "foretold", "episodes": self.episodes.describe()}
 
 
 @dataclass(slots=True)

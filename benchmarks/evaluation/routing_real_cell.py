@@ -20,12 +20,13 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.model_file import load_model
 from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
-from libra.route.causal_tree import CausalTree, ToolState, payload_class
-from libra.route.hierarchy import Hierarchy, state_of
+from libra.route.hierarchy import Hierarchy
 from libra.route.policy import TurnRequest
+from libra.route.published import CausalTree
+from libra.route.tool_state import ToolState, payload_class, state_of
 from libra.sim.of_plan import simulate_plan
 from libra.sim.outcome.metrics import metrics_of
-from libra.sim.training_run.resampled import Resampled
+from libra.sim.training_run.episodes import Resampled
 from libra.trajectory import Trajectory
 
 OURS, THEIRS, ATTAINED = "cmlfq", "cmlfq-published", "attained service"

@@ -1,7 +1,7 @@
 """How often a policy routes to the right bucket, by how much tool returns tell.
 
 Invariant: published numbers are those of Libra (arXiv 2606.03077) on Search-R1, and only stand beside ours. Definitions
-of the measures are those of `libra.route.quality`.
+of the measures are those of `benchmarks.workloads.routing_quality`.
 """
 
 from __future__ import annotations

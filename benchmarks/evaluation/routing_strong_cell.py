@@ -14,15 +14,14 @@ import numpy as np
 
 from benchmarks.workloads.baselines import TURN_TOKENS, whole_run
 from benchmarks.workloads.definition import read
+from benchmarks.workloads.routing_quality import Quality, evaluate, static_fleet
 from libra.route.bucket import bucket_of
 from libra.route.catalogue import POLICIES, policy_named
-from libra.route.causal_tree import payload_class
-from libra.route.cmlfq import CMLFQ, NAME
-from libra.route.hierarchy import state_of
+from libra.route.cmlfq import CMLFQ
 from libra.route.oracle import Oracle
 from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest
-from libra.route.quality import Quality, evaluate, static_fleet
 from libra.route.remaining import Remaining
+from libra.route.tool_state import payload_class, state_of
 from libra.trajectory import Trajectory
 
 ROUTED = (*POLICIES, Oracle.NAME)  # those whose placements are counted
@@ -71,7 +70,7 @@ def judge(workload: str, signal: str, steps: int, seed: int) -> dict[str, Any]:
     for name in ROUTED:
         policy: Policy
         foretelling = Foretelling()
-        if name == NAME:
+        if name == CMLFQ.NAME:
             policy = foretelling
         elif name == Oracle.NAME:
             policy = Oracle({it.id: it for it in trajectories})
@@ -83,7 +82,7 @@ def judge(workload: str, signal: str, steps: int, seed: int) -> dict[str, Any]:
             "balanced": quality.balanced_accuracy,
             "migrated": quality.migrated_share,
         }
-        if name == NAME:
+        if name == CMLFQ.NAME:
             found["predicted"] = dict(zip(PREDICTED, hits(quality, foretelling.foretold), strict=True))
         found["majority"] = quality.majority_rate
     return found

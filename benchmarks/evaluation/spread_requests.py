@@ -5,10 +5,9 @@ Invariant: the requests follow from range, count and seed alone, whatever serves
 
 from __future__ import annotations
 
-from libra.sim.workload.arrivals import AtOnce
-from libra.sim.workload.distribution import Constant, Uniform
-from libra.sim.workload.generated_requests import generated_requests
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.distributions import AtOnce, Constant, Uniform
+from libra.sim.workload.generated import generated_requests
+from libra.sim.workload.requests import Requests
 
 PROMPT = 256  # tokens
 

@@ -21,8 +21,7 @@ from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
 from libra.route.oracle import Oracle
 from libra.sim.training_run.episodes import Episodes
-from libra.sim.training_run.replanning import Replanning
-from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, System
+from libra.sim.training_run.system import PUBLISHED_SWITCH, Replan, Replanning, System
 
 PERIOD = 5  # steps between two decisions
 ORACLE_BUCKETS = (4, 1)  # at most; an oracle knows which of them is better for a run

@@ -14,7 +14,7 @@ from libra.plan.options.layouts import training_layouts
 from libra.route.baselines import LeastLoaded
 from libra.sim.outcome.metrics import metrics_of
 from libra.sim.simulate import simulate
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 from libra.trajectory import Trajectory, Turn
 
 MODEL = "Qwen/Qwen3-14B"
@@ -41,9 +41,7 @@ def training(mean: int, trajectories: int, seed: int) -> dict[str, float | str]:
         name = str(request.number)
         tracker.observe(Trajectory(name, name, "", request.prompt_tokens, (turn,), None, 0, True))
     (nodes,) = a800_nodes(NODES).nodes
-    options = training_layouts(
-        load_model(MODEL), nodes, _recipe(trajectories), tracker.classes(_CLASSES), nodes.count
-    ).options
+    options = training_layouts(load_model(MODEL), nodes, _recipe(trajectories), tracker.classes(_CLASSES)).options
     if not options:
         raise RuntimeError(f"no layout of {MODEL} fits on {nodes.devices} GPUs")
     best = min(options, key=lambda option: option.seconds)

@@ -14,9 +14,8 @@ from benchmarks.fidelity.real_engine import RealEngine, undisturbed
 from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import BLOCK_TOKENS
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 PARTS = 4  # of a round, each with points from all over the grid
 _TOKENS = 6  # that each sequence of a decode batch generates

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from benchmarks.fidelity.step import Step
 from libra.cost.grid import EngineGrid
-from libra.cost.sources.fit import fit_linear
+from libra.cost.lines import fit_linear
 from libra.sim.clock import seconds, ticks
 from libra.sim.engine.iteration_cost import UNLIMITED, Chunk, DecodeBatch
 

@@ -29,7 +29,7 @@ from benchmarks.fidelity.step import Step
 from benchmarks.fidelity.summary import outcomes
 from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import Engine, Group, Workload, random_time_workload, read_workloads
-from libra.backends.environment import hardware_name
+from libra.backends.machine import hardware_name
 from libra.sim.engine.config import EngineConfig
 
 RANDOM_SEEDS = range(1, 11)  # of the workloads that nobody chose

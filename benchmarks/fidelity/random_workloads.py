@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig, SchedulingPolicy
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 _LARGEST_BUDGET = 256  # tokens in one step
 _MOST_REQUESTS = 40

@@ -26,10 +26,9 @@ from benchmarks.fidelity.texts import Texts
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.sim.clock import TICKS, seconds
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request
-from libra.sim.workload.protocol import Workload
+from libra.sim.engine.request import Chain, Request
+from libra.sim.workload.requests import Workload
 
 _NANOSECOND = TICKS // 10**9
 

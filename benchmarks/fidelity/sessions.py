@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.fidelity.workloads import Bursts, Group, Poisson, Workload
 from libra.sim.clock import ticks
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 
 @dataclass(frozen=True, slots=True)

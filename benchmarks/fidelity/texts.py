@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Chain
 
 _SPECIAL = 4  # the first ids of a vocabulary, which mean something
 

@@ -28,9 +28,8 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 _NUMBER_DIGITS = 10  # vLLM breaks ties by comparing names as text
 _LONGEST_CONTEXT = 2**30  # tokens; of the model that is never run

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.soak.faults import schedule
 from benchmarks.soak.soaking import Soak, Soaked, SoakError
-from libra.backends.environment import hardware_name
+from libra.backends.machine import hardware_name
 
 RESULTS = Path(__file__).parents[1] / "results"
 

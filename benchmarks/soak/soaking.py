@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.soak.accounts import Check, Sizes, accounts, checked
+from benchmarks.soak.accounts import Check, Sizes, accounts, checked, weights
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.processes import Processes, shared_files, shared_memory, unused_shared_files
 from benchmarks.soak.session import Session
 from benchmarks.soak.storm import Storm, Struck
 from benchmarks.soak.survival import LOOK_SECONDS, Ended, Recovery, Seen, growth, recoveries, survival
-from benchmarks.soak.weights import weights
 from benchmarks.soak.written import Segments, Tail, read_rows
 from libra.config.run import load_config
 

@@ -6,8 +6,8 @@ Invariant: they are judged over a whole run, drift included, from its second ste
 from __future__ import annotations
 
 from benchmarks.workloads.definition import Workload
+from benchmarks.workloads.routing_quality import Quality, evaluate, static_fleet
 from libra.route.catalogue import policy_named
-from libra.route.quality import Quality, evaluate, static_fleet
 from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
 

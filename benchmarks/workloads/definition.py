@@ -60,7 +60,6 @@ class Workload:
             replace(self.shape, tool_signal=self.signals[signal]),
             self.seed if seed is None else seed,
             self.steps if steps is None else steps,
-            f"{self.name}, signal {signal}",
         )
 
     def digest(self) -> str:

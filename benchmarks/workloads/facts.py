@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.route.causal_tree import ToolState, payload_class
+from libra.route.tool_state import ToolState, payload_class
 from libra.sim.training_run.episodes import Episodes
 from libra.trajectory import Trajectory
 

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from libra.sim.outcome.metrics import metrics_of as metrics_of
     from libra.sim.outcome.result import SimulationResult as SimulationResult
     from libra.sim.simulate import simulate as simulate
+    from libra.sim.training_run.episodes import Resampled as Resampled
     from libra.sim.training_run.loop import simulate_posttraining as simulate_posttraining
-    from libra.sim.training_run.resampled import Resampled as Resampled
     from libra.sim.training_run.system import System as System
-    from libra.sim.workload.recorded_requests import recorded_requests as recorded_requests
     from libra.sim.workload.replay import Replay as Replay
     from libra.sim.workload.request_file import read_requests as read_requests
+    from libra.sim.workload.requests import recorded_requests as recorded_requests
     from libra.trajectory import Trajectory as Trajectory
     from libra.trajectory import read_trajectories as read_trajectories
 
@@ -51,7 +51,7 @@ _HOME = {
     "Recipe": "libra.config.recipe",
     "Replanner": "libra.plan.replanner",
     "Replay": "libra.sim.workload.replay",
-    "Resampled": "libra.sim.training_run.resampled",
+    "Resampled": "libra.sim.training_run.episodes",
     "SimulationResult": "libra.sim.outcome.result",
     "System": "libra.sim.training_run.system",
     "Trajectory": "libra.trajectory",
@@ -64,7 +64,7 @@ _HOME = {
     "metrics_of": "libra.sim.outcome.metrics",
     "read_requests": "libra.sim.workload.request_file",
     "read_trajectories": "libra.trajectory",
-    "recorded_requests": "libra.sim.workload.recorded_requests",
+    "recorded_requests": "libra.sim.workload.requests",
     "simulate": "libra.sim.simulate",
     "simulate_plan": "libra.sim.of_plan",
     "simulate_posttraining": "libra.sim.training_run.loop",

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from libra.cost.corrections import UNCORRECTED, BatchFactors
 from libra.cost.device import EngineCost
-from libra.cost.grid import EngineGrid, IterationLine
+from libra.cost.grid import EngineGrid
+from libra.cost.lines import IterationLine
 from libra.cost.rollout import (
     EngineTiming,
     batch_work,

@@ -1,4 +1,4 @@
-"""A profile refuses numbers that no measurement can give."""
+"""A profile refuses numbers that no measurement can give; a step against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def test_costs_are_finite_and_not_negative(value: float) -> None:
 
 def test_a_cost_of_zero_is_allowed() -> None:
     assert replace(PROFILE.engine, per_turn=0.0).per_turn == 0.0
+
+
+COST = TrainCost(step=0.5, per_token=1e-4, exchange=0.25)
+
+
+@pytest.mark.parametrize(("replicas", "wanted"), [(1, 0.5 + 2.0), (2, 0.5 + 1.0 + 0.25), (4, 0.5 + 0.5 + 0.25)])
+def test_step_seconds(replicas: int, wanted: float) -> None:
+    assert COST.step_seconds(20_000, replicas) == pytest.approx(wanted)
+
+
+def test_a_step_needs_a_replica() -> None:
+    with pytest.raises(ValueError, match="at least one training replica"):
+        COST.step_seconds(20_000, 0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.cost.device import EngineCost
-from libra.cost.grid import IterationLine
+from libra.cost.lines import IterationLine
 from libra.cost.rollout import (
     EngineTiming,
     concurrency,

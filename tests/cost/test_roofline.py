@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from libra.config.yaml_file import ConfigError
-from libra.cost.sources.grid_file import load_calibration, save_calibration
+from libra.cost.sources.files import load_calibration, save_calibration
 from libra.cost.sources.rates import Calibration, Measured, Rates, rates
 from libra.cost.sources.roofline import all_reduce_seconds, roofline
 from libra.hardware.cluster import GPU, GPUS

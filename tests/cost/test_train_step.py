@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 
 import libra.cost.train_step as train_step_module
 from libra.config.recipe import TrainingBytes
-from libra.cost.collectives import Fabric, fabric
-from libra.cost.sources.train_rates import TrainingRates, training_rates
+from libra.cost.sources.rates import TrainingRates, training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference
 from libra.cost.train_passes import Passes, Work
-from libra.cost.train_step import STEP_ITEMS, step_table, train_step
+from libra.cost.train_step import STEP_ITEMS, pipeline_seconds, step_table, train_step
+from libra.cost.transfer import Fabric, fabric
 from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, LayoutTable, ParallelLayout, Recompute, Sharding
@@ -322,3 +323,59 @@ def test_dp_is_a_column() -> None:
     one = LayoutTable.of([FULL_SHARDING])
     table = one.take(np.zeros(len(dp), dtype=np.intp)).with_dp(dp)
     assert len(step_table(work(), table).total) == 64
+
+
+@pytest.mark.parametrize(("stages", "count", "idle"), [(4, 8, 3 / 11), (1, 5, 0.0), (8, 1, 7 / 8), (2, 16, 1 / 17)])
+def test_equal_micro_batches_leave_the_known_share_idle(stages: int, count: int, idle: float) -> None:
+    seconds = pipeline_seconds([[1.0] * count] * stages, [[2.0] * count] * stages)
+    assert 1 - 3 * count / seconds == pytest.approx(idle)
+
+
+def longest_path(forward: list[list[float]], backward: list[list[float]]) -> float:
+    """End of the last operation, from what must precede each: written from the definition, one stage list at a time."""
+    stages, count = len(forward), len(forward[0])
+    orders = []
+    for stage in range(stages):
+        warm = min(count, stages - stage)
+        order = [("F", i) for i in range(warm)]
+        for i in range(count - warm):
+            order += [("B", i), ("F", warm + i)]
+        orders.append(order + [("B", i) for i in range(count - warm, count)])
+
+    @cache
+    def end(stage: int, position: int) -> float:
+        kind, micro = orders[stage][position]
+        before = [0.0]
+        if position > 0:
+            before.append(end(stage, position - 1))
+        source = stage - 1 if kind == "F" else stage + 1
+        if 0 <= source < stages:
+            before.append(end(source, orders[source].index((kind, micro))))
+        return max(before) + (forward if kind == "F" else backward)[stage][micro]
+
+    return max(end(stage, 2 * count - 1) for stage in range(stages))
+
+
+times = st.floats(0, 10)
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 9))
+def test_unequal_micro_batches_take_the_longest_path(data: st.DataObject, stages: int, count: int) -> None:
+    matrix = st.lists(st.lists(times, min_size=count, max_size=count), min_size=stages, max_size=stages)
+    forward, backward = data.draw(matrix), data.draw(matrix)
+    assert pipeline_seconds(forward, backward) == pytest.approx(longest_path(forward, backward), abs=1e-9)
+
+
+def test_forwards_alone_fill_the_pipeline_once() -> None:
+    assert pipeline_seconds([[1.0] * 6] * 3, [[0.0] * 6] * 3) == pytest.approx(6 + 2)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [([], []), ([[]], [[]])])
+def test_an_empty_pipeline_is_refused(forward: list[list[float]], backward: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="at least one of each"):
+        pipeline_seconds(forward, backward)
+
+
+def test_a_missing_backward_is_refused() -> None:
+    with pytest.raises(ValueError, match="as many forwards as backwards"):
+        pipeline_seconds([[1.0, 1.0]], [[1.0]])

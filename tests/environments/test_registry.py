@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def environment(
 
 def test_a_built_in_name_with_options(tmp_path: Path) -> None:
     assert load_environment(environment(max_turns=3), tmp_path) == Calculator(max_turns=3)
+    assert str(tmp_path) not in sys.path  # nothing there is asked for
 
 
 def test_nothing_is_called_before_it_is_known_to_be_a_task(tmp_path: Path) -> None:

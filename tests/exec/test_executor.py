@@ -36,8 +36,8 @@ OUT_OF_MEMORY = WorkerFailedError("worker hybrid-0: out of memory")
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    made = World(tmp_path, groups=4)
-    made.heard.moved.clear()
+    made = World(tmp_path, steps=2)
+    made.told.moves.clear()
     yield made
     made.close()
     made.loop.close()
@@ -63,7 +63,7 @@ ALL = ("drain", "stop", "fork", "import", "boundary")
 
 
 def outcomes(world: World) -> list[str]:
-    return [f"{moved.move.worker} {moved.move} {moved.outcome}" for moved in world.heard.moved]
+    return [f"{moved.move.worker} {moved.move} {moved.outcome}" for moved in world.told.moves]
 
 
 def journalled(world: World, *kinds: type) -> list[object]:
@@ -87,7 +87,7 @@ def test_moves_are_made_one_after_the_other(world: World) -> None:
     go_on(world, *ALL)
     assert duties(world) == BEGUN | {"hybrid-0": LONG, "rollout-1": LONG}
     assert outcomes(world) == ["hybrid-0 train -> rollout:long done", "rollout-1 rollout:short -> rollout:long done"]
-    assert [moved.seconds for moved in world.heard.moved] == [7.5, 0.0]
+    assert [moved.seconds for moved in world.told.moves] == [7.5, 0.0]
     assert journalled(world, TransitionBegun, MoveBegun, MoveDone, TransitionDone)[-6:] == [
         TransitionBegun(LONGER, FIRST),
         MoveBegun("hybrid-0", TRAIN, LONG),
@@ -131,7 +131,7 @@ def test_a_move_that_fails_anywhere_is_undone_and_the_rest_is_dropped(world: Wor
     go_on(world, "fork", "import", "boundary")  # its process starts again, as what it was
     assert duties(world) == BEGUN
     assert outcomes(world) == ["hybrid-0 train -> rollout:long undone"]
-    assert not world.heard.lost
+    assert not world.told.losses
     assert world.pool["hybrid-0"].losses == ()
     [undone] = journalled(world, MoveUndone)
     assert isinstance(undone, MoveUndone)
@@ -160,7 +160,7 @@ def test_what_can_be_neither_done_nor_undone_leaves_an_idle_slot(world: World) -
 
 def test_a_slot_that_cannot_be_started_is_retired(world: World) -> None:
     world.kill(0)
-    assert (world.heard.lost, duties(world)) == (["hybrid-0"], BEGUN | {"hybrid-0": IDLE})
+    assert (world.told.losses, duties(world)) == ([("hybrid-0", "signal 9")], BEGUN | {"hybrid-0": IDLE})
     for number in range(MOST_LOSSES - 1):
         apply(world, FIRST)
         world.fail(0, OUT_OF_MEMORY)

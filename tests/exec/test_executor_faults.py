@@ -32,7 +32,7 @@ class Faults(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="libra-faults-"))
-        self.world = World(self.directory, groups=8)
+        self.world = World(self.directory, steps=4)
 
     @rule(numbers=st.lists(NUMBERS, min_size=6, max_size=6))
     def plan(self, numbers: list[int]) -> None:
@@ -107,7 +107,7 @@ TestFaults.settings = settings(max_examples=40, stateful_step_count=60, deadline
 def test_a_thousand_faults_in_one_run(tmp_path: Path) -> None:
     """Also in the same run, one after the other: what an accident leaves behind must not add up."""
     draw = random.Random(20)
-    world = World(tmp_path, groups=400)
+    world = World(tmp_path, steps=200)
     try:
         while sum(world.faults.values()) < FAULTS:
             match draw.choices(

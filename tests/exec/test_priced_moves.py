@@ -9,13 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from fakes.scripted import Told
 from fakes.small_run import CONFIG, PROFILE
 
 from libra.cost.device import SwitchCost
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal
-from libra.exec.pool import Worker, make_pool
-from libra.exec.protocols import MoveOutcome, UnsupportedTransitionError
+from libra.exec.pool import make_pool
+from libra.exec.protocols import UnsupportedTransitionError
 from libra.lengths.classes import TrajectoryClass
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.decision import machine_seconds
@@ -55,13 +56,6 @@ class Clockwork:
 
     def route(self, allocation: Allocation) -> None:
         self.routed.append(allocation)
-
-
-class Silent:
-    def role(self, worker: Worker) -> None: ...
-    def moved(self, moved: MoveOutcome) -> None: ...
-    def lost(self, worker: str, why: str, retired: bool) -> None: ...
-    def node_back(self, worker: str) -> None: ...
 
 
 def allocations(core: int, hybrid: int, rollout: int) -> list[Allocation]:
@@ -112,7 +106,7 @@ async def test_the_executor_makes_the_moves_that_were_priced(tmp_path: Path, mon
     for number, (size, before, wanted) in enumerate(cases()):
         processes, pool = Clockwork(), make_pool(*size)
         journal = Journal(tmp_path / f"journal-{number}.jsonl")
-        executor = Executor(pool, processes, journal, Silent(), LONGEST, 100, lambda p=processes: p.clock)
+        executor = Executor(pool, processes, journal, Told(), LONGEST, 100, lambda p=processes: p.clock)
         await executor.start(before)
         planned = device_transition(pool.devices(), before, wanted, LONGEST)
         began, devices = processes.clock, list(pool.devices())
@@ -149,7 +143,7 @@ def test_the_gain_of_a_decision_is_that_of_its_moves(size: tuple[int, int, int])
     changed = 0
     for before in allocations(*size):
         devices = tuple(started(size, before))
-        site = SlotSite(config, devices, before, PROFILE, 8, 40.0, 1.0)
+        site = SlotSite(config.training, config.engines, 100, devices, before, PROFILE, 8, 40.0, 1.0)
         decision = Outlook(site, (Scenario(CLASSES, 1.0),) * 3, 100.0, 0.0).propose().decision
         [question] = site.questions([Scenario(CLASSES, 1.0)])
         transition = decision.transition
@@ -168,7 +162,7 @@ def test_the_gain_of_a_decision_is_that_of_its_moves(size: tuple[int, int, int])
 async def test_a_part_that_the_backend_cannot_do_is_refused(tmp_path: Path) -> None:
     """Before anything of it is begun."""
     pool = make_pool(1, 1, 1)
-    executor = Executor(pool, Clockwork(), Journal(tmp_path / "j"), Silent(), LONGEST, 100)
+    executor = Executor(pool, Clockwork(), Journal(tmp_path / "j"), Told(), LONGEST, 100)
     first = Allocation(1, (Bucket("long", 2, 0, 100),))
     await executor.start(first)
     spread = Transition(first, Allocation(1, first.buckets, "tp2"), ())

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
 
 BARE = """
 import sys
-import libra.backends.launch.fork_server_main as fork_server
-from libra.backends.arithmetic import Bf16Speed
+import libra.backends.launch.fork_server as fork_server
+from libra.backends.machine import Bf16Speed
 fork_server._import_everything = lambda: None
 fork_server._probe = lambda: Bf16Speed("", 16.0)  # which would import torch
 fork_server.main(int(sys.argv[1]), int(sys.argv[2]))

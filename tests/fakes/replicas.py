@@ -18,15 +18,15 @@ from accelerate.state import AcceleratorState
 from fakes.samples import RATE, sample
 
 from libra.backends.grpo.elastic import GradientExchange
-from libra.backends.grpo.grpo import Denominator
 from libra.backends.grpo.trainer import TrainerProcess
 from libra.backends.grpo.trainers import Trainers
-from libra.backends.grpo.training_worker import TrainingWorker
+from libra.backends.grpo.training_worker import serve_orders
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.channel import ControllerChannel, WorkerChannel
-from libra.backends.transport.messages import Precision
+from libra.backends.transport.messages import Denominator, Precision
+from libra.backends.transport.shared_memory import create_buffer
 from libra.backends.transport.trainer_messages import (
     Commit,
     HostRendezvous,
@@ -37,7 +37,6 @@ from libra.backends.transport.trainer_messages import (
     Train,
     Trained,
 )
-from libra.backends.transport.weights import create_buffer
 
 R = TypeVar("R")
 
@@ -112,10 +111,18 @@ def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Seque
     return port
 
 
+class MeanOfMeans(GradientExchange):
+    """What must not be done: every replica's own mean, averaged with equal weights."""
+
+    def add_up(self, tensor: torch.Tensor, seconds: float) -> float:
+        tensor /= max(float(tensor[-1]), 1.0) * self.size
+        return super().add_up(tensor, seconds)
+
+
 def regroup(replicas: Sequence[TrainerProcess], generation: int) -> None:
     """All of them into a new membership, ranks in this order."""
-    prepare([replica.exchange for replica in replicas], generation)
-    at_once(*(lambda replica=replica: replica.exchange.enter(generation) for replica in replicas))
+    prepare([replica.elastic.exchange for replica in replicas], generation)
+    at_once(*(lambda replica=replica: replica.elastic.exchange.enter(generation) for replica in replicas))
 
 
 def step_together(
@@ -184,7 +191,7 @@ async def crew(
 
 def _serve(channel: WorkerChannel, trainer: TrainerProcess) -> None:
     with suppress(ConnectionError):  # its handle was closed
-        TrainingWorker(channel, trainer).run()
+        serve_orders(channel, trainer)
 
 
 def _never(handle: Handle) -> None:

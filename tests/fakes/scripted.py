@@ -10,6 +10,8 @@ from fakes.engines import ScriptedEngine
 
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Span, Tool, ToolCall
+from libra.exec.pool import Worker
+from libra.exec.protocols import MoveOutcome
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.rollout import TurnReport
 from libra.plan.allocation import Allocation, Bucket
@@ -68,6 +70,38 @@ class Unwatched:
     def turn(self, report: TurnReport) -> None: ...
     def turns(self, worker: str, change: int) -> None: ...
     def tools(self, worker: str, change: int) -> None: ...
+
+
+class Told:
+    """What a run tells of its workers."""
+
+    def __init__(self) -> None:
+        self.moves: list[MoveOutcome] = []
+        self.losses: list[tuple[str, str]] = []
+        self.loads: list[tuple[str, int, float]] = []
+        self.back_again: list[str] = []
+        self.joins: list[str] = []
+
+    def role(self, worker: Worker) -> None:
+        pass
+
+    def moved(self, moved: MoveOutcome) -> None:
+        self.moves.append(moved)
+
+    def lost(self, worker: str, why: str, retired: bool) -> None:
+        self.losses.append((worker, why))
+
+    def node_back(self, worker: str) -> None:
+        self.back_again.append(worker)
+
+    def load(self, worker: str) -> None:
+        pass
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        self.joins.append(worker)
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        self.loads.append((worker, version, seconds))
 
 
 def instance(engine: ScriptedEngine, shape: str = "short", capacity: int = 1000) -> ServingEngine:

@@ -19,19 +19,20 @@ from libra.backends.grpo.membership import CoreLostError
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import Sample, SaveCheckpoint
 from libra.backends.vllm.engine_handle import EngineHandle
-from libra.config.run import RunConfig
+from libra.config.run import TrainingConfig
 from libra.environments.protocol import Prompt
 from libra.exec.journal import Journal, SessionStarted
 from libra.exec.pool import Worker
+from libra.loop.checkpoint import Recorded, missing_trajectories, read_interrupted
 from libra.loop.episode_file import EpisodeFile, History
 from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.interrupted import Recorded, missing_trajectories, read_interrupted
-from libra.loop.observations import Observations
+from libra.loop.groups import Groups
+from libra.loop.observations import EngineCounters, Observations
 from libra.loop.process_controller import RunExecutor
+from libra.loop.progress import RunProgress
 from libra.loop.recorder import Recorder
 from libra.loop.replan_controller import ReplanController
 from libra.loop.rollout import Episode, Rollout
-from libra.loop.tally import EngineCounters
 from libra.loop.training_loop import TrainingLoop
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import Role
@@ -40,21 +41,8 @@ from libra.report.live import PlainDisplay
 from libra.route.published import PublishedCMLFQ
 
 STEPS, PER_STEP, SIZE, STALENESS = 7, 2, 3, 1
-CONFIG = RunConfig.model_validate(
-    {
-        "name": "sessions",
-        "checkpoint_every": 2,
-        "environment": {"kind": "ask", "tools": ["e"]},
-        "engines": {"long": {"max_model_len": 100, "max_num_seqs": 4, "kv_tokens": 400}},
-        "start": {"replicas": 2, "buckets": [{"shape": "long", "engines": 2, "up_to": 100}]},
-        "training": {
-            "steps": STEPS,
-            "prompts_per_step": PER_STEP,
-            "samples_per_prompt": SIZE,
-            "max_staleness": STALENESS,
-        },
-    }
-)
+TRAINING = TrainingConfig(steps=STEPS, prompts_per_step=PER_STEP, samples_per_prompt=SIZE, max_staleness=STALENESS)
+CHECKPOINT_EVERY = 2
 PROMPTS = [Prompt(f"p{number}", "Q;", answer=f"A{number};") for number in range(5)]
 ALLOCATION = Allocation(2, (Bucket("long", 2, 0, 100),))
 
@@ -121,7 +109,7 @@ class MadeObservations:
     """Remembers whom it has seen, as the tracked statistics do."""
 
     def __init__(self, seen: list[str]) -> None:
-        self.tracker = MadeTracker(seen)
+        self.tracker, self.counters = MadeTracker(seen), EngineCounters()
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         self.tracker.seen += [episode.trajectory.id for episode in episodes]
@@ -179,18 +167,30 @@ class Session:
             )
         )
         self.observations = MadeObservations(seen)
-        self.training = TrainingLoop(
-            CONFIG,
+        rollout = Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now)
+        self.groups = Groups(
+            TRAINING,
+            0,
             PROMPTS,
+            rollout,
+            self.recorder,
+            self.file,
+            history,
+            lambda episode: self.observations.observe([episode], fleet.limits),
+            lambda: MadePeriods.predicted_seconds,
+        )
+        self.training = TrainingLoop(
+            TRAINING,
+            CHECKPOINT_EVERY,
             cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
-            Rollout(AskTool({"e": echo}), ["e"], MergingCodec(), fleet, 100, self.recorder, self.recorder.now),
+            rollout,
+            self.groups,
             cast(Observations, self.observations),
             cast(ReplanController, MadeController()),
             self.recorder,
             self.journal,
             self.file,
-            EngineCounters(),
-            PlainDisplay(open("/dev/null", "w")),  # noqa: SIM115
+            RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
             Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
             history,
             before.recorded if before is not None else Recorded(),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from libra.config.run import RunConfig
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
+from libra.loop.observations import Observations
 from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation, Bucket
 from libra.trajectory.record import Trajectory, Turn
@@ -32,6 +37,12 @@ PROFILE = DeviceProfile(
 )
 
 
+def make_observations(period: int = CONFIG.planner.period) -> Observations:
+    """Those of a run that has seen nothing yet."""
+    planner = CONFIG.planner.model_copy(update={"period": period})
+    return Observations(planner, CONFIG.training, CONFIG.engines, PROFILE, 8)
+
+
 def episode(group: int, index: int, version: int = 0) -> Episode:
     trajectory = Trajectory(
         id=f"g{group}-{index}",
@@ -53,3 +64,9 @@ def episode(group: int, index: int, version: int = 0) -> Episode:
         0.5,
         (0, 1),
     )
+
+
+def rows(directory: Path, name: str) -> list[dict[str, Any]]:
+    """What a run has written to one of its files so far."""
+    path = directory / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from libra.backends.grpo.membership import STANDARD, Patience
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
 from libra.backends.transport.messages import Acknowledged, Precision, Sharding
 from libra.backends.transport.trainer_messages import SaveCheckpoint, StartTrainer
 

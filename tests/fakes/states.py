@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import libra.backends.grpo.publication
-import libra.backends.grpo.state_stream
+import libra.backends.grpo.relay
 from libra.backends.grpo.publication import Publication, SharedPublication
 from libra.backends.grpo.relay import await_reader, serve
 from libra.backends.grpo.train_state import TrainState
-from libra.backends.transport.shared_vectors import Vector
+from libra.backends.transport.shared_memory import Vector
 from libra.backends.transport.trainer_messages import RelayPlace
 
 RATE = 0.01
@@ -111,7 +111,7 @@ def around_copies(patch: pytest.MonkeyPatch, act: Callable[[bool], object]) -> N
         return gradient(publication, number)
 
     patch.setattr(libra.backends.grpo.publication, "_copy", copy)
-    patch.setattr(libra.backends.grpo.state_stream, "_copy", piece)
+    patch.setattr(libra.backends.grpo.relay, "_copy", piece)
     patch.setattr(SharedPublication, "state", seen_state)
     patch.setattr(SharedPublication, "gradient", seen_gradient)
 
@@ -128,7 +128,7 @@ def before_copies(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         return bytes(data)
 
     patch.setattr(libra.backends.grpo.publication, "_copy", copy)
-    patch.setattr(libra.backends.grpo.state_stream, "_copy", piece)
+    patch.setattr(libra.backends.grpo.relay, "_copy", piece)
 
 
 def _relay(listener: socket.socket, core: TrainState) -> None:

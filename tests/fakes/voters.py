@@ -37,6 +37,7 @@ from libra.backends.transport.trainer_messages import (
     Serving,
     StateDigest,
     StatePlace,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
@@ -194,7 +195,7 @@ class Voter:
                 if self.late > 0:
                     self.late -= 1
                 else:
-                    self._copy(StatePlace(self._follows, 0, 0))
+                    self._copy(StatePlace(self._follows, 0))
                 return self._standing(order.generation in self._prepared and order.generation not in self.unformed)
             case MeasureTraining():
                 members = [voter for voter in self._floor.replicas.values() if voter.generation == self.generation]
@@ -224,7 +225,8 @@ class Voter:
         if not failed:
             self._pending = key
         tokens = sum(sum(sample.generated) for sample in order.samples)
-        return Reduced(order.version, "lost" if failed else "", 0.5, 0.1, 2 * tokens, tokens, 1.0, 1.5, 0.5)
+        sums = TokenSums(2 * tokens, tokens, 1.0, 1.5, 0.5)
+        return Reduced(order.version, "lost" if failed else "", 0.5, 0.1, sums)
 
     def _step(self, order: Commit, fate: Fate) -> Trained:
         assert self._pending is not None and self._pending[1] == order.version, "a step without a summed gradient"
@@ -249,7 +251,7 @@ class Voter:
 
     def _standing(self, ready: bool, behind: str = "") -> StateDigest:
         number = -1 if behind else len(self.steps)
-        return StateDigest(number, self._hash(), 64, [StatePlace(self._index, 0, 0)], ready, behind)
+        return StateDigest(number, self._hash(), 64, [StatePlace(self._index, 0)], ready, behind)
 
     def _hash(self) -> int:
         return zlib.crc32(repr(self.steps).encode())

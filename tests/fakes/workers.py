@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from fakes.far_end import FarEnd
 
-from libra.backends.arithmetic import Bf16Speed
 from libra.backends.launch.launcher import SourceLostError, WorkerLink
+from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -48,6 +48,7 @@ from libra.backends.transport.trainer_messages import (
     StartTrainer,
     StateDigest,
     StatePlace,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
@@ -154,12 +155,12 @@ class MadeWorker:
         return Generated([piece], [order.id], busy, self._generated, self._iterations, self._generated)
 
     def _standing(self) -> StateDigest:
-        return StateDigest(self.version, self.version, 64, [StatePlace(0, 0, 0)], ready=True)
+        return StateDigest(self.version, self.version, 64, [StatePlace(0, 0)], ready=True)
 
     def _vote(self, order: Train) -> Reduced:
         assert order.version == self.version + 1
         tokens = sum(sum(sample.generated) for sample in order.samples)
-        return Reduced(order.version, "", 0.001, 0.0, 2 * tokens, tokens, 0.0, 1.0 * tokens, 0.0)
+        return Reduced(order.version, "", 0.001, 0.0, TokenSums(2 * tokens, tokens, 0.0, 1.0 * tokens))
 
     def _step(self, order: Commit) -> Trained:
         assert order.version == self.version + 1

@@ -6,29 +6,33 @@ Whatever would take time waits at a named point until the test lets it go on, fa
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from fakes.engines import HeldEngine
-from fakes.scripted import AskTool, MergingCodec, Unwatched, echo
+from fakes.scripted import AskTool, MergingCodec, Told, Unwatched, echo
 
 from libra.backends.grpo.joining import JoinError
 from libra.backends.vllm.engine_handle import EngineHandle
+from libra.config.run import TrainingConfig
 from libra.environments.protocol import Prompt
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, JournalReplay, SessionStarted, WeightsPublished, read_journal, replay
-from libra.exec.pool import DEADLINES, Worker, make_pool
-from libra.exec.protocols import Applied, MoveOutcome, WorkerFailedError, WorkerLostError
+from libra.exec.pool import DEADLINES, make_pool
+from libra.exec.protocols import Applied, WorkerFailedError, WorkerLostError
+from libra.loop.checkpoint import allocation_in_force
 from libra.loop.episode_file import EpisodeFile, History, read_history
 from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.interrupted import allocation_in_force
+from libra.loop.groups import Groups, episode_id
+from libra.loop.metrics import Tally
+from libra.loop.recorder import Recorder
 from libra.loop.rollout import Episode, Rollout
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, Duty, Role, Transition
-from libra.route.admission import Admission
 from libra.route.published import PublishedCMLFQ
 
 HOLDS = {"short": 40, "middle": 100, "long": 100}  # tokens
@@ -114,29 +118,17 @@ class Slots:
             del self.points[worker]
 
 
-@dataclass(slots=True)
-class Heard:
-    """What an observer was told."""
+class Unrecorded:
+    """Keeps nothing of what the groups tell."""
 
-    moved: list[MoveOutcome] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.tally = Tally()
 
+    def now(self) -> float:
+        return 0.0
 
-class Told:
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-
-    def role(self, worker: Worker) -> None:
-        pass
-
-    def moved(self, moved: MoveOutcome) -> None:
-        self._heard.moved.append(moved)
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self._heard.lost.append(worker)
-
-    def node_back(self, worker: str) -> None:
-        raise AssertionError("no node was lost")
+    def episode(self, episode: Episode) -> None: ...
+    def hold_back(self, held_back: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -148,20 +140,15 @@ class Saved:
 
 
 class World:
-    """One run in a directory, with its accidents. `groups` prompts are to be trained on, `per_step` at a time."""
+    """One run of so many steps in a directory, with its accidents."""
 
-    def __init__(self, directory: Path, groups: int, per_step: int = 2, size: int = 2, staleness: int = 1) -> None:
-        self.directory, self.groups, self.per_step, self.size, self.staleness = (
-            directory,
-            groups,
-            per_step,
-            size,
-            staleness,
-        )
+    def __init__(self, directory: Path, steps: int) -> None:
+        self.directory = directory
+        self.training = TrainingConfig(steps=steps, prompts_per_step=2, samples_per_prompt=2, max_staleness=1)
         self.loop = asyncio.new_event_loop()
         self.clock = 0.0
         self.saved = Saved(0, [])
-        self.heard = Heard()
+        self.told = Told()
         self.faults: Counter[str] = Counter()
         self._read: tuple[int, JournalReplay] | None = None
         self._begin(History(0), FIRST)
@@ -176,28 +163,27 @@ class World:
         self.trained = list(self.saved.trained)
         for batch in history.batches:
             self._train(episode for group in batch.groups for episode in group.episodes.values())
-        self.admission: Admission[Episode] = Admission(self.per_step, self.size, self.staleness, history.version)
         self.taken: list[Episode] = []  # in training
         self.policy = PublishedCMLFQ()
         self.fleet = ServingFleet(self.policy, allocation)
         self.slots = Slots(self.fleet, lambda: self.version)
         self.pool = make_pool(CORE, HYBRID, ROLLOUT)
         self.executor = Executor(
-            self.pool, self.slots, self.journal, Told(self.heard), LONGEST_SHAPES, LONGEST, lambda: self.clock
+            self.pool, self.slots, self.journal, self.told, LONGEST_SHAPES, LONGEST, lambda: self.clock
         )
-        self.rollout = Rollout(
+        rollout = Rollout(
             AskTool({"e": echo}), ["e"], MergingCodec(), self.fleet, LONGEST, Unwatched(), lambda: self.clock
         )
-        self.episodes: set[asyncio.Task[None]] = set()
+        recorder = cast(Recorder, Unrecorded())
+        self.groups = Groups(
+            self.training, 0, [PROMPT], rollout, recorder, self.file, history, lambda episode: None, lambda: None
+        )
         self.applying: asyncio.Task[Applied] | None = None
         self.dark = False  # a loss took the last engine for the longest contexts
         self.slots.immediate = True
         self.loop.run_until_complete(self.executor.start(allocation))
         self.slots.immediate = False
-        self.started = history.version * self.per_step + len(history.groups)
-        for group in history.groups:
-            self.admission.resume(f"g{group.number}", group.started_at, group.episodes.values())
-            self._run(group.number, set(range(self.size)) - set(group.episodes))
+        self._on_loop(self.groups.take_up)
         self.settle()
 
     def crash(self) -> None:
@@ -228,6 +214,12 @@ class World:
         self.journal.close()
         self.file.close()
 
+    def _on_loop(self, verb: Callable[[], None]) -> None:
+        async def call() -> None:
+            verb()
+
+        self.loop.run_until_complete(call())
+
     def settle(self) -> None:
         """Everything that can run has run; then nothing may be wrong."""
 
@@ -241,9 +233,7 @@ class World:
         if self.applying is not None and self.applying.done():
             self.applying.result()  # what a transaction raises, nobody expected
             self.applying = None
-        for task in [task for task in self.episodes if task.done()]:
-            self.episodes.discard(task)
-            task.result()
+        self.groups.require_sound()
         self.require_sound()
 
     # --- what must hold ----------------------------------------------------------------------------------------------
@@ -277,7 +267,8 @@ class World:
         routed = self.executor.allocation()
         if routed is not None:
             assert self.fleet.allocation == routed
-        assert self.admission.in_flight <= (1 + self.staleness) * self.per_step
+        most = (1 + self.training.max_staleness) * self.training.prompts_per_step
+        assert self.groups._admission.in_flight <= most
 
     def remembered(self) -> JournalReplay:
         """What the journal says; read when it has grown."""
@@ -355,12 +346,7 @@ class World:
     # --- episodes ----------------------------------------------------------------------------------------------------
 
     def feed(self) -> None:
-        while self.admission.may_start() and self.started < self.groups:
-            number = self.started
-            self.started += 1
-            self.file.started(number, self.admission.published)
-            self.admission.start(f"g{number}")
-            self._run(number, range(self.size))
+        self._on_loop(self.groups.feed)
         self.settle()
 
     def end_turn(self, which: int) -> None:
@@ -375,11 +361,8 @@ class World:
 
     def take(self) -> None:
         """The next batch, if it is ready and none is in training."""
-        if self.taken or not self.admission.ready():
-            return
-        groups = self.admission.take()
-        self.file.taken(self.version + 1, [int(name[1:]) for name, _ in groups])
-        self.taken = [episode for _, episodes in groups for episode in episodes]
+        if not self.taken and self.groups.ready:
+            self.taken = [episode for episodes in self.groups.take(self.version + 1) for episode in episodes]
 
     def publish(self) -> None:
         """The batch in training has made the next version, and every engine holds it."""
@@ -391,7 +374,8 @@ class World:
         self.journal.note(WeightsPublished(self.version))
         for engine in self.slots.engines.values():
             engine.version = self.version
-        self.admission.publish(self.version)
+        self._on_loop(lambda: self.groups.publish(self.version))
+        self.settle()
 
     def checkpoint(self, killed: bool) -> None:
         """At a step boundary; `killed`: the controller does not live to see it complete."""
@@ -411,8 +395,9 @@ class World:
         if any(worker.role is Role.IDLE for worker in self.pool.healthy()) or self.dark:
             self.plan(lambda below: 0)
             self._end_moves()
-        for _ in range(4 * self.groups * self.size):
-            if len(self.trained) < self.groups * self.size:
+        trajectories = self.training.steps * self.training.trajectories
+        for _ in range(4 * trajectories):
+            if len(self.trained) < trajectories:
                 self.feed()
                 self.end_turn(0)
                 self.take()
@@ -424,26 +409,19 @@ class World:
         assert self.applying is None, "a transaction does not end"
 
     def require_everything_trained_once(self) -> None:
-        wanted = sorted(f"g{group}-{index}" for group in range(self.groups) for index in range(self.size))
-        assert sorted(self.trained) == wanted
-        assert not self.episodes
-
-    def _run(self, group: int, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.episodes.add(self.loop.create_task(self._episode(group, index)))
-
-    async def _episode(self, group: int, index: int) -> None:
-        self.policy.forget(f"g{group}-{index}")
-        episode = await self.rollout.episode(f"g{group}-{index}", PROMPT, group, 1.0)
-        self.file.finished(group, index, episode)
-        self.admission.finish(f"g{group}", episode)
+        training = self.training
+        everybody = itertools.product(
+            range(training.steps * training.prompts_per_step), range(training.samples_per_prompt)
+        )
+        assert sorted(self.trained) == sorted(episode_id(group, index) for group, index in everybody)
+        assert not self.groups._running
 
     def _train(self, episodes: Iterable[Episode]) -> None:
         """Made again, a step trains on the same episodes: its staleness is what it was."""
-        step = len(self.trained) // (self.per_step * self.size)
+        step = len(self.trained) // self.training.trajectories
         for episode in episodes:
             versions = [version for version in episode.versions if version >= 0]
-            assert step - self.staleness <= min(versions) <= max(versions) <= step
+            assert step - self.training.max_staleness <= min(versions) <= max(versions) <= step
             self.trained.append(episode.trajectory.id)
 
 

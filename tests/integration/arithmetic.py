@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from libra.backends.arithmetic import Chosen, choose, probe
+from libra.backends.machine import Chosen, choose, probe
 
 PRECISION: Chosen = choose("auto", [probe("cpu")]).precision
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.local import LocalLauncher
+from libra.backends.launch.launcher import LocalLauncher
 
 
 class SharedForkServer:

@@ -13,20 +13,19 @@ from pathlib import Path
 
 import pytest
 from arithmetic import LOGPROB_GAP, PRECISION
+from real_workers import start_engine, trained_model
 from shared_fork_server import SharedForkServer
 
 from benchmarks.soak.processes import shared_files, unused_shared_files
-from libra.backends.arithmetic import served_dtype
 from libra.backends.launch.handle import Handle
-from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import LoadWeights, MeasureHandover, StartEngine
-from libra.backends.transport.messages import Acknowledged, Ready
-from libra.backends.transport.trainer_messages import Publish, Published, SaveCheckpoint, StartTrainer
+from libra.backends.machine import served_dtype
+from libra.backends.tiny_model import kv_bytes_per_token
+from libra.backends.transport.engine_messages import HandoverMeasured, LoadWeights, MeasureHandover
+from libra.backends.transport.trainer_messages import Publish, Published
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove, KVHandover
-from libra.config.run import ModelConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
@@ -79,38 +78,16 @@ class Told:
 
 @asynccontextmanager
 async def scene(fork_server: SharedForkServer, directory: Path, refresh_kv: bool = False) -> AsyncIterator[Scene]:
-    model = directory / "model"
-    write_tiny_model(model, ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=1), "0123456789+;", LONGEST)
-    handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
-    handover.price_by(PROFILE)
     async with fork_server.open() as launcher:
-        trainer = Handle(await launcher.spawn("trainer", 0), lambda name, why: None)
-        ready = await trainer.start(
-            StartTrainer(str(model), 1e-2, (0.8, 1.28), "constant", 12.0, 1.0, 256, PRECISION, 0, 0.9, (0,))
-        )
-        await trainer.ask(SaveCheckpoint(str(model), optimiser=False), Acknowledged)
+        model, trainer, ready = await trained_model(launcher, directory, LONGEST)
+        handover = KVHandover(kv_bytes_per_token(model, DTYPE), LONGEST)
+        handover.price_by(PROFILE)
+        start = start_engine(model, ready, LONGEST, 2 * LONGEST, refresh_kv, handover.memory.place)
         engines = [EngineHandle(await launcher.spawn(name, 0), lambda name, why: None) for name in "ab"]
-        await asyncio.gather(*(engine.start(_start(model, ready, handover, refresh_kv)) for engine in engines))
+        await asyncio.gather(*(engine.start(start) for engine in engines))
         made = Scene(handover, trainer, *engines)
         await made.publish(1, *engines)
         yield made
-
-
-def _start(model: Path, ready: Ready, handover: KVHandover, refresh_kv: bool) -> StartEngine:
-    return StartEngine(
-        model_directory=str(model),
-        max_model_len=LONGEST,
-        max_num_seqs=4,
-        dtype=DTYPE,
-        kv_cache_bytes=2 * LONGEST * kv_bytes_per_token(model, DTYPE),
-        layout=ready.layout,
-        buffer_bytes=ready.buffer_bytes,
-        seed=0,
-        share=0.9,
-        cores=(0,),
-        refresh_kv=refresh_kv,
-        kv=handover.memory.place,
-    )
 
 
 async def told(
@@ -174,7 +151,7 @@ async def measured(scene: Scene) -> None:
     """What a hand-over costs, for the profile."""
     transfer = scene.handover.leases.lease(8)
     assert transfer is not None
-    found = await scene.a.measure_handover(MeasureHandover([33, 8 * BLOCK_TOKENS + 1], 2, transfer))
+    found = await scene.a.ask(MeasureHandover([33, 8 * BLOCK_TOKENS + 1], 2, transfer), HandoverMeasured)
     assert [tokens for tokens, _ in found.contexts] == [32, 256] * 2
     assert all(seconds > 0 for _, seconds in found.contexts)
 
@@ -235,98 +212,92 @@ def test_a_turn_goes_on_elsewhere_with_its_kv_as_if_never_interrupted(
     assert not unused_shared_files(named)
 
 
-def test_an_engine_that_leaves_puts_down_what_its_turns_want(fork_server: SharedForkServer, tmp_path: Path) -> None:
+async def test_an_engine_that_leaves_puts_down_what_its_turns_want(
+    fork_server: SharedForkServer, tmp_path: Path
+) -> None:
     """And with `kv_on_update: refresh` nothing that is older than the weights, as within one engine."""
+    async with scene(fork_server, tmp_path, refresh_kv=True) as two:
+        whole = await told(two, "whole")
 
-    async def check() -> None:
-        async with scene(fork_server, tmp_path, refresh_kv=True) as two:
-            whole = await told(two, "whole")
+        async def updated(engine: EngineHandle, turn: str) -> None:
+            await two.publish(2, two.a, two.b)
+            engine.interrupt(turn)
 
-            async def updated(engine: EngineHandle, turn: str) -> None:
-                await two.publish(2, two.a, two.b)
-                engine.interrupt(turn)
+        new = await told(two, "new", interrupted, fresh=False)
+        same(new, whole)
+        assert new.change is not None and new.change.handed_tokens > 0
+        old = await told(two, "old", updated, fresh=False)
+        same(old, whole)
+        assert old.change is not None and old.change.why == "the engine had forgotten it"
 
-            new = await told(two, "new", interrupted, fresh=False)
-            same(new, whole)
-            assert new.change is not None and new.change.handed_tokens > 0
-            old = await told(two, "old", updated, fresh=False)
-            same(old, whole)
-            assert old.change is not None and old.change.why == "the engine had forgotten it"
+        fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
+        fleet.add(ServingEngine(two.a, "any", LONGEST))
+        drafts = []
 
-            fleet = ServingFleet(LeastLoaded(), Allocation(1, (Bucket("any", 2, 0, LONGEST),)), two.handover)
-            fleet.add(ServingEngine(two.a, "any", LONGEST))
-            drafts = []
+        async def episode(name: str) -> ContextMove | None:
+            draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
+            draft.given(list(PROMPT))
+            drafts.append(draft)
+            turn = RunningTurn(draft, "test", fleet, MOST, -1)
+            parts = 0
+            while not turn.over:
+                await _serve(turn, f"{name}-{parts}")
+                parts += 1
+            assert parts == 2
+            return turn.change
 
-            async def episode(name: str) -> ContextMove | None:
-                draft = Draft(name, Prompt("p", "", ""), 0.0, 0.0, fresh=True, started_at=0.0)
-                draft.given(list(PROMPT))
-                drafts.append(draft)
-                turn = RunningTurn(draft, "test", fleet, MOST, -1)
-                parts = 0
-                while not turn.over:
-                    await _serve(turn, f"{name}-{parts}")
-                    parts += 1
-                assert parts == 2
-                return turn.change
-
-            episodes = asyncio.gather(*(episode(f"e{number}") for number in range(3)))
-            async with asyncio.timeout(60):
-                while len(drafts) < 3 or any(len(draft.tokens) < len(PROMPT) + 40 for draft in drafts):
-                    await asyncio.sleep(0.001)
-            fleet.remove("a")
-            fleet.add(ServingEngine(two.b, "any", LONGEST))
-            await two.a.vacate(5.0)
-            await two.a.stop()
-            for draft, change in zip(drafts, await episodes, strict=True):
-                same(Told(draft, change), whole)
-            # The frames hold two contexts of the three: the third is computed again, unless one was taken by then.
-            *first_two, third = sorted(change.why for change in await episodes if change)
-            assert first_two == ["handed over", "handed over"]
-            assert third in ("handed over", "too much is being handed over")
-
-    asyncio.run(check())
+        episodes = asyncio.gather(*(episode(f"e{number}") for number in range(3)))
+        async with asyncio.timeout(60):
+            while len(drafts) < 3 or any(len(draft.tokens) < len(PROMPT) + 40 for draft in drafts):
+                await asyncio.sleep(0.001)
+        fleet.remove("a")
+        fleet.add(ServingEngine(two.b, "any", LONGEST))
+        await two.a.vacate(5.0)
+        await two.a.stop()
+        for draft, change in zip(drafts, await episodes, strict=True):
+            same(Told(draft, change), whole)
+        # The frames hold two contexts of the three: the third is computed again, unless one was taken by then.
+        *first_two, third = sorted(change.why for change in await episodes if change)
+        assert first_two == ["handed over", "handed over"]
+        assert third in ("handed over", "too much is being handed over")
 
 
-def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
+async def test_what_cannot_be_handed_over_is_computed_again(fork_server: SharedForkServer, tmp_path: Path) -> None:
     """A damaged block, weights that are newer, an engine that is killed after it was asked."""
+    async with scene(fork_server, tmp_path) as two:
+        whole = await told(two, "whole")
+        frames = two.handover.memory
+        save = two.a.save
 
-    async def check() -> None:
-        async with scene(fork_server, tmp_path) as two:
-            whole = await told(two, "whole")
-            frames = two.handover.memory
-            save = two.a.save
+        def damaged(order):  # type: ignore[no-untyped-def]
+            saved = save(order)
+            saved.add_done_callback(lambda _: frames.payload[order.transfer.frames[3]].__setitem__(17, 255))
+            return saved
 
-            def damaged(order):  # type: ignore[no-untyped-def]
-                saved = save(order)
-                saved.add_done_callback(lambda _: frames.payload[order.transfer.frames[3]].__setitem__(17, 255))
-                return saved
+        two.a.save = damaged  # type: ignore[method-assign]
+        turn = await told(two, "damaged", interrupted)
+        same(turn, whole)
+        assert turn.change is not None and turn.change.handed_tokens == 3 * BLOCK_TOKENS
+        two.a.save = save  # type: ignore[method-assign]
 
-            two.a.save = damaged  # type: ignore[method-assign]
-            turn = await told(two, "damaged", interrupted)
-            same(turn, whole)
-            assert turn.change is not None and turn.change.handed_tokens == 3 * BLOCK_TOKENS
-            two.a.save = save  # type: ignore[method-assign]
+        async def updated(engine: EngineHandle, turn: str) -> None:
+            await two.publish(2, engine)
+            engine.interrupt(turn)
 
-            async def updated(engine: EngineHandle, turn: str) -> None:
-                await two.publish(2, engine)
-                engine.interrupt(turn)
+        turn = await told(two, "newer", updated)
+        same(turn, whole)
+        assert turn.change is not None and turn.change.handed_tokens == 0
 
-            turn = await told(two, "newer", updated)
-            same(turn, whole)
-            assert turn.change is not None and turn.change.handed_tokens == 0
+        def killed(order):  # type: ignore[no-untyped-def]
+            os.kill(two.a.link.pid, signal.SIGSTOP)  # it has been asked and does not come to answer
+            saved = save(order)
+            os.kill(two.a.link.pid, signal.SIGKILL)
+            return saved
 
-            def killed(order):  # type: ignore[no-untyped-def]
-                os.kill(two.a.link.pid, signal.SIGSTOP)  # it has been asked and does not come to answer
-                saved = save(order)
-                os.kill(two.a.link.pid, signal.SIGKILL)
-                return saved
-
-            two.a.save = killed  # type: ignore[method-assign]
-            turn = await told(two, "killed", interrupted)
-            same(turn, whole)
-            assert turn.change is not None and turn.change.why == "the engine went away"
-            async with asyncio.timeout(10):
-                while two.handover.leases.free < LONGEST // BLOCK_TOKENS:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(check())
+        two.a.save = killed  # type: ignore[method-assign]
+        turn = await told(two, "killed", interrupted)
+        same(turn, whole)
+        assert turn.change is not None and turn.change.why == "the engine went away"
+        async with asyncio.timeout(10):
+            while two.handover.leases.free < LONGEST // BLOCK_TOKENS:
+                await asyncio.sleep(0.01)

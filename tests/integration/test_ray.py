@@ -17,7 +17,7 @@ from small_runs import SmallRuns
 from test_small_run import all_gone, processes_of, wait_for
 
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
-from libra.cost.sources.profile_file import save_profile
+from libra.cost.sources.files import save_profile
 from libra.trajectory import read_trajectories
 
 pytestmark = [
@@ -138,7 +138,7 @@ def test_nothing_of_a_cluster_outlives_the_controller_that_started_it(
                     assert connection.laddr.ip in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
             running.setdefault(" ".join(each.cmdline()), []).append(each)
     names = " ".join(running)
-    assert "gcs_server" in names and "raylet" in names and "libra.backends.launch.fork_server_main" in names
+    assert "gcs_server" in names and "raylet" in names and "libra.backends.launch.fork_server" in names
     process.send_signal(end)
     small_runs.finish(process, 60)
     patient = AGENTS if end == signal.SIGKILL else ()

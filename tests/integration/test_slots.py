@@ -15,7 +15,7 @@ SECONDS = 1.5
 WORKER = """
 import sys, time
 import numpy
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
 
 core, share, seconds = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 matrix = numpy.ones((96, 96), dtype=numpy.float32)

@@ -19,7 +19,7 @@ from small_runs import SMALL_RUN, SmallRuns
 from benchmarks.soak.processes import shared_files, unused_shared_files
 from libra.exec.journal import read_journal, replay
 from libra.exec.pool import make_pool
-from libra.loop.interrupted import allocation_in_force
+from libra.loop.checkpoint import allocation_in_force
 from libra.trajectory import read_trajectories
 
 pytestmark = pytest.mark.integration

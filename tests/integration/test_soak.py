@@ -14,7 +14,7 @@ from benchmarks.soak.__main__ import result
 from benchmarks.soak.faults import Fault, Kind
 from benchmarks.soak.soaking import CONFIG, Soak
 from libra.cost.device import DeviceProfile, EngineCost, SwitchCost, TrainCost
-from libra.cost.sources.profile_file import save_profile
+from libra.cost.sources.files import save_profile
 
 pytestmark = pytest.mark.integration
 

@@ -1,23 +1,38 @@
-"""A checkpoint is there whole or not at all, and the one before stays until it is."""
+"""A checkpoint is there whole or not at all, the one before stays until it is, and a run goes on from it as it was."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import pytest
+from fakes.small_run import episode, rows
 
 from libra.backends.grpo.trainers import Trainers
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import SaveCheckpoint
 from libra.config.yaml_file import ConfigError
+from libra.exec.journal import JournalReplay
+from libra.exec.pool import make_pool
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
-from libra.loop.checkpoint import RunState, latest_checkpoint, save_checkpoint
-from libra.records.disk import DiskError
-from libra.records.schema import Evaluation
+from libra.loop.checkpoint import (
+    Recorded,
+    RunState,
+    allocation_in_force,
+    cut_back,
+    latest_checkpoint,
+    missing_trajectories,
+    save_checkpoint,
+)
+from libra.loop.recorder import Recorder
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.transition import TRAIN, Duty, Role
+from libra.records.files import DiskError
+from libra.records.schema import Evaluation, PeriodRecord, StepRecord
 
 STATE = RunState(3, 12.5, {"seen": 7}, {"policy": "some"}, Evaluation("start", 0, 8, 0.25, 0.5, 2.0))
 
@@ -102,3 +117,120 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     state.write_text(state.read_text().replace('"format": 2', '"format": 1'))
     with pytest.raises(ConfigError, match="is of another format; start again with --overwrite"):
         latest_checkpoint(tmp_path)
+
+
+# --- what an interrupted run left --------------------------------------------------------------------------------
+
+
+STEP = StepRecord(
+    step=1, time=2.0, version=1, step_seconds=2.0, generate_seconds=1.0, train_seconds=1.0, exchange_seconds=0.0,
+    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5,
+    checkpoint_seconds=0.0, held_seconds=0.0, redone_seconds=0.0, reward_mean=0.5, groups=1, groups_without_signal=0,
+    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0, staleness=(2,),
+    behaviour_weight_mean=1.0, prox_gap_mean=0.0, clip_share=0.0, grad_norm=1.0, context_p50=1.0, context_p90=1.0,
+    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={}, device_seconds={},
+)  # fmt: skip
+PERIOD = PeriodRecord(0, 1, 2, "", 2.0, 2.0, "rollout", False)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    made = Recorder(tmp_path, 0.0)
+    yield made
+    made.close()
+
+
+def test_a_run_is_cut_back_to_the_last_step_that_will_not_be_made_again(recorder: Recorder) -> None:
+    directory = recorder.directory
+    for step in range(1, 5):
+        recorder.step(replace(STEP, step=step, time=2.0 * step))
+    recorder.period(PERIOD)
+    recorder.period(replace(PERIOD, period=1, first_step=3, last_step=4))
+    with open(directory / "events.jsonl", "a") as events:
+        events.write('{"time": 1.0, "ki')  # the disk was full
+    assert cut_back(directory, 3) == Recorded(step=3, time=6.0, periods=1)
+    assert [row["step"] for row in rows(directory, "metrics")] == [1, 2, 3]
+    assert [row["period"] for row in rows(directory, "periods")] == [0]
+    assert rows(directory, "events") == []
+    assert cut_back(directory, 0) == Recorded()
+
+
+def test_torn_lines_are_left_out_and_told_of(recorder: Recorder) -> None:
+    directory = recorder.directory
+    for step in (1, 2):
+        recorder.step(replace(STEP, step=step, time=2.0 * step))
+    recorder.event("warning", None, "one")
+    finished = [episode(0, index) for index in range(2)]
+    recorder.episode(finished[0])
+    torn = b'{"id": "g0\0\0\0\n' + b"\0\xff\n" + b'{"ste{"step": 1}\n'
+    for name in ("metrics", "events", "trajectories"):
+        path = directory / f"{name}.jsonl"
+        path.write_bytes(torn + path.read_bytes())
+    assert cut_back(directory, 2) == Recorded(
+        2, 4.0, 0, tuple(f"{name}.jsonl: 3 torn lines are left out" for name in ("metrics", "events", "trajectories"))
+    )
+    assert [row["step"] for row in rows(directory, "metrics")] == [1, 2]
+    assert [row["text"] for row in rows(directory, "events")] == ["one"]
+    assert missing_trajectories(directory, finished) == finished[1:]
+    assert cut_back(directory, 2) == Recorded(2, 4.0, 0)
+
+
+def test_what_is_cut_back_is_on_disk_before_it_takes_its_name(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.step(STEP)
+    synced = list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
+    cut_back(recorder.directory, 1)
+    assert len(synced) == 3
+    assert not any(recorder.directory.glob("*.part"))
+
+
+def test_an_episode_that_finished_at_the_last_moment_is_written_once(recorder: Recorder) -> None:
+    finished = [episode(0, index) for index in range(3)]
+    for each in finished[:2]:
+        recorder.episode(each)
+    assert missing_trajectories(recorder.directory, finished) == finished[2:]
+
+
+HOLDS = {"short": 40, "middle": 100, "long": 100}
+WORKERS = make_pool(1, 1, 2).all()
+SHORT, MIDDLE, LONG = (Duty(Role.ROLLOUT, shape) for shape in HOLDS)
+FIRST = Allocation(1, (Bucket("short", 2, 0, 40), Bucket("long", 1, 40, 100)))
+OTHER = Allocation(1, (Bucket("short", 2, 0, 30), Bucket("middle", 1, 30, 100)))
+
+
+def left(*duties: Duty, plans: tuple[Allocation, ...] = (FIRST,)) -> JournalReplay:
+    worked = {worker.id: duty for worker, duty in zip(WORKERS, (TRAIN, *duties), strict=False)}
+    return JournalReplay(7, MappingProxyType({}), MappingProxyType({}), MappingProxyType(worked), plans)
+
+
+def allocation(replicas: int, *buckets: tuple[str, int, int]) -> Allocation:
+    made: list[Bucket] = []
+    for shape, engines, up_to in buckets:
+        made.append(Bucket(shape, engines, made[-1].up_to if made else 0, up_to))
+    return Allocation(replicas, tuple(made))
+
+
+CASES = [
+    ("as it was", left(SHORT, SHORT, LONG), FIRST),
+    ("a plan that was applied", left(TRAIN, SHORT, LONG), allocation(2, ("short", 1, 40), ("long", 1, 100))),
+    (
+        "in the middle of one: both kinds of engines for the longest contexts become one",
+        left(SHORT, MIDDLE, LONG, plans=(OTHER, FIRST)),
+        allocation(1, ("short", 1, 30), ("middle", 2, 100)),
+    ),
+    (
+        "a slot that was lost in an earlier plan does what it did, and has a bucket again",
+        left(SHORT, SHORT, LONG, plans=(allocation(1, ("short", 2, 100)),)),
+        allocation(1, ("short", 2, 40), ("long", 1, 100)),
+    ),
+    ("nobody knows what all did", left(SHORT, SHORT), None),
+    ("there are other shapes now", left(SHORT, SHORT, Duty(Role.ROLLOUT, "huge")), None),
+    ("nobody holds the longest contexts now", left(SHORT, SHORT, SHORT), None),
+]
+
+
+@pytest.mark.parametrize(("before", "wanted"), [row[1:] for row in CASES], ids=[row[0] for row in CASES])
+def test_the_allocation_in_force(before: JournalReplay, wanted: Allocation | None) -> None:
+    assert allocation_in_force(before, WORKERS, HOLDS) == wanted

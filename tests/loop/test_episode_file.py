@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from libra.loop.episode_file import EpisodeFile, EpisodeFileError, EpisodeGroup, History, TakenBatch, read_history
 from libra.loop.rollout import Episode
-from libra.records.disk import DiskError
-from libra.records.line_file import LineFile
+from libra.records.files import DiskError, LineFile
 
 
 class Run:

@@ -14,7 +14,7 @@ from fakes.far_end import FarEnd, connect
 from libra.backends.transport.engine_messages import HandoverMeasured, MeasureHandover
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.loop import measure
 from libra.loop.fleet import ServingEngine
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fakes.small_run import rows
 from prometheus_client.parser import text_string_to_metric_families
-from test_run import PER_STEP, SIZE, Runs, rows, until
+from test_run import PER_STEP, SIZE, Runs, until
 
 from libra.config.run import MetricsConfig
 from libra.config.yaml_file import ConfigError
 from libra.loop import session
-from libra.loop.metrics import MetricsEndpoint
-from libra.loop.tally import OUTCOMES
+from libra.loop.metrics import OUTCOMES, MetricsEndpoint
 from libra.records.causes import Cause
 
 STEPS = 24

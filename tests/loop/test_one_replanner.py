@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from fakes.small_run import CONFIG, FIRST, PROFILE
+from fakes.small_run import CONFIG, FIRST, PROFILE, make_observations
 from oracles.small_cluster import CLUSTER, QWEN_14B, RECIPE, trajectories
 
 from libra.cost.device import SwitchCost
 from libra.exec.executor import Executor
-from libra.exec.pool import Worker, WorkerPool
+from libra.exec.pool import WorkerPool
 from libra.exec.protocols import Applied, ProcessController
 from libra.loop.observations import Observations
 from libra.loop.recorder import Recorder
@@ -23,9 +23,7 @@ from libra.plan.planner import Planner
 from libra.plan.replanner import Replanner
 from libra.plan.site import ClusterSite, SlotSite
 from libra.plan.transition import Device, Transition
-from libra.report.live import PlainDisplay
-from libra.sim.training_run.replanning import Replanning
-from libra.sim.training_run.system import Moment
+from libra.sim.training_run.system import Moment, Replanning
 from libra.trajectory.record import Trajectory
 
 PLANNER = Planner(CLUSTER, QWEN_14B, RECIPE.model_copy(update={"batch": 1024}))
@@ -38,8 +36,7 @@ class ClusterObservations(Observations):
     """Those of a run whose executor has a cluster."""
 
     def __init__(self) -> None:
-        config = CONFIG.model_copy(update={"planner": CONFIG.planner.model_copy(update={"period": PERIOD})})
-        super().__init__(config, PROFILE, 8)
+        super().__init__(CONFIG.planner, CONFIG.training, CONFIG.engines, PROFILE, 8)
         self.replanner = Replanner(PLANNER, period=PERIOD)
 
     def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
@@ -51,9 +48,6 @@ class ClusterExecutor:
 
     def __init__(self) -> None:
         self.pool, self.made, self._allocation = WorkerPool([]), list[Transition](), cast(Allocation | None, None)
-
-    def healthy(self) -> tuple[Worker, ...]:
-        return ()
 
     def allocation(self) -> Allocation | None:
         return self._allocation
@@ -76,15 +70,17 @@ def simulated(periods: list[list[Trajectory]]) -> list[Decision]:
 async def real(periods: list[list[Trajectory]], directory: Path) -> tuple[list[Decision], list[Transition]]:
     observations, executor, recorder = ClusterObservations(), ClusterExecutor(), Recorder(directory, 0.0)
     recorder.begin()
-    config = CONFIG.model_copy(
-        update={
-            "planner": CONFIG.planner.model_copy(update={"period": PERIOD}),
-            "training": CONFIG.training.model_copy(update={"steps": 10_000}),
-        }
-    )
-    display = PlainDisplay(open("/dev/null", "w"))  # noqa: SIM115
     controller = ReplanController(
-        config, cast(Executor[ProcessController], executor), observations, recorder, display, FIRST, 0
+        cast(Executor[ProcessController], executor),
+        observations,
+        recorder,
+        lambda text: None,
+        FIRST,
+        steps=10_000,
+        period=PERIOD,
+        seed=0,
+        adaptive=True,
+        first_period=0,
     )
     controller.begin(0)
     step = 0
@@ -115,7 +111,7 @@ def test_a_simulated_and_a_real_run_decide_alike(calls: list[int], tmp_path: Pat
 
 def test_a_first_allocation_need_not_prove_how_long_plans_hold() -> None:
     """In a run it is the user's: until something has changed, a plan is taken to hold as long as the file says."""
-    observations = Observations(CONFIG, PROFILE, 8)
+    observations = make_observations()
     observations.replanner.observe(trajectories(0, 1))
     site = ClusterSite(PLANNER)
     assert observations.replanner.outlook(site).horizon_steps == CONFIG.planner.horizon == 100

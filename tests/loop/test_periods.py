@@ -90,18 +90,6 @@ def test_a_period_is_the_mean_of_its_steps() -> None:
     assert periods.number == 4
 
 
-def test_length_and_prediction_are_those_of_the_open_period() -> None:
-    periods, _ = made()
-    assert (periods.length, periods.predicted_seconds) == (0, None)
-    periods.step(1.0)  # outside a period
-    periods.begin(1, "train 1", PREDICTED, switching=False)
-    assert (periods.length, periods.predicted_seconds) == (0, 2.0)
-    periods.step(1.0)
-    assert periods.length == 1
-    periods.end(unasked)
-    assert (periods.length, periods.predicted_seconds) == (0, None)
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_period_without_a_step_is_not_written(begun: bool) -> None:
     periods, written = made()
@@ -114,8 +102,11 @@ def test_a_period_without_a_step_is_not_written(begun: bool) -> None:
 def test_a_switch_in_the_middle_marks_the_period() -> None:
     periods, written = made()
     periods.mark_switching()  # nothing is open: nothing to mark
+    periods.step(1.0)  # likewise
+    assert periods.predicted_seconds is None
     periods.begin(1, "train 1", PREDICTED, switching=False)
     periods.step(1.0)
+    assert periods.predicted_seconds == 2.0
     periods.mark_switching()
     periods.end(unasked)
     assert [record.switching for record in written.periods] == [True]

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.scripted import FirstInstance
+from fakes.scripted import FirstInstance, Told
 from fakes.small_run import CONFIG, FIRST
 from fakes.workers import MadeLauncher
 
 from libra.backends.grpo.membership import STANDARD
-from libra.backends.launch.launcher import ForkError, WorkerLink
+from libra.backends.launch.fork_server import ForkError
+from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.engine_messages import Loaded, LoadWeights, StartEngine
 from libra.backends.transport.messages import Failure, Message, Stop
 from libra.backends.transport.trainer_messages import (
@@ -28,46 +29,16 @@ from libra.backends.transport.trainer_messages import (
     StatePlace,
 )
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished, WorkerLost, read_journal
-from libra.exec.pool import DEADLINES, Worker, WorkerPool, make_pool
-from libra.exec.protocols import Applied, MoveOutcome, UnsupportedTransitionError, WorkerLostError
+from libra.exec.pool import DEADLINES, WorkerPool, make_pool
+from libra.exec.protocols import Applied, UnsupportedTransitionError, WorkerLostError
 from libra.loop.fleet import ServingFleet
-from libra.loop.process_controller import Origin, begin_session
+from libra.loop.process_controller import SlotProcesses, WorkerSettings, begin_session
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role, Transition
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 LONGER = Allocation(1, (Bucket("short", 1, 0, 40), Bucket("long", 2, 40, 100)))
 SHORT, LONG = Duty(Role.ROLLOUT, "short"), Duty(Role.ROLLOUT, "long")
-
-
-class Told:
-    def __init__(self) -> None:
-        self.moves: list[MoveOutcome] = []
-        self.losses: list[tuple[str, str]] = []
-        self.loads: list[tuple[str, int, float]] = []
-        self.back_again: list[str] = []
-        self.joins: list[str] = []
-
-    def role(self, worker: Worker) -> None:
-        pass
-
-    def moved(self, moved: MoveOutcome) -> None:
-        self.moves.append(moved)
-
-    def lost(self, worker: str, why: str, retired: bool) -> None:
-        self.losses.append((worker, why))
-
-    def node_back(self, worker: str) -> None:
-        self.back_again.append(worker)
-
-    def load(self, worker: str) -> None:
-        pass
-
-    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        self.joins.append(worker)
-
-    def weights(self, worker: str, version: int, seconds: float) -> None:
-        self.loads.append((worker, version, seconds))
 
 
 class Made:
@@ -80,13 +51,25 @@ class Made:
         self.fleet = ServingFleet(self.policy, FIRST)
         self.journal = Journal(directory / "journal.jsonl")
         self.executor = begin_session(
-            self.launcher,
-            self.pool,
-            self.fleet,
-            CONFIG,
-            Origin(directory, "fp32", kv_bytes=16, version=4, checkpoint=checkpoint),
-            self.journal,
-            self.told,
+            SlotProcesses(
+                self.launcher,
+                self.pool,
+                self.fleet,
+                WorkerSettings(
+                    CONFIG.training,
+                    CONFIG.engines,
+                    share=0.45,
+                    port=0,
+                    seed=0,
+                    model=directory,
+                    precision="fp32",
+                    kv_bytes=16,
+                    version=4,
+                    checkpoint=checkpoint,
+                ),
+                self.journal,
+                self.told,
+            )
         )
 
     async def apply(self, wanted: Allocation) -> Applied:
@@ -186,7 +169,7 @@ async def test_a_move_that_is_cut_off_leaves_answers_to_the_orders_that_they_are
     async def late() -> Message:
         asked.set()
         await hold.wait()
-        return StateDigest(0, 0, 64, [StatePlace(0, 0, 0)])
+        return StateDigest(0, 0, 64, [StatePlace(0, 0)])
 
     core = made.launcher.workers["core-0"]
     core.instead[Identify] = late
@@ -278,7 +261,7 @@ async def test_a_worker_that_goes_away_is_lost_and_its_slot_is_used_again(made: 
     assert made.told.losses == [("rollout-1", "the worker closed the connection")]
     assert made.duties() == BEGUN | {"rollout-1": IDLE}
     assert made.executor.allocation() == Allocation(2, (Bucket("long", 1, 0, 100),)) == made.fleet.allocation
-    assert [worker.id for worker in made.executor.healthy()] == list(BEGUN)
+    assert [worker.id for worker in made.executor.pool.healthy()] == list(BEGUN)
     assert made.journalled(WorkerLost) == [WorkerLost("rollout-1", "the worker closed the connection", False)]
     applied = await made.apply(FIRST)
     assert [str(moved.move) for moved in applied.moves] == ["idle -> rollout:short"]
@@ -302,13 +285,13 @@ async def test_weights_that_are_lost_with_their_node_are_published_again(made: M
 async def test_slots_without_a_node_are_left_out_until_it_is_back(made: Made) -> None:
     made.launcher.miss(2, 3)  # of the engines
     await made.lose("rollout-0", "rollout-1")
-    assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0"}
+    assert {worker.id for worker in made.executor.pool.healthy()} == {"core-0", "hybrid-0"}
     applied = await made.apply(Allocation(1, (Bucket("long", 1, 0, 100),)))
     assert [(moved.move.worker, moved.outcome) for moved in applied.moves] == [("hybrid-0", "done")]
     assert made.told.back_again == []
     made.launcher.miss(3)
     assert made.told.back_again == ["rollout-0"]
-    assert {worker.id for worker in made.executor.healthy()} == {"core-0", "hybrid-0", "rollout-0"}
+    assert {worker.id for worker in made.executor.pool.healthy()} == {"core-0", "hybrid-0", "rollout-0"}
     assert all(len(made.pool[name].losses) == 1 for name in ("rollout-0", "rollout-1"))  # nothing was tried in vain
 
 

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.small_run import episode
+from fakes.small_run import rows
 
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
-from libra.loop.interrupted import Recorded, cut_back, missing_trajectories
 from libra.loop.recorder import Recorder
 from libra.plan.transition import IDLE, TRAIN, Duty, Move, Role
 from libra.records.causes import Cause
 from libra.records.device_time import Phase
-from libra.records.disk import DiskError
-from libra.records.schema import PeriodRecord, StepRecord
+from libra.records.files import DiskError
 
 LONG = Duty(Role.ROLLOUT, "long")
 ANY = frozenset({Role.TRAIN, Role.ROLLOUT})
-STEP = StepRecord(
-    step=1, time=2.0, version=1, step_seconds=2.0, generate_seconds=1.0, train_seconds=1.0, exchange_seconds=0.0,
-    publish_seconds=0.1, load_seconds=0.1, wait_seconds=0.5,
-    checkpoint_seconds=0.0, held_seconds=0.0, redone_seconds=0.0, reward_mean=0.5, groups=1, groups_without_signal=0,
-    trajectories=2, generated_tokens=5, trained_tokens=5, staleness_mean=0.0, staleness_max=0, staleness=(2,),
-    behaviour_weight_mean=1.0, prox_gap_mean=0.0, clip_share=0.0, grad_norm=1.0, context_p50=1.0, context_p90=1.0,
-    context_p99=1.0, turns_mean=1.0, predicted_seconds=None, allocation="", roles={}, device_seconds={},
-)  # fmt: skip
-PERIOD = PeriodRecord(0, 1, 2, "", 2.0, 2.0, "rollout", False)
 
 
 @pytest.fixture
@@ -39,10 +27,6 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
     made = Recorder(tmp_path, 0.0)
     yield made
     made.close()
-
-
-def rows(directory: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
 def spans(directory: Path) -> list[dict[str, Any]]:
@@ -137,59 +121,6 @@ def test_roles_are_named_by_what_a_worker_does(recorder: Recorder) -> None:
     ):
         recorder.role(worker)
     assert recorder.roles == {"w0": "rollout:long", "w1": "joining", "w2": "train"}
-
-
-def test_a_run_is_cut_back_to_the_last_step_that_will_not_be_made_again(recorder: Recorder) -> None:
-    directory = recorder.directory
-    for step in range(1, 5):
-        recorder.step(replace(STEP, step=step, time=2.0 * step))
-    recorder.period(PERIOD)
-    recorder.period(replace(PERIOD, period=1, first_step=3, last_step=4))
-    with open(directory / "events.jsonl", "a") as events:
-        events.write('{"time": 1.0, "ki')  # the disk was full
-    assert cut_back(directory, 3) == Recorded(step=3, time=6.0, periods=1)
-    assert [row["step"] for row in rows(directory, "metrics")] == [1, 2, 3]
-    assert [row["period"] for row in rows(directory, "periods")] == [0]
-    assert rows(directory, "events") == []
-    assert cut_back(directory, 0) == Recorded()
-
-
-def test_torn_lines_are_left_out_and_told_of(recorder: Recorder) -> None:
-    directory = recorder.directory
-    for step in (1, 2):
-        recorder.step(replace(STEP, step=step, time=2.0 * step))
-    recorder.event("warning", None, "one")
-    finished = [episode(0, index) for index in range(2)]
-    recorder.episode(finished[0])
-    torn = b'{"id": "g0\0\0\0\n' + b"\0\xff\n" + b'{"ste{"step": 1}\n'
-    for name in ("metrics", "events", "trajectories"):
-        path = directory / f"{name}.jsonl"
-        path.write_bytes(torn + path.read_bytes())
-    assert cut_back(directory, 2) == Recorded(
-        2, 4.0, 0, tuple(f"{name}.jsonl: 3 torn lines are left out" for name in ("metrics", "events", "trajectories"))
-    )
-    assert [row["step"] for row in rows(directory, "metrics")] == [1, 2]
-    assert [row["text"] for row in rows(directory, "events")] == ["one"]
-    assert missing_trajectories(directory, finished) == finished[1:]
-    assert cut_back(directory, 2) == Recorded(2, 4.0, 0)
-
-
-def test_what_is_cut_back_is_on_disk_before_it_takes_its_name(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder.step(STEP)
-    synced = list[int]()
-    monkeypatch.setattr("os.fsync", synced.append)
-    cut_back(recorder.directory, 1)
-    assert len(synced) == 3
-    assert not any(recorder.directory.glob("*.part"))
-
-
-def test_an_episode_that_finished_at_the_last_moment_is_written_once(recorder: Recorder) -> None:
-    finished = [episode(0, index) for index in range(3)]
-    for each in finished[:2]:
-        recorder.episode(each)
-    assert missing_trajectories(recorder.directory, finished) == finished[2:]
 
 
 def test_a_full_disk_names_the_file(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

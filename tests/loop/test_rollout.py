@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 from fakes.engines import Script, ScriptedEngine, Take, letters, turn
-from fakes.far_end import PATIENCE, connect, generated, piece
+from fakes.far_end import PATIENCE
 from fakes.scripted import MERGED, AskTool, FirstInstance, MergingCodec, Unwatched, echo, instance, make_fleet
 
 from libra.backends.transport.engine_messages import Generate
-from libra.backends.transport.messages import Acknowledged
-from libra.backends.vllm.engine_handle import EngineHandle
 from libra.environments.protocol import Prompt, Tool, ToolError
 from libra.exec.protocols import WorkerLostError
-from libra.loop.fleet import ServingEngine, ServingFleet
+from libra.loop.fleet import ServingFleet
 from libra.loop.rollout import Episode, Rollout, TurnReport
 from libra.route.policy import ToolReturn, TurnRequest
 from libra.trajectory.record import ToolStatus, Turn
@@ -132,10 +130,6 @@ def test_an_episode_is_the_tokens_that_were_sampled() -> None:
     assert episode.versions == [-1] * 3 + [4, 4, 5, 5, 5, 5] + [-1] * 3 + [5, 5, 5]
     assert [request.tokens for _, request in script.requests] == [prompt, prompt + asked + back]
     assert policy.asked == [("place", None), ("tool_returned", ToolReturn("e", "ok", 3))]
-
-
-def test_the_trajectory_tells_the_same_story() -> None:
-    episode, _, policy = play(turn(letters(">e:ab;"), spans=[(4, 0), (5, 2)]), turn(letters("A1;"), spans=[(5, 0)]))
     trajectory = episode.trajectory
     assert (trajectory.id, trajectory.prompt_id, trajectory.task) == ("g0-0", "p", "ask")
     assert trajectory.prompt_tokens == 3
@@ -293,78 +287,6 @@ def test_a_lost_engine_costs_no_completed_turn() -> None:
     # A tool return is told once; after it the turn is placed like any other.
     assert [verb for verb, _ in policy.asked] == ["place", "tool_returned", "place"]
     assert len(policy.done) == 1
-
-
-def test_an_engine_lost_in_the_first_turn() -> None:
-    episode, script, policy = on_two_engines(lambda accident: [accident, ANSWER])
-    assert [engine for engine, _ in script.requests] == ["e0", "e1"]
-    assert episode.tokens == CODEC.encode("Qab;") + letters("A1;")
-    assert [verb for verb, _ in policy.asked] == ["place", "place"]
-    assert len(episode.trajectory.turns) == 1
-
-
-async def test_where_no_engine_is_left_the_episode_waits_for_one() -> None:
-    policy = FirstInstance()
-
-    def accident(take: Take) -> None:
-        fleet.remove("e0")
-        raise WorkerLostError("engine e0 went away")
-
-    script = Script(turn(letters(">e:1;")), accident, ANSWER)
-    fleet = make_fleet(policy, ScriptedEngine("e0", script))
-    episode = asyncio.create_task(make_rollout(fleet).episode("g0-0", PROMPT, 3, 0.7))
-    while policy.gone != ["e0"]:
-        await asyncio.sleep(0)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not episode.done()
-    fleet.add(instance(ScriptedEngine("e1", script)))
-    assert (await episode).reward == 1.0
-    assert [verb for verb, _ in policy.asked] == ["place", "tool_returned", "place", "place"]
-
-
-@pytest.mark.parametrize("end", ["lost", "stopped"])
-async def test_an_engine_process_that_goes_away_under_its_turns(end: str) -> None:
-    """A real handle, and a policy that would always choose the lost engine."""
-    policy = FirstInstance()
-    fleet = make_fleet(policy)
-    first, first_far = await connect(EngineHandle, lambda name, why: fleet.remove(name), "e0")
-    second, second_far = await connect(EngineHandle, lambda name, why: fleet.remove(name), "e1")
-    fleet.add(ServingEngine(first, "short", 1000))
-    fleet.add(ServingEngine(second, "short", 1000))
-    rollout = make_rollout(fleet)
-    episodes = [asyncio.create_task(rollout.episode(f"g0-{i}", PROMPT, 3, 0.7)) for i in range(3)]
-    asked = [await first_far.receive() for _ in episodes]
-    begun = [order.id for order in asked if isinstance(order, Generate)]
-    if end == "lost":
-        first_far.send(generated(*(piece(name, ord("A"), version=1) for name in begun)))
-        first_far.close()
-    else:
-        fleet.remove("e0")
-        stopping = asyncio.create_task(first.stop())
-        await first_far.receive()
-        first_far.send(generated(*(piece(name, ord("A"), version=1) for name in begun)))
-        first_far.send(Acknowledged())
-        await stopping
-    for _ in episodes:
-        again = await second_far.receive()
-        assert isinstance(again, Generate)
-        assert again.tokens == CODEC.encode("Qab;") + letters("A")
-        assert again.max_tokens == 8 - 1
-        second_far.send(
-            generated(piece(again.id, ord("1"), version=1), piece(again.id, ord(";"), version=2), ended=[again.id])
-        )
-    done = await asyncio.gather(*episodes)
-    for handle, far in ((first, first_far), (second, second_far)):
-        handle.close()
-        far.close()
-    for episode in done:
-        assert episode.reward == 1.0
-        assert episode.tokens == CODEC.encode("Qab;") + letters("A1;")
-        assert episode.generated == [False] * 3 + [True] * 3
-        assert episode.logprobs == [0.0] * 3 + [-0.5 * token for token in letters("A1;")]
-        assert episode.versions == [-1] * 3 + [1, 1, 2]
-        assert [turn.generated_tokens for turn in episode.trajectory.turns] == [3]
 
 
 def test_a_loss_that_nobody_acts_on_is_an_error() -> None:

@@ -16,11 +16,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 from fakes.scripted import AskTool, echo
-from fakes.small_run import PROFILE
+from fakes.small_run import PROFILE, rows
 from fakes.workers import MadeLauncher, MadeWorker
 
-from libra.backends.arithmetic import Bf16Speed
 from libra.backends.grpo.membership import CoreLostError
+from libra.backends.machine import Bf16Speed
 from libra.backends.tiny_model import TokenizerCodec, kv_bytes_per_token, write_tiny_model
 from libra.backends.transport.engine_messages import (
     EngineMeasured,
@@ -37,14 +37,13 @@ from libra.backends.transport.trainer_messages import Follow, MeasureTraining, P
 from libra.config.run import ModelConfig, RunConfig
 from libra.config.yaml_file import ConfigError
 from libra.cost.device import HandoverCost
-from libra.cost.sources.profile_file import load_profile, save_profile
+from libra.cost.sources.files import load_profile, save_profile
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.loop import calibration, session
 from libra.loop import run as run_module
-from libra.loop import session
-from libra.loop.checkpoint import latest_checkpoint
+from libra.loop.checkpoint import Interrupted, latest_checkpoint
 from libra.loop.episode_file import read_history
-from libra.loop.interrupted import Interrupted
 from libra.loop.rollout import Rollout
 from libra.loop.run import run
 from libra.plan.problem import InfeasiblePlanError
@@ -153,11 +152,6 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path, monkeypatch)
-
-
-def rows(directory: Path, name: str) -> list[dict[str, Any]]:
-    path = directory / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 async def until(condition: Callable[[], bool], task: asyncio.Task[RunSummary]) -> None:
@@ -358,7 +352,7 @@ async def test_workers_that_are_lost_while_they_are_measured_are_started_again(
     lost: set[str],
 ) -> None:
     """Their processes, or those that replace them as restarts are measured, break at such an order."""
-    config, real, attempts = runs.config("measured", steps=3, measured=True), session.measure, itertools.count()
+    config, real, attempts = runs.config("measured", steps=3, measured=True), calibration.measure, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
@@ -367,7 +361,7 @@ async def test_workers_that_are_lost_while_they_are_measured_are_started_again(
                 runs.launcher.workers[name].instead |= orders
         return await real(*arguments)
 
-    monkeypatch.setattr(session, "measure", measured)
+    monkeypatch.setattr(calibration, "measure", measured)
     summary = await runs.start(config)
     require_whole(config.run_directory, summary, steps=3)
     assert set(summary.lost_workers) == lost
@@ -430,14 +424,14 @@ async def test_costs_are_those_of_engines_as_they_will_run(
 async def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_started_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, order: type[Message]
 ) -> None:
-    config, real, attempts = runs.config("plain", steps=3, measured=True), session.measure_plain, itertools.count()
+    config, real, attempts = runs.config("plain", steps=3, measured=True), calibration.measure_plain, itertools.count()
 
     async def measured(*arguments: Any) -> Any:
         if next(attempts) == 0:
             runs.launcher.prepared["rollout-1"] = {order: None}
         return await real(*arguments)
 
-    monkeypatch.setattr(session, "measure_plain", measured)
+    monkeypatch.setattr(calibration, "measure_plain", measured)
     summary = await runs.start(config)
     require_whole(config.run_directory, summary, steps=3)
     assert next(attempts) == 2
@@ -464,7 +458,7 @@ async def test_a_run_ends_when_its_workers_cannot_be_measured(runs: Runs, monkey
         runs.launcher.workers["rollout-0"].die()
         raise WorkerLostError("engine rollout-0 is gone")
 
-    monkeypatch.setattr(session, "measure", lost)
+    monkeypatch.setattr(calibration, "measure", lost)
     with pytest.raises(WorkerLostError, match="engine rollout-0 is gone"):
         await runs.start(config)
     assert next(attempts) == 4

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 from fakes.engines import STOP, MadeUpEngine, connect_made_up, next_token
 from fakes.scripted import FirstInstance
 
 from libra.backends.vllm.engine_handle import EngineHandle
+from libra.backends.vllm.kv_handover import KVHandover
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
 from libra.loop.running_turn import Draft, RunningTurn
@@ -221,3 +223,20 @@ async def test_a_turn_of_which_the_stop_token_came_is_over() -> None:
     await part
     assert len(scene.made) == 3 and scene.made[-1] == STOP
     assert scene.turn.over
+
+
+async def test_an_engine_that_leaves_while_kv_comes_to_it_is_not_given_the_turn() -> None:
+    class Leaving:
+        async def bring(self, *_: object) -> tuple[None, str]:
+            scene.fleet.remove("long")
+            return None, "handed over"
+
+    scene = Scene(Asking(100))
+    part = await scene.begin()
+    await scene.step("short", 3)
+    scene.workers["short"].die()
+    await part
+    scene.fleet.handover = cast(KVHandover, Leaving())
+    part = await scene.begin()
+    assert part.done() and not scene.workers["long"]._turns
+    assert scene.turn.change is None and scene.made == TURN[:3]

@@ -267,9 +267,10 @@ def _rising(draw: st.DrawFn, classes: int) -> tuple[float, ...]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
-    """A problem with at most 6 classes, 4 shapes and 3 pools; with `feasible`, one that has a plan."""
-    peaks = tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=draw(st.integers(1, 4)), max_size=6))))
+def problems(draw: st.DrawFn, *, feasible: bool = True, small: bool = False) -> Problem:
+    """A problem with at most 6 classes (`small`: 3), 4 shapes (2) and 3 pools; with `feasible`, one that has a plan."""
+    fewest = 1 if small else draw(st.integers(1, 4))
+    peaks = tuple(sorted(draw(st.lists(st.integers(1, 9), min_size=fewest, max_size=3 if small else 6))))
     classes = len(peaks)
     longest = draw(st.integers(peaks[-1], 11))
     pools = draw(_pools())
@@ -279,7 +280,7 @@ def problems(draw: st.DrawFn, *, feasible: bool = True) -> Problem:
     reach = st.tuples(*[_FRACTIONS] * classes)
     refreshes = draw(st.integers(0, 3)) == 0
     engines: list[EngineOption] = []
-    for shape in range(draw(st.sampled_from([1, 2, 2, 3, 3, 4]))):
+    for shape in range(draw(st.sampled_from([1, 2, 2] if small else [1, 2, 2, 3, 3, 4]))):
         pool = draw(st.sampled_from(pools))
         devices = draw(st.sampled_from([1, 1, 2]))
         # The first shape holds everything, lest most problems are infeasible.

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request, Status
+from libra.sim.engine.request import Chain, Request, Status
 
 Tokens = tuple[int, int]  # a request's number, and tokens of it
 BlockKey = tuple[Chain, int]  # the chain that a block's last token is on, and how many blocks precede it

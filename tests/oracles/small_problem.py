@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
 
@@ -24,9 +27,39 @@ PROBLEM = Problem(
 )
 
 
+def problem_of(
+    pools: tuple[Pool, ...],
+    engines: tuple[EngineOption, ...],
+    training: tuple[TrainingOption, ...],
+    peaks: tuple[int, ...],
+    **fields: Any,
+) -> Problem:
+    """A problem all of whose classes are met, with a router that knows every length."""
+    every = (1.0,) * len(peaks)
+    given = {"longest_context": peaks[-1], "recall_known": (every,), "recall_possible": (every,), **fields}
+    return Problem(pools, engines, training, peaks, (True,) * len(peaks), **given)
+
+
 def one_bucket(replicas: int, engines: int) -> Allocation:
     return Allocation(replicas, (Bucket("long", engines, 0, 5000),), "copies")
 
 
 def two_buckets(replicas: int, short: int, long: int, *, cut: int = 1000, end: int = 5000) -> Allocation:
     return Allocation(replicas, (Bucket("short", short, 0, cut), Bucket("long", long, cut, end)), "copies")
+
+
+def one_shape(
+    work: tuple[float, float],
+    residence: tuple[float, float],
+    *,
+    stall: float = 0.0,
+    generates: float = 0.0,
+    waits: float = 0.0,
+    **fields: object,
+) -> Problem:
+    """Two classes on four single devices that each train in 8 s and less where more of them do."""
+    lines = (((generates,) * 2,), ((waits,) * 2,)) if generates or waits else ((), ())
+    engine = EngineOption("e", "p", 1, 8, 100, stall, (work,), (0.0, 0.0), residence, *lines)
+    training = tuple(TrainingOption("t", "p", n, n, 8.0 / n, 0.5) for n in (1, 2, 3))
+    problem = Problem((Pool("p", 2, 2),), (engine,), training, (10, 100), (True, True), 100, ((1, 1),), ((1, 1),), 1)
+    return replace(problem, **fields)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from oracles.small_request import PROFILE
+from tables import by_name
 
 from libra.config.recipe import Recipe
 from libra.config.run import ConfigError, RunConfig, load_config
@@ -72,7 +73,9 @@ def test_the_half_life_is_the_configured_one(config: RunConfig) -> None:
 def test_the_question_is_that_of_a_run_that_has_seen_the_same_trajectories(config: RunConfig) -> None:
     log = list(read_trajectories(EXAMPLES / "trajectories.jsonl"))
     offline = offline_request(config, log, PROFILE)
-    observations = Observations(config, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens)
+    observations = Observations(
+        config.planner, config.training, config.engines, PROFILE, max_turn_tokens=offline.workload.max_turn_tokens
+    )
     observations.replanner.observe(log)
     site = observations.site(make_pool(1, 1, 2).devices(), None)
     assert site.request(observations.replanner.scenario(site)) == offline
@@ -106,7 +109,7 @@ REFUSED: list[tuple[str, Sequence[Trajectory], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("log", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("log, message", REFUSED)
 def test_a_log_that_cannot_be_planned_for_is_refused(
     config: RunConfig, log: Sequence[Trajectory], message: str
 ) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.small_problem import problem_of
+from tables import by_name
 
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.placement import DeviceGroup, place
@@ -32,15 +34,12 @@ class Wanted:
     @property
     def problem(self) -> Problem:
         sizes = sorted({*NODE_SIZES[self.per_node], *(size for size, _ in self.engines)})
-        return Problem(
+        return problem_of(
             pools=(Pool("a", self.nodes, self.per_node),),
             engines=tuple(EngineOption(f"tp{n}", "a", n, 1, 10**6, 0.0, ((1.0,),), (0.0,), (1.0,)) for n in sizes),
             training=(TrainingOption(f"x{self.replica}", "a", self.replica * self.replicas, self.replicas, 1.0, 0.0),),
             peaks=(1,),
-            expected=(True,),
             longest_context=10**6,
-            recall_known=((1.0,),),
-            recall_possible=((1.0,),),
             colocated=self.colocated,
         )
 
@@ -176,15 +175,12 @@ LOOKED_AT = [
         ],
     ),
     ("a replica of two nodes", Wanted(8, 2, 16, 1, ()), [("train", (0, 1), tuple(range(8)))]),
-    (
-        "when colocated both are everywhere",
-        Wanted(6, 1, 6, 1, ((6, 1),), colocated=True),
-        [("train", (0,), tuple(range(6))), ("generate", (0,), tuple(range(6)))],
-    ),
-]
+    ("when colocated both are everywhere", Wanted(6, 1, 6, 1, ((6, 1),), colocated=True),
+     [("train", (0,), tuple(range(6))), ("generate", (0,), tuple(range(6)))]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wanted", "places"), [row[1:] for row in LOOKED_AT], ids=[row[0] for row in LOOKED_AT])
+@by_name("wanted, places", LOOKED_AT)
 def test_placements_to_look_at(wanted: Wanted, places: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
     assert [(group.role, group.nodes, group.gpus) for group in wanted.placed()] == places
 
@@ -236,18 +232,15 @@ def test_pools_are_placed_apart() -> None:
 
 
 REFUSED = [
-    (
-        "a size that leaves gaps",
-        Wanted(8, 1, 3, 1, ()),
-        "x3 takes 3 devices; nodes of a have 8: a group divides its node",
-    ),
+    ("a size that leaves gaps", Wanted(8, 1, 3, 1, ()),
+     "x3 takes 3 devices; nodes of a have 8: a group divides its node"),
     ("more than a node, less than two", Wanted(8, 2, 12, 1, ()), "x12 takes 12 devices; nodes of a have 8"),
     ("too many engines", Wanted(8, 1, 4, 1, ((4, 2),)), "pool a has no room for a group of 4; the allocation does not"),
     ("too many nodes", Wanted(8, 1, 16, 1, ()), "pool a has no 2 nodes left; the allocation does not fit"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wanted", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("wanted, message", REFUSED)
 def test_what_cannot_be_placed_is_refused(wanted: Wanted, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wanted.placed()

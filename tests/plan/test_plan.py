@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
 from oracles.small_request import REQUEST, slot_requests, two_buckets
+from tables import by_name
 
 from libra.config.recipe import Recipe
 from libra.plan.options.slots import SlotRequest
@@ -136,7 +137,7 @@ def assert_refused(plan: Plan, change: Callable[[dict[str, Any]], None], message
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize(("change", "message"), [row[1:] for row in SPOILED], ids=[row[0] for row in SPOILED])
+@by_name("change, message", SPOILED)
 def test_a_document_that_is_no_plan_is_refused_with_the_place(
     change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
@@ -155,9 +156,7 @@ SPOILED_CLUSTER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [row[1:] for row in SPOILED_CLUSTER], ids=[row[0] for row in SPOILED_CLUSTER]
-)
+@by_name("change, message", SPOILED_CLUSTER)
 def test_so_is_one_for_a_cluster(cluster_plan: Plan, change: Callable[[dict[str, Any]], None], message: str) -> None:
     assert_refused(cluster_plan, change, message)
 

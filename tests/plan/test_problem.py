@@ -1,15 +1,24 @@
-"""What the values of a problem refuse, and the remedy they name."""
+"""What the values of a problem refuse, and the remedy they name; one name for each family of constraints."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, one_bucket, two_buckets
+from tables import by_name
 
+from libra.plan import problem
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.problem import Pool
+from libra.plan.model import feasibility
+from libra.plan.model.cpsat import StepModel
+from libra.plan.model.ilp import StepProgram
+from libra.plan.problem import Family, Pool
 
 REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("nodes", lambda: Pool("a", -1, 8), "nodes is -1; set it to 0 or more"),
@@ -17,11 +26,8 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("devices", lambda: replace(LONG, devices=0), "devices is 0; set it to 1 or more"),
     ("max_num_seqs", lambda: replace(LONG, max_num_seqs=0), "max_num_seqs is 0; set it to 1 or more"),
     ("holds", lambda: replace(LONG, holds=0), "holds is 0; set it to 1 or more"),
-    (
-        "stall",
-        lambda: replace(LONG, stall=-1.0),
-        "engine option long/4: stall has -1.0; every price is finite and >= 0",
-    ),
+    ("stall", lambda: replace(LONG, stall=-1.0),
+     "engine option long/4: stall has -1.0; every price is finite and >= 0"),
     ("work", lambda: replace(LONG, work=((1.0, float("nan")),)), "work has nan"),
     ("refresh", lambda: replace(LONG, refresh=(1.0, float("inf"))), "refresh has inf"),
     ("residence", lambda: replace(LONG, residence=(-1.0, 1.0)), "residence has -1.0"),
@@ -49,23 +55,17 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("same pool", lambda: replace(PROBLEM, pools=PROBLEM.pools * 2), "two pools have the same name"),
     ("no pool", lambda: replace(PROBLEM, training=(replace(ONE, pool="b"),)), "on pool 'b'; the pools are a"),
     ("shape", lambda: replace(PROBLEM, engines=(SHORT_FEW, replace(LONG, shape="short"))), "of shape short differ"),
-    (
-        "met",
-        lambda: replace(PROBLEM, expected=(True,)),
-        "there are 2 classes; expected, recall and every engine option",
-    ),
+    ("met", lambda: replace(PROBLEM, expected=(True,)),
+     "there are 2 classes; expected, recall and every engine option"),
     ("recall", lambda: replace(PROBLEM, recall_possible=((1.0,), *PROBLEM.recall_possible)), "there are 2 classes"),
-    (
-        "fraction",
-        lambda: replace(PROBLEM, recall_possible=((1.0, 1.5), *PROBLEM.recall_possible)),
-        "fractions of 0 to 1",
-    ),
+    ("fraction", lambda: replace(PROBLEM, recall_possible=((1.0, 1.5), *PROBLEM.recall_possible)),
+     "fractions of 0 to 1"),
     ("known router", lambda: replace(PROBLEM, recall_known=((0.1, 0.1),)), "list every router of recall_known"),
     ("switch", lambda: replace(PROBLEM, switch=-1.0), "problem: switch has -1.0"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+@by_name("make, message", REFUSED)
 def test_a_wrong_value_is_refused_with_its_field_and_the_remedy(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -80,3 +80,26 @@ def test_a_problem_knows_its_pools_and_shapes() -> None:
     assert PROBLEM.shapes == ("short", "long")
     assert PROBLEM.footprint("long") == ("a", 2, 5000)
     assert (one_bucket(1, 3).engines, two_buckets(1, 3, 2).engines) == (3, 5)
+    text = two_buckets(1, 3, 2).describe()
+    assert (text, Allocation(2, ()).describe()) == ("train 1 | short 3 <= 1000 | long 2 <= 5000", "train 2")
+
+
+FAMILIES = get_args(Family)
+DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+@pytest.mark.parametrize("text", [problem.__doc__, DOCS.read_text()], ids=["problem", "docs"])
+def test_every_family_stands_on_the_page_of_notation(text: str) -> None:
+    assert [family for family in FAMILIES if not re.search(rf"^(\s+|\| `){family}\b", text, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("model", [StepModel, StepProgram])
+def test_constraints_of_a_model_are_families(model: type) -> None:
+    source = inspect.getsource(model)
+    named = set(re.findall(r'(?:with_name\(f?|_add\(f?|name = f?)"([a-z_]+?)(?:_?[\[{].*?)?"', source))
+    assert named - {"different", "fewest", "starts"} <= set(FAMILIES)
+    assert {"one_training", "every_class_once", "most_buckets", "one_bucket_per_shape", "devices"} <= named
+
+
+def test_conflicts_are_of_families() -> None:
+    assert set(re.findall(r'Constraint\(\s*"(\w+)"', inspect.getsource(feasibility))) <= set(FAMILIES)

@@ -10,12 +10,12 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.small_problem import problem_of
+from tables import by_name
 
-from libra.cost.device import SwitchCost
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.decision import machine_seconds
 from libra.plan.placement import place
-from libra.plan.problem import EngineOption, Pool, Problem, TrainingOption
+from libra.plan.problem import EngineOption, Pool, TrainingOption
 from libra.plan.transition import (
     IDLE,
     TRAIN,
@@ -23,7 +23,6 @@ from libra.plan.transition import (
     Duty,
     Move,
     Role,
-    Transition,
     device_transition,
     group_transition,
     unsafe,
@@ -271,47 +270,24 @@ UNSAFE = [
     ("the last core replica", [device(0, CORE, TRAIN), device(1, HYBRID, TRAIN)], ("w0", TRAIN), "last core replica"),
     ("a hybrid leaves", [device(0, CORE, TRAIN), device(1, HYBRID, TRAIN)], ("w1", engine("long")), None),
     ("others hold them", [device(0, ROLLOUT, engine("long")), device(1, HYBRID, engine("long"))], ("w1", TRAIN), None),
-    (
-        "the last that holds them leaves",
-        [device(0, CORE, TRAIN), device(1, HYBRID, engine("long")), device(2, ROLLOUT, engine("short"))],
-        ("w1", TRAIN),
-        "w1 is the last engine for the longest contexts",
-    ),
-    (
-        "the last that holds them starts again while others run",
-        [device(0, CORE, TRAIN), device(1, HYBRID, engine("long")), device(2, ROLLOUT, engine("short"))],
-        ("w1", engine("middle")),
-        "no other engine holds the longest contexts while w1 starts again",
-    ),
+    ("the last that holds them leaves",
+     [device(0, CORE, TRAIN), device(1, HYBRID, engine("long")), device(2, ROLLOUT, engine("short"))], ("w1", TRAIN),
+     "w1 is the last engine for the longest contexts"),
+    ("the last that holds them starts again while others run",
+     [device(0, CORE, TRAIN), device(1, HYBRID, engine("long")), device(2, ROLLOUT, engine("short"))],
+     ("w1", engine("middle")), "no other engine holds the longest contexts while w1 starts again"),
     ("there is no other", [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("long"))], ("w1", engine("middle")), None),
-    (
-        "nobody holds them any more",
-        [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("short")), device(2, ROLLOUT)],
-        ("w1", engine("long")),
-        None,
-    ),
+    ("nobody holds them any more", [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("short")), device(2, ROLLOUT)],
+     ("w1", engine("long")), None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("workers", "to", "reason"), [row[1:] for row in UNSAFE], ids=[row[0] for row in UNSAFE])
+@by_name("workers, to, reason", UNSAFE)
 def test_unsafe_moves(workers: list[Device], to: tuple[str, Duty], reason: str | None) -> None:
     name, duty = to
     move = Move(name, next(w for w in workers if w.id == name).duty, duty)
     found = unsafe(workers, move, HOLD_ALL)
     assert found is None if reason is None else found is not None and reason in found
-
-
-@pytest.mark.parametrize(
-    ("moves", "cost"),
-    [
-        ([], 0.0),
-        ([Move("a", TRAIN, engine("long")), Move("b", engine("short"), engine("long"))], 16.0),
-        ([Move("a", IDLE, TRAIN), Move("b", engine("short"), TRAIN), Move("c", IDLE, engine("short"))], 14.0),
-    ],
-)
-def test_moves_of_a_machine_are_paid_one_after_the_other(moves: list[Move], cost: float) -> None:
-    switch = SwitchCost(engine_start=8.0, trainer_join=3.0, weight_load=0.5)
-    assert machine_seconds(Transition(None, allocation(1, long=1), tuple(moves)), switch) == cost
 
 
 def test_a_transition_reads_as_text() -> None:
@@ -333,7 +309,7 @@ CONFLICTS = [
 ]
 
 
-@pytest.mark.parametrize(("duties", "conflict"), [row[1:] for row in CONFLICTS], ids=[row[0] for row in CONFLICTS])
+@by_name("duties, conflict", CONFLICTS)
 def test_moves_are_for_the_workers_that_they_were_planned_for(duties: dict[str, Duty], conflict: str | None) -> None:
     workers = [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("short"))]
     found = device_transition(workers, None, allocation(1, long=1), HOLD_ALL).conflict(duties)
@@ -348,15 +324,11 @@ def test_a_duty_has_a_shape_where_there_is_something_to_have_one(role: Role, sha
 
 def test_a_group_that_is_displaced_starts_again() -> None:
     """Two nodes of four GPUs with an engine of one on each: a replica of four takes a node, so one of them moves."""
-    problem = Problem(
+    problem = problem_of(
         pools=(Pool("p", 2, 4),),
         engines=(EngineOption("tp1", "p", 1, 4, 100, 0.0, ((1.0,),), (0.0,), (0.0,)),),
         training=(TrainingOption("a", "p", 2, 1, 1.0, 0.0), TrainingOption("b", "p", 4, 1, 1.0, 0.0)),
         peaks=(100,),
-        expected=(True,),
-        longest_context=100,
-        recall_known=((1.0,),),
-        recall_possible=((1.0,),),
     )
     before, wanted = (Allocation(1, (Bucket("tp1", 3, 0, 100),), layout) for layout in "ab")
     placed = place(problem, before)
@@ -373,9 +345,3 @@ def test_a_group_that_is_displaced_starts_again() -> None:
     assert group_transition(before, before, spread, place(problem, before, spread)).moves == ()
     # Where groups are is not known: those of a kind that goes on are taken to stay.
     assert group_transition(before, wanted).words() == ("train:a -> idle", "idle -> train:b")
-
-
-def test_describe() -> None:
-    planned = Allocation(1, (Bucket("short", 2, 0, 40), Bucket("middle", 1, 40, 80), Bucket("long", 1, 80, 160)))
-    assert planned.describe() == "train 1 | short 2 <= 40 | middle 1 <= 80 | long 1 <= 160"
-    assert Allocation(2, ()).describe() == "train 2"

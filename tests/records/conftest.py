@@ -1,1 +1,1 @@
-from made_run import example_records, made_run  # noqa: F401 - fixtures
+from fakes.made_run import example_records, made_run  # noqa: F401 - fixtures

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_run import DECISIONS, MEASURED, MadeRun, write_lines
+from fakes.made_run import DECISIONS, MEASURED, MadeRun, write_lines
 
 from libra.records.run_log import latest_words, outcomes, prediction_error, read_run
 from libra.records.schema import PeriodRecord, RecordFormatError

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from libra.plan.transition import Role
-from libra.records.roles import role_of, styles
 from libra.records.schema import (
     EventRecord,
     Record,
@@ -17,7 +16,8 @@ from libra.records.schema import (
     StepRecord,
     parse_record,
     read_records,
-    read_summary,
+    role_of,
+    styles,
 )
 
 EVENT = '{"time": 1.5, "kind": "checkpoint", "worker": null, "text": "saved"}'
@@ -57,15 +57,12 @@ def test_reading_names_file_and_line(tmp_path: Path) -> None:
         list(read_records(EventRecord, path))
 
 
-def test_an_error_inside_the_summary_names_its_place(example_records: Mapping[str, Record], tmp_path: Path) -> None:
+def test_an_error_inside_the_summary_names_its_place(example_records: Mapping[str, Record]) -> None:
     summary = json.loads(example_records["summary"].to_json())
-    path = tmp_path / "summary.json"
-    path.write_text(json.dumps(summary, indent=2))
-    assert read_summary(path) == example_records["summary"]
+    assert parse_record(RunSummary, json.dumps(summary, indent=2), "summary.json") == example_records["summary"]
     summary["evaluations"][1]["questions"] = "many"
-    path.write_text(json.dumps(summary))
     with pytest.raises(RecordFormatError, match=r"summary\.json: evaluations\.1\.questions"):
-        read_summary(path)
+        parse_record(RunSummary, json.dumps(summary), "summary.json")
 
 
 @pytest.mark.parametrize(

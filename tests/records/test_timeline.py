@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def slices(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
 
 def test_a_small_run(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    with Timeline(path) as timeline:
+    with closing(Timeline(path)) as timeline:
         timeline.role("w0", "train", 0.0)
         timeline.role("w1", "rollout:short", 0.0)
         timeline.turns("w1", 2, 0.1)
@@ -99,7 +100,7 @@ def test_any_run_gives_valid_named_lanes_that_never_go_backwards(
 ) -> None:
     path = tmp_path_factory.mktemp("timeline") / "t.json"
     now = 0.0
-    with Timeline(path, max_events=limit) as timeline:
+    with closing(Timeline(path, max_events=limit)) as timeline:
         for number, (kind, worker, role, gap) in enumerate(calls):
             if kind == "role":
                 timeline.role(worker, role, now)
@@ -130,7 +131,7 @@ def test_any_run_gives_valid_named_lanes_that_never_go_backwards(
 
 def test_a_full_timeline_says_so_and_keeps_the_last_roles(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    with Timeline(path, max_events=5) as timeline:
+    with closing(Timeline(path, max_events=5)) as timeline:
         timeline.role("w0", "rollout", 0.0)
         for number in range(20):
             timeline.turns("w0", number, float(number))
@@ -152,7 +153,7 @@ def test_a_killed_run_leaves_a_file_that_only_lacks_its_bracket(tmp_path: Path) 
 
 def test_a_moved_start_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    with Timeline(path) as timeline:
+    with closing(Timeline(path)) as timeline:
         timeline.work("w0", "one", 0.0, 1.0)
         timeline.work("w0", "two", 0.9, 2.0)
     last = written(path)[-1]
@@ -162,7 +163,7 @@ def test_a_moved_start_is_told(tmp_path: Path) -> None:
 def test_mistakes_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_events"):
         Timeline(tmp_path / "none.json", max_events=0)
-    with Timeline(tmp_path / "t.json") as timeline:
+    with closing(Timeline(tmp_path / "t.json")) as timeline:
         with pytest.raises(ValueError, match="role 'sleeping': unknown"):
             timeline.role("w0", "sleeping", 0.0)
         with pytest.raises(ValueError, match=r"batch of w0 ends at 1\.0 s, before its start at 2\.0 s"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from libra.plan.explain.alternatives import Split
 from libra.plan.explain.explanation import (
     Bound,
     BucketView,
@@ -14,6 +13,7 @@ from libra.plan.explain.explanation import (
     Relief,
     Routing,
     SmallerCluster,
+    Split,
 )
 from libra.plan.problem import Prediction, Proof
 

@@ -8,17 +8,16 @@ from typing import Any
 from libra.route.baselines import LeastLoaded
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
+from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import OccupancyRecorder
-from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.arrivals import Poisson
-from libra.sim.workload.distribution import LogNormal
-from libra.sim.workload.generated_requests import generated_requests
-from libra.sim.workload.protocol import Requests, Workload
+from libra.sim.workload.distributions import LogNormal, Poisson
+from libra.sim.workload.generated import generated_requests
 from libra.sim.workload.replay import Replay
+from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn
 
 COST = AffineCost(8 * 10**9, 20 * 10**6, 40_000, 25 * 10**6)  # 8 ms an iteration, and what its tokens take

@@ -1,10 +1,12 @@
-"""What a page says and draws, as a reader finds it."""
+"""What a page or a table says and draws, as a reader finds it."""
 
 from __future__ import annotations
 
 import re
 from html import unescape
 from html.parser import HTMLParser
+
+from rich.table import Table
 
 
 class Page(HTMLParser):
@@ -67,3 +69,9 @@ def needs_nothing(source: str) -> None:
         assert address not in source, address
     assert "prefers-color-scheme: dark" in source
     assert "nan" not in re.sub(r"<style>.*?</style>", "", source, flags=re.DOTALL).lower()
+
+
+def cells(table: Table) -> list[tuple[str, ...]]:
+    """The rows of a terminal's table."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return list(zip(*columns, strict=True))

@@ -10,10 +10,8 @@ import pytest
 from made_explanation import CLASSES, EXPLANATION, plan
 from pages import Page, figure, marks, needs_nothing
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import Otherwise, RejectedKind
-from libra.report.explain_figures import below, bucket_figure, split_figures
-from libra.report.explain_page import MOST_REJECTED, explain_page
+from libra.plan.explain.explanation import Otherwise, RejectedKind, Split
+from libra.report.explain_page import MOST_REJECTED, below, bucket_figure, explain_page, split_figures
 from libra.report.explain_table import headline, routing_sentence
 
 PAGE = explain_page(EXPLANATION, "Qwen3 <14B>", CLASSES)

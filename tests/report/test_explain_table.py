@@ -7,19 +7,12 @@ from io import StringIO
 
 import pytest
 from made_explanation import EXPLANATION
+from pages import cells
 from rich.console import Console
-from rich.table import Table
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import Bound, Routing
+from libra.plan.explain.explanation import Bound, Routing, Split
 from libra.plan.problem import Proof
-from libra.report.explain_table import MOST_SPLITS, crossing, explain_tables, headline, routing_sentence
-
-
-def cells(table: Table) -> list[tuple[str, ...]]:
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return list(zip(*columns, strict=True))
-
+from libra.report.explain_table import MOST_KINDS, MOST_SPLITS, crossing, explain_tables, headline, routing_sentence
 
 HEADLINES = [
     (
@@ -99,6 +92,14 @@ def test_tables_fit_and_show_names_that_look_like_markup_as_they_are() -> None:
     shown = console.export_text()
     assert shown.count("[b]") == 3
     assert "…" not in shown  # rich cuts words off with an ellipsis where a table is too wide
+
+
+def test_what_is_not_there_is_said() -> None:
+    smaller = replace(EXPLANATION.fewer_nodes[0], seconds=None)
+    rejected = tuple(replace(EXPLANATION.rejected[0], kind=str(kind)) for kind in range(MOST_KINDS + 1))
+    found = explain_tables(replace(EXPLANATION, fewer_nodes=(smaller,), smallest=None, rejected=rejected))
+    assert cells(found[4]) == [("5 of 6 a", "8", "no plan"), ("no smaller cluster", "", "has the same step")]
+    assert cells(found[6])[-1] == ("2", "other reasons")
 
 
 def test_nothing_rejected_has_no_table() -> None:

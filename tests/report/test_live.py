@@ -127,6 +127,16 @@ def test_closing_shows_the_last_view() -> None:
     assert "saving" in out.getvalue()
 
 
+def test_what_was_not_shown_before_a_line_does_not_come_after_it() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    display.show(VIEW)
+    display.show(replace(VIEW, phase="evaluating"))
+    display.line("end: accuracy 0.8")
+    display.close()
+    assert "evaluating" not in out.getvalue()
+
+
 def test_a_terminal_shows_everything_as_it_was_written() -> None:
     out = Terminal()
     display = RichDisplay(out)

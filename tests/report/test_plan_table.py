@@ -8,15 +8,14 @@ from io import StringIO
 import pytest
 from oracles.small_cluster import A800, CLASSES, QWEN_06B, RECIPE
 from oracles.small_request import LONG, REQUEST, SHORT, two_buckets
+from pages import cells
 from rich.console import Console
-from rich.table import Table
 
 from libra.hardware.cluster import Cluster
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import LengthTracker
 from libra.plan.allocation import Allocation, Bucket
-from libra.plan.explain.explanation import Bound
-from libra.plan.explain.idle import IdleDevices
+from libra.plan.explain.explanation import Bound, PoolView
 from libra.plan.offline import LogEvidence
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.slots import EngineShape
@@ -61,11 +60,6 @@ CLUSTER_PLAN = replace(
     ),
     request=ClusterRequest(Cluster(NODES), QWEN_06B, RECIPE, CLASSES, rooflines(Cluster(NODES), QWEN_06B, RECIPE)),
 )
-
-
-def cells(table: Table) -> list[tuple[str, ...]]:
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return list(zip(*columns, strict=True))
 
 
 def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
@@ -117,7 +111,9 @@ def test_a_step_as_long_as_training_is_no_sum_and_one_of_no_length_has_no_shares
 
 
 def test_idle_devices_are_shown_with_the_reason() -> None:
-    table = plan_tables(PLAN, BOUND, (IdleDevices("[b]", 16, "latency", "too slow there"),))[1]
+    table = plan_tables(PLAN, BOUND, (PoolView("a", 8, 4, 4, 0, ""), PoolView("[b]", 16, 0, 0, 16, "too slow there")))[
+        1
+    ]
     assert (table.title, cells(table)) == ("Idle devices", [(r"\[b]", "16", "too slow there")])
 
 
@@ -156,9 +152,18 @@ def evidence(unfinished: int, *tool_seconds: float | None) -> LogEvidence:
 
 PAUSES = evidence(0, 0.1, 25_000.0)
 
+RECIPE_IN_TURN = RECIPE.model_copy(update={"mode": "sync", "staleness": 0})
+SYNCHRONOUS_PLAN = replace(CLUSTER_PLAN, request=replace(CLUSTER_PLAN.request, recipe=RECIPE_IN_TURN))
+# 12 s a step, of which training takes 3, with a staleness of 1: 3 and 2 * 12 - 3 in turn.
+ALTERNATE = (
+    "12.0 s is the mean of steps that alternate: batches wait for the longest episodes of those before them, so steps"
+    " may take from 3.00 s to 21.0 s; a limit on the seconds of an episode, or more staleness, shortens them"
+)
+
 NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
     ("complete", PLAN, evidence(0, 0.1, 0.0), ()),
-    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), ()),
+    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), (ALTERNATE,)),
+    ("synchronous", SYNCHRONOUS_PLAN, evidence(0, 0.1, 0.0), ()),
     (
         "pauses",
         CLUSTER_PLAN,
@@ -166,13 +171,14 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
         (
             "the longest tool call of the log took 6 h 57 min, and waiting for the longest episodes is most of a step:"
             " where calls waited for people, cut them with --longest-tool-call SECONDS",
+            ALTERNATE,
         ),
     ),
     (
         "pauses cut",
         CLUSTER_PLAN,
         replace(PAUSES, longest_tool_call=60.0, cut_tool_calls=1),
-        ("1 tool call of more than 1 min 00 s counted as so long",),
+        ("1 tool call of more than 1 min 00 s counted as so long", ALTERNATE),
     ),
     (
         "one unfinished",
@@ -198,6 +204,7 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
             "3 trajectories of 5 in the log unfinished: counted as at least as long as they are",
             "tool seconds unknown for 49.9 % of the tool calls: planned as 1 s, so the longest episodes may take"
             " longer",
+            ALTERNATE,
         ),
     ),
 ]

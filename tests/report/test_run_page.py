@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
+from fakes.made_run import DECISIONS, MadeRun, make_step, make_summary, write_lines, write_run
 from pages import Page, figure, marks, needs_nothing, titles
 from typer import Exit
 
@@ -259,7 +259,7 @@ def test_pages_without_their_libraries_are_refused_with_the_remedy(
 
 PLANNING = """
 import sys
-from libra.cli import app, planning, trace
+from libra.cli import app, explain, plan, trace
 from libra.report import explain_table, plan_table, tables
 print(sorted({"altair", "jinja2", "vl_convert"} & set(sys.modules)))
 """

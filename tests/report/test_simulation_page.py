@@ -15,14 +15,14 @@ from rich.console import Console
 from libra.report.simulation_figures import time_figures
 from libra.report.simulation_page import MOST_ENGINES, simulation_page
 from libra.report.simulation_table import MOST_ENGINES as MOST_ROWS
-from libra.report.simulation_table import definitions_table, simulation_tables
+from libra.report.simulation_table import simulation_tables
 from libra.report.simulation_view import headline, notices, simulation_view
 from libra.report.words import fine_duration, percent
 from libra.sim.clock import TICKS
 from libra.sim.engine.request import Request
 from libra.sim.outcome.definitions import DEFINITIONS
 from libra.sim.outcome.result import SimulationResult
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 RESULTS = {"busy": busy, "cut short": cut_short, "trajectories": trajectories}
 
@@ -159,9 +159,3 @@ def test_engines_keep_their_names_and_numbers_where_room_is_wanting(width: int, 
         (row,) = (line for line in said.splitlines() if engine.name in line)
         assert f"{engine.generated_tokens:,}" in row
         assert percent(engine.busy_share or 0.0, 1) in row
-
-
-def test_the_table_of_definitions_has_them_all() -> None:
-    said = " ".join(printed(definitions_table()).replace("│", " ").split())
-    for definition in DEFINITIONS.values():
-        assert definition.name in said

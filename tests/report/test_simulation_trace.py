@@ -106,8 +106,3 @@ def test_a_long_simulation_stays_within_the_bound(most: int, tmp_path: Path) -> 
     drawn = {event["args"]["request"] for event in content if "request" in event["args"]}
     assert len(notes) == (len(drawn) < 150)
     assert all("of 150 requests is drawn" in note for note in notes)
-
-
-def test_a_bound_below_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_events is 0"):
-        write_simulation_trace(busy(), tmp_path / "trace.json", 0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import pytest
 from made_simulation import busy, cut_short, open_loop, run, trajectories
 
-from libra.report import words
 from libra.report.simulation_page import headline_tiles
 from libra.report.simulation_view import (
     LatencyPart,
@@ -20,7 +18,7 @@ from libra.report.simulation_view import (
 )
 from libra.report.words import fine_duration, worded
 from libra.sim.outcome.definitions import DEFINITIONS
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 
 def viewed(queueing: float, prefill: float, decode: float, busy_share: float) -> SimulationView:
@@ -119,10 +117,6 @@ def test_tiles_name_the_busiest_engine_and_alarm_where_requests_are_lost() -> No
     assert "engine <0>" in tiles["Engines busy"].detail
     assert not any(tile.alarming for tile in headline_tiles(simulation_view(busy())))
     assert [tile.label for tile in headline_tiles(simulation_view(trajectories()))][-1] == "Trajectory, P50"
-
-
-def test_examples_of_words_are_true() -> None:
-    assert doctest.testmod(words).failed == 0
 
 
 def test_every_unit_has_words() -> None:

@@ -14,11 +14,15 @@ from libra.trajectory.statistics import TraceStats, trace_stats
 SAMPLE = Path(__file__).parents[1] / "data" / "trajectories.jsonl"
 
 
+def printed(stats: TraceStats, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(*trace_tables(stats))
+    return console.export_text()
+
+
 def rendered(stats: TraceStats) -> list[list[str]]:
     """The cells of every row, without the lines between them."""
-    console = Console(file=io.StringIO(), width=120, record=True)
-    console.print(*trace_tables(stats))
-    lines = console.export_text().replace("┃", "│").splitlines()
+    lines = printed(stats, 120).replace("┃", "│").splitlines()
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
 
 
@@ -53,3 +57,20 @@ def test_unknowns_are_dashes_and_names_are_not_markup() -> None:
 def test_without_a_tool_there_is_no_tool_table() -> None:
     stats = trace_stats([Trajectory("a", "p", "t", 10, (Turn(1, None, None, 0),), 1.0, 0, True)])
     assert [table.title for table in trace_tables(stats)] == ["Trajectories", "Per trajectory"]
+
+
+def test_names_in_a_log_cannot_control_the_terminal() -> None:
+    turns = (Turn(5, "\x1b[2Jgone", "ok", 3, 0.5), Turn(2, None, None, 0))
+    stats = trace_stats([Trajectory("t", "p", "\x1b]0;task\x07", 10, turns, None, 0, True)])
+    text = printed(stats, 200)
+    assert not {"\x1b", "\x07"} & set(text)
+    assert r"\x1b[2Jgone" in text and r"\x1b]0;task\x07" in text
+
+
+def test_tools_with_a_long_common_prefix_can_be_told_apart() -> None:
+    names = [f"mcp__filesystem__read_multiple_files_{end}" for end in ("first", "other")]
+    turns = (*(Turn(5, name, "ok", 3, 0.5) for name in names), Turn(2, None, None, 0))
+    text = printed(trace_stats([Trajectory("t", "p", "task", 10, turns, None, 0, True)]), 80)
+    assert "…" not in text
+    first_column = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
+    assert "files_first" in first_column and "files_other" in first_column

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, OK, Event, events, tell
+from sessions import LIMITS, OK, Event, decisions, events, tell
 
-from libra.route.baselines import Baseline, LeastLoaded, RoundRobin, TwoChoices
-from libra.route.policy import Fleet, Instance, InstanceView, Placement, TurnRequest, View
+from libra.route.baselines import (
+    MEMORY,
+    Baseline,
+    LeastLoaded,
+    RemainingTable,
+    RoundRobin,
+    ShortestRemaining,
+    TwoChoices,
+)
+from libra.route.policy import Fleet, Instance, InstanceView, Placement, ToolReturn, TurnRequest, View
+from libra.route.tool_state import ToolState, remainders
 from libra.trajectory import Trajectory, Turn
 
 RULES: list[type[Baseline]] = [RoundRobin, LeastLoaded, TwoChoices]
@@ -185,20 +193,6 @@ def test_a_decision_looks_at_a_few_instances_of_a_large_fleet(policy: Baseline) 
     assert watched.looks <= 100 * (6 + 4)
 
 
-@every_rule
-def test_nothing_is_kept_of_what_is_over(rule: type[Baseline]) -> None:
-    policy, fleet = rule(), view(A, B, C, D)
-    fresh = rule().snapshot()
-    for number in range(20):
-        policy.place(turn(f"t{number}"), fleet)
-    assert len(policy.snapshot()["live"]) == 20
-    for number in range(0, 20, 2):
-        policy.finished(Trajectory(f"t{number}", "p", "task", 10, (Turn(5, None, None, 0),), None, 0, finished=True))
-        policy.forget(f"t{number + 1}")
-        policy.forget(f"t{number + 1}")
-    assert policy.snapshot()["live"] == fresh["live"] == []
-
-
 # Following the prefix.
 
 
@@ -218,18 +212,6 @@ def test_a_later_turn_follows_the_prefix_while_it_can(rule: type[Baseline]) -> N
 
 
 @every_rule
-def test_a_prefix_that_is_gone_is_not_followed(rule: type[Baseline]) -> None:
-    policy = rule()
-    policy.place(turn(), view(D))
-    policy.instance_gone("d")
-    idle = InstanceView("z", 0, 100, 0)
-    returned = policy.tool_returned(turn(), OK, view(idle))
-    assert returned == Placement("z", 0, True, rule.REASON)
-    policy.instance_gone("z")
-    assert policy.tool_returned(turn(), OK, view(idle)) == Placement("z", 0, False, rule.REASON)  # of the same name
-
-
-@every_rule
 def test_without_sticky_the_rule_decides_every_turn(rule: type[Baseline]) -> None:
     policy = rule(sticky=False)
     policy.place(turn(), view(C))
@@ -237,69 +219,114 @@ def test_without_sticky_the_rule_decides_every_turn(rule: type[Baseline]) -> Non
     assert policy.tool_returned(turn(), OK, view(B)) == Placement("b", 0, False, rule.REASON)
 
 
-@every_rule
-def test_a_return_for_what_was_never_placed_is_refused(rule: type[Baseline]) -> None:
-    policy = rule()
-    with pytest.raises(ValueError, match="'t' was never placed: call place"):
-        policy.tool_returned(turn(), OK, view(A))
-    assert policy.place(turn(), view()) is None
-    assert chosen(policy.tool_returned(turn(), OK, view(A))) == "a"  # it waited in vain, and was placed all the same
-
-
-@every_rule
-@pytest.mark.parametrize("field", [{"format": 2}, {"policy": "cmlfq-published"}])
-def test_a_snapshot_of_another_policy_is_refused(rule: type[Baseline], field: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"this is '{rule.NAME}' format 1"):
-        rule.restore(rule().snapshot() | field)
-
-
 # Every decision, over random sessions.
 
 
 @every_rule
 @given(session=st.lists(events, max_size=25), sticky=st.booleans())
-def test_every_decision_is_eligible_told_truly_and_the_rules(
-    rule: type[Baseline], session: list[Event], sticky: bool
-) -> None:
-    policy, twin = rule(sticky=sticky), rule(sticky=sticky)
-    served: dict[str, str] = {}
-    prefixes: dict[str, str] = {}
-    for event in session:
-        placement = tell(policy, event)
-        assert tell(twin, event) == placement
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            prefixes.pop(event.id, None)
-        elif isinstance(event, str):
-            prefixes = {trajectory: instance for trajectory, instance in prefixes.items() if instance != event}
+def test_every_decision_is_the_rules(rule: type[Baseline], session: list[Event], sticky: bool) -> None:
+    for it in decisions(rule(sticky=sticky), session):
+        loads = sorted((each.load_tokens, each.id) for each in it.fit.values())
+        if sticky and it.prefix_at in it.fit:
+            assert (it.placement.instance, it.placement.reason) == (it.prefix_at, "holds the prefix")
         else:
-            request, _, now = event
-            fit = {i.id: i for i in now.instances if request.context_tokens + now.turn_tokens <= i.capacity_tokens}
-            if placement is None:
-                assert not fit
-                continue
-            assert placement.bucket == fit[placement.instance].bucket
-            assert placement.migrated == (served.get(request.trajectory_id, placement.instance) != placement.instance)
-            loads = sorted((i.load_tokens, i.id) for i in fit.values())
-            if sticky and prefixes.get(request.trajectory_id) in fit:
-                assert placement.instance == prefixes[request.trajectory_id]
-                assert placement.reason == "holds the prefix"
-            else:
-                assert placement.reason == rule.REASON
-                assert rule is not LeastLoaded or placement.instance == loads[0][1]
-                assert rule is not TwoChoices or len(loads) == 1 or placement.instance != loads[-1][1]
-            served[request.trajectory_id] = prefixes[request.trajectory_id] = placement.instance
+            assert it.placement.reason == rule.REASON
+            assert rule is not LeastLoaded or it.placement.instance == loads[0][1]
+            assert rule is not TwoChoices or len(loads) == 1 or it.placement.instance != loads[-1][1]
 
 
-@every_rule
-@given(before=st.lists(events, max_size=15), after=st.lists(events, max_size=15), sticky=st.booleans())
-def test_a_restored_baseline_decides_as_the_original(
-    rule: type[Baseline], before: list[Event], after: list[Event], sticky: bool
+# Shortest remaining first: least loaded in all but the priority, and the priority from a table of means.
+
+GOOD, BAD = ToolState("search", "small", "ok"), ToolState("search", "small", "error")
+FAIL = ToolReturn("search", "error", 5)
+states = st.none() | st.sampled_from([GOOD, BAD])
+ONE = View((InstanceView("a", 0, 9_000, 0),), LIMITS, 10)
+
+
+def done(*turns: Turn, id: str = "done", task: str = "task") -> Trajectory:
+    return Trajectory(id, "p", task, 10, (*turns, Turn(30, None, None, 0)), None, 0, finished=True)
+
+
+def test_remainders() -> None:
+    trajectory = done(Turn(10, "search", "ok", 5), Turn(20, "search", "error", 600))
+    error = ToolState("search", "medium", "error")
+    assert list(remainders(trajectory)) == [(0, None, 665), (1, GOOD, 650), (2, error, 30)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("mn"), states, st.integers(0, 1_000)), max_size=30), states)
+def test_means_are_of_the_row_or_of_the_state_or_of_everything(
+    samples: list[tuple[str, ToolState | None, int]], state: ToolState | None
 ) -> None:
-    policy = rule(sticky=sticky)
-    for event in before:
-        tell(policy, event)
-    twin = rule.restore(json.loads(json.dumps(policy.snapshot())))
-    for event in after:
-        assert tell(twin, event) == tell(policy, event)
-    assert twin.snapshot() == policy.snapshot()
+    table = RemainingTable()
+    for sample in samples:
+        table.add(*sample)
+    for task in "mno":
+        of_row = [n for t, s, n in samples if (t, s) == (task, state)]
+        of_state = [n for _, s, n in samples if s == state]
+        evidence = of_row or of_state or [n for _, _, n in samples]
+        mean = table.mean(task, state)
+        assert mean == (pytest.approx(sum(evidence) / len(evidence)) if evidence else None)
+
+
+def test_old_samples_fade() -> None:
+    table = RemainingTable()
+    for remaining in [0] * MEMORY + [1_000] * 100:
+        table.add("m", GOOD, remaining)
+    assert table.mean("m", GOOD) == pytest.approx(1_000 * (1 - (1 - 1 / MEMORY) ** 100))
+
+
+@given(st.lists(st.tuples(st.text("mnop", min_size=1, max_size=2), states), max_size=40), st.integers(2, 6))
+def test_the_table_stays_small_and_keeps_what_was_updated_last(
+    samples: list[tuple[str, ToolState | None]], max_rows: int
+) -> None:
+    table = RemainingTable(max_rows)
+    updated: list[tuple[str | None, ToolState | None]] = []
+    for task, state in samples:
+        table.add(task, state, 1)
+        for row in ((None, state), (task, state)):
+            updated = [*(other for other in updated if other != row), row]
+        assert len(table) <= max_rows
+    kept = [(row[0], row[1] and ToolState(*row[1])) for row in table.snapshot()[1:]]
+    assert kept == updated[-max_rows:]
+
+
+def test_a_table_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_rows is 1"):
+        RemainingTable(1)
+
+
+# The policy.
+
+
+def test_the_priority_is_what_is_expected_to_remain() -> None:
+    policy = ShortestRemaining()
+    first = policy.place(TurnRequest("t", "p", 10, 10, "task"), ONE)
+    assert first is not None and first.priority == 0
+    policy.finished(done(Turn(10, "search", "ok", 5), Turn(20, "search", "error", 5)))
+    policy.finished(done(Turn(100, "search", "ok", 5), id="other", task="other"))
+
+    def priority(task: str, *returned: ToolReturn) -> int:
+        policy.place(TurnRequest("t", "p", 10, 10, task), ONE)
+        for each in returned:
+            policy.tool_returned(TurnRequest("t", "p", 10, 10, task), each, ONE)
+        again = policy.place(TurnRequest("t", "p", 10, 10, task), ONE)  # which does not forget the last return
+        policy.forget("t")
+        assert again is not None
+        return again.priority
+
+    assert priority("task") == 70
+    assert priority("other") == 135
+    assert priority("task", OK) == 55
+    assert priority("other", OK) == 30
+    assert priority("", OK) == 42  # (55 + 30) / 2, to even
+    assert priority("task", OK, FAIL) == 30
+    assert priority("task", ToolReturn("shell", "ok", 5)) == 64  # (70 + 55 + 30 + 135 + 30) / 5
+
+
+@given(st.lists(events, max_size=25), st.booleans())
+def test_it_places_as_least_loaded(session: list[Event], sticky: bool) -> None:
+    policy, least = ShortestRemaining(sticky=sticky), LeastLoaded(sticky=sticky)
+    for event in session:
+        expected, placement = tell(least, event), tell(policy, event)
+        assert (placement and replace(placement, priority=0)) == expected
+        assert placement is None or placement.priority >= 0

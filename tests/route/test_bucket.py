@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, OK, Event, events, instances, requests, tell, views
+from sessions import LIMITS, OK, Step, decisions, instances, steps
 
+from benchmarks.workloads.routing_quality import static_fleet
 from libra.route.bucket import AttainedService, Bucketed, bucket_of, server
-from libra.route.by_length import LengthByPrompt
-from libra.route.policy import InstanceView, Placement, Policy, TurnRequest, View
-from libra.route.predictor import LengthPredictor
-from libra.trajectory import Trajectory, Turn
+from libra.route.expected_length import LengthByPrompt, LengthPredictor
+from libra.route.policy import InstanceView, Placement, TurnRequest, View
 
 RULES: list[type[Bucketed]] = [LengthByPrompt, LengthPredictor, AttainedService]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=[rule.NAME for rule in RULES])
@@ -29,11 +27,6 @@ EVERY = (A0, B0, C1, D1, E2)
 
 def view(*there: InstanceView) -> View:
     return View(there, LIMITS, 10)
-
-
-def done(prompt_tokens: int, final_context: int, *, id: str = "done", prompt_id: str = "p") -> Trajectory:
-    turns = (Turn(final_context - prompt_tokens, None, None, 0),)
-    return Trajectory(id, prompt_id, "task", prompt_tokens, turns, None, 0, finished=True)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +125,6 @@ def test_a_turn_under_way_is_not_moved_for_load_alone(rule: type[Bucketed], stic
 
 
 @every_rule
-def test_a_prefix_that_is_gone_is_not_followed(rule: type[Bucketed]) -> None:
-    policy, request = rule(), TurnRequest("t", "p", 10, 10)
-    policy.place(request, view(A0))
-    policy.instance_gone("a0")
-    assert policy.place(request, view(A0, B0)) == Placement("b0", 0, True, rule.REASON, ask_again=91)
-
-
-@every_rule
 def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type[Bucketed]) -> None:
     policy, request = rule(), TurnRequest("t", "p", 10, 10)
     assert policy.place(request, view()) is None
@@ -149,100 +134,51 @@ def test_a_trajectory_that_found_no_room_is_placed_when_there_is_some(rule: type
     assert placement.reason == f"{rule.REASON}; bucket 0 has no instance that holds it"
 
 
-@every_rule
-def test_what_was_never_placed_is_refused(rule: type[Bucketed]) -> None:
-    policy, request = rule(), TurnRequest("t", "p", 10, 10)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="'t' was never placed: call place"):
-            policy.tool_returned(request, OK, view(A0))
-        with pytest.raises(ValueError, match="'t' was never placed: call place"):
-            policy.bucket_overrun(request, 5, view(A0))
-        policy.place(request, view(A0))
-        policy.forget("t")
-        policy.forget("t")
-
-
-@every_rule
-def test_finished_lets_go_of_the_routing_state(rule: type[Bucketed]) -> None:
-    policy = rule()
-    policy.place(TurnRequest("done", "p", 10, 10), view(A0))
-    assert [entry[0] for entry in policy.snapshot()["live"]] == ["done"]
-    policy.finished(done(10, 50))
-    assert policy.snapshot()["live"] == []
-
-
-@every_rule
-@pytest.mark.parametrize("field", [{"format": 2}, {"policy": "cmlfq-published"}])
-def test_a_snapshot_of_another_policy_is_refused(rule: type[Bucketed], field: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"this is '{rule.NAME}' format 1"):
-        rule.restore(rule().snapshot() | field)
-
-
 # Every decision, over random sessions.
 
-outlives = st.tuples(requests, st.integers(1, 2_000), views)
-
-
-def follow(policy: Policy, event: Event | tuple[TurnRequest, int, View]) -> Placement | None:
-    if isinstance(event, tuple) and isinstance(event[1], int):
-        known = {entry[0] for entry in policy.snapshot()["live"]}
-        return policy.bucket_overrun(event[0], event[1], event[2]) if event[0].trajectory_id in known else None
-    return tell(policy, event)  # type: ignore[arg-type]
-
 
 @every_rule
-@given(session=st.lists(st.one_of(events, outlives), max_size=25), sticky=st.booleans())
-def test_every_decision_is_eligible_told_truly_and_asks_again_in_time(
-    rule: type[Bucketed], session: list[Event | tuple[TurnRequest, int, View]], sticky: bool
+@given(session=st.lists(steps, max_size=25), sticky=st.booleans())
+def test_every_decision_is_in_a_long_enough_bucket_and_asks_again_in_time(
+    rule: type[Bucketed], session: list[Step], sticky: bool
 ) -> None:
-    policy = rule(sticky=sticky)
-    served: dict[str, str] = {}
-    longest: dict[str, int] = {}
-    for event in session:
-        placement = follow(policy, event)
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            longest.pop(event.id, None)
-        elif isinstance(event, tuple):
-            request, asked, now = event
-            generated = asked if isinstance(asked, int) else 0
-            id, attained = request.trajectory_id, request.context_tokens + generated
-            if generated == 0 or id in longest:
-                longest[id] = max(longest.get(id, 0), attained)
-            if placement is None:
-                continue
-            chosen = {it.id: it for it in now.instances}[placement.instance]
-            needed = max(request.context_tokens + now.turn_tokens, attained + (generated > 0))
-            assert needed <= chosen.capacity_tokens
-            assert placement.bucket == chosen.bucket
-            assert placement.migrated == (served.get(id, placement.instance) != placement.instance)
-            # As long as a long enough bucket has an instance that can take it, a trajectory is in one.
-            fits = bucket_of(longest[id], LIMITS)
-            if any(it.bucket >= fits and needed <= it.capacity_tokens for it in now.instances):
-                assert placement.bucket >= fits
-            if placement.ask_again is not None:
-                assert placement.ask_again > generated
-                limit = request.context_tokens + placement.ask_again - 1
-                assert limit in LIMITS[:-1] and attained <= limit
-            served[id] = placement.instance
+    for it in decisions(rule(sticky=sticky), session):
+        # As long as a long enough bucket has an instance that can take it, a trajectory is in one.
+        belongs = bucket_of(it.attained, LIMITS)
+        if any(each.bucket >= belongs for each in it.fit.values()):
+            assert it.placement.bucket >= belongs
+        if it.placement.ask_again is not None:
+            assert it.placement.ask_again > it.generated
+            limit = it.request.context_tokens + it.placement.ask_again - 1
+            assert limit in LIMITS[:-1] and it.request.context_tokens + it.generated <= limit
 
 
-@every_rule
-@given(
-    before=st.lists(st.one_of(events, outlives), max_size=15),
-    after=st.lists(st.one_of(events, outlives), max_size=15),
-    sticky=st.booleans(),
-)
-def test_a_restored_policy_decides_as_the_original(
-    rule: type[Bucketed],
-    before: list[Event | tuple[TurnRequest, int, View]],
-    after: list[Event | tuple[TurnRequest, int, View]],
-    sticky: bool,
+# Attained service.
+
+ATTAINED = (10, 25, 60)
+
+
+@given(st.integers(0, 15), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), min_size=1, max_size=4))
+def test_attained_service_is_always_where_the_attained_context_belongs(
+    prompt: int, turns: list[tuple[int, int]]
 ) -> None:
-    policy = rule(sticky=sticky)
-    for event in before:
-        follow(policy, event)
-    twin = rule.restore(json.loads(json.dumps(policy.snapshot())))
-    for event in after:
-        assert follow(twin, event) == follow(policy, event)
-    assert twin.snapshot() == policy.snapshot()
+    # Token by token, asking when the policy wants to be asked, and never else.
+    policy, context = AttainedService(), prompt
+    fleet = static_fleet(ATTAINED, turn_tokens=0, instances=2)
+    for number, (generated, returned) in enumerate(turns):
+        request = TurnRequest("t", "p", prompt, context)
+        if context >= ATTAINED[-1]:
+            return
+        placement = policy.tool_returned(request, OK, fleet) if number else policy.place(request, fleet)
+        assert placement is not None
+        bucket, ask_again = placement.bucket, placement.ask_again
+        assert bucket == bucket_of(context, ATTAINED)
+        for token in range(1, generated + 1):
+            if context + token >= ATTAINED[-1]:
+                return
+            if token == ask_again:
+                moved = policy.bucket_overrun(request, token, fleet)
+                assert moved is not None and moved.migrated
+                bucket, ask_again = moved.bucket, moved.ask_again
+            assert bucket == bucket_of(context + token, ATTAINED)
+        context += generated + returned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra.route.catalogue import POLICIES, policy_named, policy_restored
+from libra.route.catalogue import POLICIES, policy_named
 from libra.route.policy import InstanceView, ToolReturn, TurnRequest, View
 
 FLEET = View(tuple(InstanceView(str(number), 0, 100, number) for number in range(9)), (100,), 10)
@@ -22,27 +22,6 @@ def test_the_names_are_these() -> None:
         "cmlfq-published",
         "cmlfq",
     )
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_name_is_the_one_its_snapshots_tell_and_each_policy_its_own(name: str) -> None:
-    policy, other = policy_named(name), policy_named(name)
-    assert policy.snapshot()["policy"] == name
-    assert policy.place(TurnRequest("t", "p", 10, 10), FLEET) is not None
-    assert [entry[0] for entry in policy.snapshot()["live"]] == ["t"]
-    assert other.snapshot()["live"] == []
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_comes_back_as_it_was(name: str) -> None:
-    policy = policy_named(name)
-    policy.place(TurnRequest("t", "p", 10, 10), FLEET)
-    assert policy_restored(name, policy.snapshot()).snapshot() == policy.snapshot()
-
-
-def test_a_snapshot_of_another_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="of policy 'cmlfq-published' format 1, this is 'cmlfq' format 1"):
-        policy_restored("cmlfq", policy_named("cmlfq-published").snapshot())
 
 
 def test_an_unknown_name_is_refused_with_those_known() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from libra.route.causal_tree import RECENT, CausalTree, Estimate, Node, ToolState, payload_class
+from libra.route.published import RECENT, CausalTree, Estimate, Node
+from libra.route.tool_state import ToolState, payload_class
 from libra.trajectory import Trajectory, Turn
 
 OK = ToolState("search", "small", "ok")
@@ -69,13 +70,6 @@ def test_an_untaught_tree_estimates_nothing() -> None:
     assert CausalTree().estimate("p", [OK]) is None
     with pytest.raises(ValueError, match="no samples"):
         Node().estimate()
-
-
-def test_an_unfinished_trajectory_is_refused_and_leaves_no_trace() -> None:
-    tree = CausalTree()
-    with pytest.raises(ValueError, match="'cut' is unfinished"):
-        tree.add(Trajectory("cut", "p", "task", 10, (turn(1, OK, 1),), None, 0, finished=False))
-    assert (tree.trajectories, tree.size) == (0, 0)
 
 
 def test_a_turn_without_a_tool_lengthens_the_remainder_and_adds_no_state() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -10,12 +9,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import OK, Event, events, finished, requests, tell, tool_returns, views
+from sessions import OK, finished, requests, tool_returns, views
 
-from libra.route.causal_tree import ToolState, payload_class
 from libra.route.cmlfq import BLIND, BLIND_STAYS, BUCKET_OVERRUN, CMLFQ, MOVES, PLACED, STAYS
 from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 from libra.route.service_cost import TOKEN_SECONDS, MigrationCost
+from libra.route.tool_state import ToolState, payload_class
 from libra.trajectory import Trajectory, Turn
 
 FAIL = ToolReturn("search", "error", 5)
@@ -168,20 +167,6 @@ def test_nothing_that_can_hold_it_is_no_placement_and_the_return_is_not_forgotte
     assert policy.place(request, view(short("a"), long("c"))) is not None
 
 
-def test_a_return_for_an_unplaced_trajectory_is_refused() -> None:
-    policy, request, now = CMLFQ(), TurnRequest("t", "p", 10, 10), view(short("a"))
-    for ask in (lambda: policy.tool_returned(request, OK, now), lambda: policy.bucket_overrun(request, 5, now)):
-        with pytest.raises(ValueError, match="'t' was never placed"):
-            ask()
-    policy.place(request, now)
-    policy.forget("t")
-    policy.forget("t")
-    with pytest.raises(ValueError, match="'t' was never placed"):
-        policy.tool_returned(request, OK, now)
-    snapshot = policy.snapshot()
-    assert snapshot["live"] == [] and snapshot["hierarchy"]["running"] == []
-
-
 # Long generations.
 
 
@@ -249,30 +234,6 @@ def test_a_move_holds_up_what_is_there() -> None:
 
 
 # Every decision, over random sessions.
-
-
-@given(st.lists(events, max_size=25))
-def test_every_placement_is_eligible_and_told_truly(session: list[Event]) -> None:
-    policy = CMLFQ()
-    served: dict[str, str] = {}
-    learned = False
-    for event in session:
-        placement = tell(policy, event)
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            learned = True
-        elif not isinstance(event, str):
-            request, _, now = event
-            fit = {i.id: i for i in now.instances if request.context_tokens + now.turn_tokens <= i.capacity_tokens}
-            if placement is None:
-                assert not fit
-                continue
-            chosen = fit[placement.instance]
-            assert placement.bucket == chosen.bucket
-            assert placement.migrated == (served.get(request.trajectory_id, chosen.id) != chosen.id)
-            if not learned and request.trajectory_id not in served:
-                assert chosen.id == min(fit, key=lambda id: (fit[id].load_tokens, id))
-            served[request.trajectory_id] = chosen.id
 
 
 @given(st.lists(finished, max_size=6), st.lists(tool_returns, max_size=5), requests, views)
@@ -345,20 +306,3 @@ def test_a_placement_is_the_cheapest_of_all_instances_of_its_reach(
     offers = [min((it for it in fit if it.bucket == b), key=lambda it: (it.load_tokens, it.id)) for b in buckets]
     chosen = next(it for it in offers if it.id == placement.instance)
     assert cost(chosen) <= min(cost(it) for it in offers) * (1 + 1e-9)
-
-
-@given(st.lists(events, max_size=15), st.lists(events, max_size=15))
-def test_a_restored_policy_decides_as_the_original(before: list[Event], after: list[Event]) -> None:
-    policy = CMLFQ(MigrationCost(0.5, 1e-4), half_life=3.0, max_contexts=20)
-    for event in before:
-        tell(policy, event)
-    twin = CMLFQ.restore(json.loads(json.dumps(policy.snapshot())))
-    for event in after:
-        assert tell(twin, event) == tell(policy, event)
-    assert json.dumps(twin.snapshot()) == json.dumps(policy.snapshot())
-
-
-@pytest.mark.parametrize("field", [{"format": 2}, {"policy": "cmlfq-published"}])
-def test_a_foreign_snapshot_is_refused(field: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="'cmlfq' format 1"):
-        CMLFQ.restore(CMLFQ().snapshot() | field)

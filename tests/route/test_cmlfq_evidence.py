@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from libra.route.evidence import Context, ReturnEvidence
-from libra.route.remaining import BINS, EDGES, Remaining, bin_of
-from libra.route.running import Running, redistributed
+from libra.route.evidence import Context, ReturnEvidence, Running
+from libra.route.remaining import BINS, EDGES, Remaining, bin_of, redistributed
 
 Array = NDArray[np.float64]
 
@@ -84,6 +83,13 @@ def test_restored_evidence_goes_on_as_the_original(
         twin.count(version, histograms)
     assert [histogram(twin, context) for context in CONTEXTS] == [histogram(evidence, context) for context in CONTEXTS]
     assert json.dumps(twin.snapshot()) == json.dumps(evidence.snapshot())
+
+
+def test_of_very_many_versions_the_newest_are_told_apart() -> None:
+    evidence = ReturnEvidence()
+    for version in range(70):
+        evidence.count(version, {("all",): {0: 1.0}})
+    assert evidence.snapshot()["versions"] == list(range(6, 70))
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.route.causal_tree import ToolState, payload_class
 from libra.route.hierarchy import RECENT, SHRINKAGE, Hierarchy, contexts_of
 from libra.route.policy import TurnRequest
 from libra.route.remaining import EDGES, bin_of
+from libra.route.tool_state import ToolState, payload_class
 from libra.trajectory import Trajectory, Turn, read_trajectories
 
 LOGS = Path(__file__).parents[3] / "shared/data/trajectories"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sessions import LIMITS, OK, Event, events, tell
+from sessions import LIMITS, OK, Event, decisions, events
 
 from libra.route.policy import InstanceView, Placement, ToolReturn, TurnRequest, View
 from libra.route.published import PublishedCMLFQ
@@ -225,14 +224,6 @@ def test_a_trajectory_whose_instance_went_away_keeps_its_bucket() -> None:
     assert policy.place(request, view(A0, D1, E2)) == Placement("d1", 1, True, "keeps bucket 1")
 
 
-def test_an_instance_that_came_back_has_lost_the_prefix() -> None:
-    policy = PublishedCMLFQ()
-    request = TurnRequest("t", "p", 10, 10)
-    policy.place(request, view(A0))
-    policy.instance_gone("a0")
-    assert policy.place(request, view(A0, B0)) == Placement("b0", 0, True, "keeps bucket 0")
-
-
 def test_a_tool_return_that_found_no_room_is_asked_again_with_place() -> None:
     policy = PublishedCMLFQ()
     for trajectory in done(500):
@@ -254,69 +245,12 @@ def test_a_plan_with_fewer_buckets_is_followed() -> None:
     assert policy.tool_returned(TurnRequest("u", "p", 10, 10), OK, smaller) == Placement("b", 1, True, "no evidence")
 
 
-def test_a_return_for_an_unplaced_trajectory_is_refused() -> None:
-    policy = PublishedCMLFQ()
-    request = TurnRequest("t", "p", 10, 10)
-    with pytest.raises(ValueError, match="'t' was never placed"):
-        policy.tool_returned(request, OK, view(*EVERY))
-    policy.place(request, view(*EVERY))
-    policy.forget("t")
-    policy.forget("t")
-    with pytest.raises(ValueError, match="'t' was never placed"):
-        policy.tool_returned(request, OK, view(*EVERY))
-
-
-def test_finished_lets_go_of_the_routing_state() -> None:
-    policy = PublishedCMLFQ()
-    policy.place(TurnRequest("done-0", "p", 10, 10), view(*EVERY))
-    assert [entry[0] for entry in policy.snapshot()["live"]] == ["done-0"]
-    policy.finished(done(5)[0])
-    assert policy.snapshot()["live"] == []
-
-
-@pytest.mark.parametrize("field", [{"format": 2}, {"policy": "round-robin"}])
-def test_a_foreign_snapshot_is_refused(field: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="'cmlfq-published' format 1"):
-        PublishedCMLFQ.restore(PublishedCMLFQ().snapshot() | field)
-
-
 # Every decision, over random sessions.
 
 
 @given(st.lists(events, max_size=25))
-def test_every_placement_is_eligible_told_truly_and_follows_the_prefix(session: list[Event]) -> None:
-    policy = PublishedCMLFQ()
-    served: dict[str, str] = {}
-    prefixes: dict[str, str] = {}
-    for event in session:
-        placement = tell(policy, event)
-        if isinstance(event, Trajectory):
-            served.pop(event.id, None)
-            prefixes.pop(event.id, None)
-        elif isinstance(event, str):
-            prefixes = {trajectory: instance for trajectory, instance in prefixes.items() if instance != event}
-        else:
-            request, _, now = event
-            fit = {i.id: i for i in now.instances if request.context_tokens + now.turn_tokens <= i.capacity_tokens}
-            if placement is None:
-                assert not fit
-                continue
-            bucket = {id: i for id, i in fit.items() if i.bucket == placement.bucket}
-            assert placement.instance in bucket
-            assert placement.migrated == (served.get(request.trajectory_id, placement.instance) != placement.instance)
-            if prefixes.get(request.trajectory_id) in bucket:
-                assert placement.instance == prefixes[request.trajectory_id]
-            else:
-                assert placement.instance == min(bucket, key=lambda id: (bucket[id].load_tokens, id))
-            served[request.trajectory_id] = prefixes[request.trajectory_id] = placement.instance
-
-
-@given(st.lists(events, max_size=15), st.lists(events, max_size=15))
-def test_a_restored_policy_decides_as_the_original(before: list[Event], after: list[Event]) -> None:
-    policy = PublishedCMLFQ(max_nodes=6)
-    for event in before:
-        tell(policy, event)
-    twin = PublishedCMLFQ.restore(json.loads(json.dumps(policy.snapshot())))
-    for event in after:
-        assert tell(twin, event) == tell(policy, event)
-    assert twin.snapshot() == policy.snapshot()
+def test_every_placement_follows_the_prefix_in_its_bucket(session: list[Event]) -> None:
+    for it in decisions(PublishedCMLFQ(), session):
+        bucket = {id: each for id, each in it.fit.items() if each.bucket == it.placement.bucket}
+        least = min(bucket, key=lambda id: (bucket[id].load_tokens, id))
+        assert it.placement.instance == (it.prefix_at if it.prefix_at in bucket else least)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads.routing_quality import Quality, evaluate, static_fleet
 from libra.route.baselines import TwoChoices
 from libra.route.bucket import bucket_of
 from libra.route.catalogue import policy_named
 from libra.route.oracle import Oracle
 from libra.route.policy import Fleet, Placement, Policy, ToolReturn, TurnRequest, View
-from libra.route.quality import Interval, Quality, bootstrap, evaluate, static_fleet
 from libra.trajectory import Trajectory, Turn
 
 LIMITS = (50, 200, 2_000)
@@ -213,79 +211,3 @@ def test_a_static_fleet_has_room_for_every_bucket_and_a_turn() -> None:
     fleet = static_fleet((100, 500), turn_tokens=7, instances=3)
     assert [(it.bucket, it.capacity_tokens) for it in fleet.instances] == [(0, 107)] * 3 + [(1, 507)] * 3
     assert (fleet.limits, fleet.turn_tokens) == ((100, 500), 7)
-
-
-# Intervals.
-
-
-def workload(count: int, samples: int = 1) -> list[Trajectory]:
-    return [
-        trajectory(f"{n}", (7 * n % 60, 5), last=(n // samples) * 37 % 300, prompt_id=str(n // samples))
-        for n in range(count)
-    ]
-
-
-@given(st.lists(st.integers(0, 3), min_size=12, max_size=12).filter(any))
-def test_a_weight_is_a_count(weights: list[int]) -> None:
-    quality = evaluate(policy_named("mlfq"), workload(12), FLEET)
-    rows = np.repeat(np.arange(12), weights)
-    weighed = Quality(quality.ids, quality.prompts, quality.outcomes, np.array(weights, dtype=float))
-    repeated = Quality(quality.ids, quality.prompts, quality.outcomes[rows], np.ones(len(rows)))
-    for measure in MEASURES:
-        assert measure(weighed) == pytest.approx(measure(repeated))
-
-
-def test_an_interval_of_a_share_is_about_as_wide_as_the_binomial_one() -> None:
-    quality = evaluate(policy_named("mlfq"), workload(400), FLEET)
-    interval = bootstrap(lambda it: it.single_shot_accuracy, quality, resamples=2_000)
-    assert interval.value == quality.single_shot_accuracy and interval.confidence == 0.95
-    error = 1.96 * math.sqrt(interval.value * (1 - interval.value) / 400)
-    assert interval.low == pytest.approx(interval.value - error, abs=0.15 * error)
-    assert interval.high == pytest.approx(interval.value + error, abs=0.15 * error)
-
-
-def test_a_difference_is_paired() -> None:
-    quality = evaluate(policy_named("mlfq"), workload(50), FLEET)
-    oracle = evaluate(Oracle({it.id: it for it in workload(50)}), workload(50), FLEET)
-    for measure in MEASURES:
-        assert bootstrap(measure, quality, quality, resamples=50) == Interval(0, 0, 0, 0.95)
-    # The oracle is always right, so the difference varies just as the accuracy does.
-    alone = bootstrap(lambda it: it.single_shot_accuracy, quality)
-    against = bootstrap(lambda it: it.single_shot_accuracy, quality, oracle)
-    assert (against.low, against.high) == pytest.approx((alone.low - 1, alone.high - 1))
-
-
-def test_samples_that_are_copies_tell_no_more_than_one() -> None:
-    # 16 equal samples of each prompt: drawn by prompt the interval is as wide as from one sample of each.
-    def quality(samples: int) -> Quality:
-        copies = [
-            trajectory(f"{n}/{s}", (5, 5), last=n * 37 % 300, prompt_id=str(n))
-            for n in range(40)
-            for s in range(samples)
-        ]
-        return evaluate(policy_named("mlfq"), copies, FLEET)
-
-    def interval(of: Quality, by_prompt: bool) -> Interval:
-        return bootstrap(lambda it: it.single_shot_accuracy, of, by_prompt=by_prompt)
-
-    one, many = quality(1), quality(16)
-    by_prompt, by_trajectory = interval(many, True), interval(many, False)
-    assert by_prompt.high - by_prompt.low == pytest.approx(interval(one, False).high - interval(one, False).low)
-    assert by_trajectory.high - by_trajectory.low < 0.5 * (by_prompt.high - by_prompt.low)
-
-
-def test_the_seed_decides() -> None:
-    quality = evaluate(policy_named("mlfq"), workload(50), FLEET)
-    runs = [bootstrap(lambda it: it.migrated_share, quality, resamples=50, seed=seed) for seed in (1, 1, 2)]
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_intervals_refuse_what_cannot_be() -> None:
-    quality = evaluate(policy_named("mlfq"), workload(5), FLEET)
-    other = evaluate(policy_named("mlfq"), workload(6), FLEET)
-    with pytest.raises(ValueError, match="not of the same trajectories"):
-        bootstrap(MEASURES[0], quality, other)
-    with pytest.raises(ValueError, match="resamples is 0"):
-        bootstrap(MEASURES[0], quality, resamples=0)
-    with pytest.raises(ValueError, match="confidence is 1"):
-        bootstrap(MEASURES[0], quality, confidence=1)

@@ -62,77 +62,63 @@ async def answers(sent: bytes, good: int = 0) -> list[bytes]:
     ],
 )
 @pytest.mark.parametrize("good", [0, 1])
-def test_what_is_no_http_is_refused_without_noise(
+async def test_what_is_no_http_is_refused_without_noise(
     sent: bytes, good: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = asyncio.run(answers(sent, good))
+    found = await answers(sent, good)
     assert found[-1].split()[1] == b"400", found
     assert [line.split()[1] for line in found[:-1]] == [b"200"] * good
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
     assert capfd.readouterr().err == ""
 
 
-def test_what_was_sent_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_was_sent_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    [line] = asyncio.run(answers(b"GET / HTTP/1.1\r\nHost: me\r\nAuthorization Bearer s3cr3t\r\n\r\n"))
+    [line] = await answers(b"GET / HTTP/1.1\r\nHost: me\r\nAuthorization Bearer s3cr3t\r\n\r\n")
     assert line.split()[1] == b"400"
     assert "BadHttp" in caplog.text and "s3cr3t" not in caplog.text
 
 
-def test_a_body_that_nobody_reads_may_be_damaged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_body_that_nobody_reads_may_be_damaged(caplog: pytest.LogCaptureFixture) -> None:
     sent = b"GET / HTTP/1.1\r\nHost: me\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
-    assert [line.split()[1] for line in asyncio.run(answers(sent))] == [b"200"]
+    assert [line.split()[1] for line in await answers(sent)] == [b"200"]
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
 
 
-def test_a_fault_of_ours_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    [line] = asyncio.run(answers(b"GET /broken HTTP/1.1\r\nHost: me\r\n\r\n"))
+async def test_a_fault_of_ours_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    [line] = await answers(b"GET /broken HTTP/1.1\r\nHost: me\r\n\r\n")
     assert line.split()[1] == b"500"
     assert "a fault of ours" in caplog.text
 
 
-async def raw(application: web.Application, sent: bytes) -> bytes:
-    """All that a visitor reads who says this and no more."""
-    async with serving(application, "127.0.0.1", 0) as base:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(base.rsplit(":", 1)[1]))
-        writer.write(sent)
-        async with asyncio.timeout(20):
-            said = await reader.read()
-        writer.close()
-        return said
-
-
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: me\r\nAnd"])
-def test_who_never_ends_a_request_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_ends_a_request_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_IDLE_SECONDS", 0.2)
-    assert asyncio.run(raw(web.Application(), sent)) == b""
+    assert await answers(sent) == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_takes_nothing_of_an_answer_is_left(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_takes_nothing_of_an_answer_is_left(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_STALLED_SECONDS", 0.5)
 
-    async def main() -> None:
-        ended = asyncio.Event()
+    ended = asyncio.Event()
 
-        async def much(request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse()
-            try:
-                await response.prepare(request)
-                while True:
-                    await response.write(bytes(2**16 if stream else 2**26))
-            finally:
-                ended.set()
+    async def much(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        try:
+            await response.prepare(request)
+            while True:
+                await response.write(bytes(2**16 if stream else 2**26))
+        finally:
+            ended.set()
 
-        application = web.Application()
-        application.router.add_get("/", much)
-        async with serving(application, "127.0.0.1", 0) as base:
-            with socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1]))) as visitor:
-                visitor.send(b"GET / HTTP/1.1\r\nHost: me\r\n\r\n")
-                async with asyncio.timeout(20):
-                    await ended.wait()
-
-    asyncio.run(main())
+    application = web.Application()
+    application.router.add_get("/", much)
+    async with serving(application, "127.0.0.1", 0) as base:
+        with socket.create_connection(("127.0.0.1", int(base.rsplit(":", 1)[1]))) as visitor:
+            visitor.send(b"GET / HTTP/1.1\r\nHost: me\r\n\r\n")
+            async with asyncio.timeout(20):
+                await ended.wait()
 
 
 class Circle:

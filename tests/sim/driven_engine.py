@@ -17,11 +17,10 @@ from oracles.naive_engine import Adoption, NaiveResult, naive_run
 from simulated import Asked
 from test_batching_equality import affine_costs, knee_costs, small_configs
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.scheduler import Iteration, Pause
 
 _OUTCOME = [
@@ -197,7 +196,7 @@ class Served:
                 orders.append((turn.interrupt_at, 0, lambda engine, now, it=request: engine.interrupt(it, now)))
             orders.append((turn.arrival, 5, lambda engine, now, it=request: self._submit(it, now)))
         orders += [
-            (at, 1, lambda engine, now, more=more, refresh=refresh: engine.pause(Pause(_after(more), refresh), now))
+            (at, 1, lambda engine, now, more=more, refresh=refresh: engine.pause(Pause(more, refresh), now))
             for at, more, refresh in self.case.pauses
         ]
         orders += [(sent.at, 2, lambda engine, now, it=sent: self._send(it, now)) for sent in self.case.sent]
@@ -278,14 +277,10 @@ class Served:
             self.interrupted.append(request.number)
 
 
-def _after(ticks: int) -> Callable[[int], int]:
-    return lambda now: now + ticks
-
-
 turns = st.builds(
     Turn,
     st.integers(0, 400),
-    st.integers(1, 30),
+    st.integers(0, 33),  # of 0, or 32 and more: refused
     st.integers(1, 34),
     st.none() | st.integers(0, 20),
     st.sampled_from([False, False, False, True]),

@@ -13,7 +13,7 @@ from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 Make = Callable[[], Sequence[Request]]  # new requests, the same each time
 

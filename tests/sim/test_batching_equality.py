@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -19,7 +19,6 @@ from simulated import Make, Run, naive, simulate
 
 from benchmarks.fidelity.random_workloads import random_case
 from libra.cost.grid import EngineGrid
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.grid_cost import GridCost, Overhead
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
@@ -140,7 +139,11 @@ def assert_equal(config: EngineConfig, cost: IterationCost, make: Make) -> Run:
     return compressed
 
 
-def hard_case(data: st.DataObject, costs: Any, seed: int) -> None:
+@pytest.mark.parametrize("costs", [affine_costs, knee_costs, grid_costs])
+@settings(max_examples=120, deadline=None)
+@given(st.data(), seeds)
+def test_hard_cases(costs: Callable[[EngineConfig], st.SearchStrategy[IterationCost]], data: Any, seed: int) -> None:
+    """Costs are affine, have knees in context and steps in the batch, or are of a grid with graphs and overhead."""
     config, _ = random_case(seed)
     cost = data.draw(costs(config))
     # Where iterations take as many ticks as there are between two steps of the case, or less, a session's next turn
@@ -150,24 +153,6 @@ def hard_case(data: st.DataObject, costs: Any, seed: int) -> None:
     assert_equal(config, cost, lambda: timed(seed, ticks, generic))
 
 
-@settings(max_examples=120, deadline=None)
-@given(st.data(), seeds)
-def test_affine_costs(data: st.DataObject, seed: int) -> None:
-    hard_case(data, affine_costs, seed)
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.data(), seeds)
-def test_costs_with_knees_in_context_and_steps_in_batch(data: st.DataObject, seed: int) -> None:
-    hard_case(data, knee_costs, seed)
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.data(), seeds)
-def test_costs_of_a_grid_with_graphs_and_overhead(data: st.DataObject, seed: int) -> None:
-    hard_case(data, grid_costs, seed)
-
-
 @settings(max_examples=60, deadline=None)
 @given(seeds)
 def test_iterations_of_one_tick_where_everything_is_a_tie(seed: int) -> None:
@@ -175,40 +160,6 @@ def test_iterations_of_one_tick_where_everything_is_a_tie(seed: int) -> None:
     assert_equal(config, AffineCost(1), lambda: random_case(seed)[1])
 
 
-@dataclass(frozen=True)
-class Asking:
-    """A request in the making: something that hypothesis can make smaller, and that is the same each time."""
-
-    arrival: int
-    prompt_tokens: int
-    output_tokens: int
-    fork: int | None  # of the trunk, and no later than the prompt's end; None: its tokens are its own
-    priority: int
-    cancelled_after: int | None
-
-    def request(self, number: int, trunk: Chain) -> Request:
-        chain = None if self.fork is None else Chain(f"branch {number}", trunk, min(self.fork, self.prompt_tokens))
-        cancel_at = None if self.cancelled_after is None else self.arrival + self.cancelled_after
-        return Request(
-            number,
-            self.arrival,
-            self.prompt_tokens,
-            self.output_tokens,
-            chain=chain,
-            priority=self.priority,
-            cancel_at=cancel_at,
-        )
-
-
-asking = st.builds(
-    Asking,
-    st.integers(0, 300),
-    st.integers(0, 34),
-    st.integers(0, 34),
-    st.none() | st.integers(0, 16),
-    st.integers(0, 2),
-    st.none() | st.integers(1, 300),
-)
 small_configs = st.builds(
     lambda block_size, blocks, seats, budget, policy, caching, watermark, whole: EngineConfig(
         max_model_len=32,
@@ -230,22 +181,6 @@ small_configs = st.builds(
     st.sampled_from([0.0, 0.1]),
     st.booleans(),
 )
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data(), small_configs, st.lists(asking, min_size=1, max_size=8), st.booleans())
-def test_small_workloads(data: st.DataObject, config: EngineConfig, asked: list[Asking], lattice: bool) -> None:
-    cost = AffineCost(10) if lattice else data.draw(affine_costs(config) | knee_costs(config))
-
-    def make() -> list[Request]:
-        trunk = Chain("trunk")
-        made = [it.request(number, trunk) for number, it in enumerate(asked)]
-        for request in made:
-            if lattice:
-                request.arrival -= request.arrival % 10
-        return made
-
-    assert_equal(config, cost, make)
 
 
 def test_random_cases_jump_preempt_and_hit() -> None:

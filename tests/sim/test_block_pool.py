@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from libra.sim.engine.block_pool import BlockPool
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 EVERYTHING = 10**6  # blocks
 MOST_CHAINS = 6
@@ -156,7 +155,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _admit(self, client: Client, part: int | None = None) -> None:
         request = client.request
         request.path = self.pool.path(request)
-        owners = {owner for owner, _ in request.path}
+        owners = {owner for owner, _, _ in request.path}
         for other in self.running:
             if other.chain in owners:
                 self._write(other)
@@ -315,11 +314,10 @@ class PoolMachine(RuleBasedStateMachine):
     def _write(self, client: Client) -> None:
         request, full = client.request, client.computed // self.size
         if full > request.written:
-            self.pool.write(request, request.path, request.written, full)
             keys = self._keys(client, full)
             for index in range(request.written, full):
                 self.model.write(client.blocks[index], keys[index])
-            request.written = full
+            self.pool.write(request, full)
 
     def _let_go(self, client: Client) -> None:
         request = client.request
@@ -327,7 +325,7 @@ class PoolMachine(RuleBasedStateMachine):
         if client is self.partial:
             self.partial = None
         if request.written:
-            self.pool.release(request, request.path, request.written, len(client.blocks))
+            self.pool.release(request, len(client.blocks))
         else:
             full = client.computed // self.size
             self.pool.discard(full, len(client.blocks))
@@ -349,9 +347,9 @@ def test_blocks_without_tokens_are_given_away_first_then_the_least_recently_let_
     for request, held in ((old, 2), (new, 1)):
         request.path = pool.path(request)
         pool.take(held)
-        pool.write(request, request.path, 0, held)
+        pool.write(request, held)
     for request, held in ((old, 2), (new, 1)):
-        pool.release(request, request.path, held, held)
+        pool.release(request, held)
 
     def found() -> list[int]:
         return [pool.find(request.path, EVERYTHING)[0] for request in (old, new)]
@@ -367,11 +365,12 @@ def test_two_that_generate_on_one_chain_are_told_so() -> None:
     pool = BlockPool(8, 4, caching=True)
     chain = Chain("session")
     one, two = Request(0, 0, 8, 8, chain=chain), Request(1, 0, 8, 8, chain=chain)
-    path = pool.path(one)
+    one.path = two.path = pool.path(one)
     pool.take(4)
-    pool.write(one, path, 0, 3)
+    pool.write(one, 3)
+    two.written = 1
     with pytest.raises(ValueError, match=r"'session'.*block 1 .*give each its own fork"):
-        pool.write(two, path, 1, 3)
+        pool.write(two, 3)
 
 
 def test_what_is_not_free_is_not_given_away_and_what_is_held_not_forgotten() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from elastic import Places
 
-from libra.cost.collectives import Fabric
+from libra.cost.transfer import Fabric
 from libra.route.bucket import AttainedService
 from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.sim.cluster import SimCluster

@@ -17,13 +17,13 @@ from libra.route.baselines import LeastLoaded
 from libra.route.policy import Fleet, Placement
 from libra.route.policy import TurnRequest as Asked
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.weight_update import WeightUpdate
 from libra.sim.workload.caller import Caller
-from libra.sim.workload.protocol import Requests
 from libra.sim.workload.replay import Replay
+from libra.sim.workload.requests import Requests
 from libra.trajectory import Trajectory, Turn
 
 CONFIG = EngineConfig(max_model_len=64, kv_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
@@ -115,7 +115,7 @@ def test_what_a_closed_engine_had_goes_on_elsewhere(exact: bool) -> None:
         (12, 1, 1, 200, 210),
     ]
     assert [engine.closed for engine in cluster.engines] == [True, False]
-    assert [instance.id for instance in cluster.fleet.instances] == ["b"]
+    assert [instance.id for instance in cluster.placer.fleet.instances] == ["b"]
 
 
 def test_names_are_of_one_engine_at_a_time() -> None:
@@ -274,7 +274,7 @@ def test_nothing_is_lost_and_jumping_changes_nothing(
 
         def turn(name: str) -> Callable[[int], None]:
             def act(_: int) -> None:
-                here = name in {it.id for it in cluster.fleet.instances}
+                here = name in {it.id for it in cluster.placer.fleet.instances}
                 cluster.close(name) if here else cluster.add(spec_of(name, cost=cost))
 
             return act
@@ -285,7 +285,9 @@ def test_nothing_is_lost_and_jumping_changes_nothing(
             cluster.at(
                 5000,
                 lambda _, name=name: (
-                    None if name in {it.id for it in cluster.fleet.instances} else cluster.add(spec_of(name, cost=cost))
+                    None
+                    if name in {it.id for it in cluster.placer.fleet.instances}
+                    else cluster.add(spec_of(name, cost=cost))
                 ),
             )
         cluster.run()

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from libra.route.catalogue import POLICIES, policy_named
 from libra.sim.clock import TICKS
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.chain import Chain
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.scheduler import Iteration
-from libra.sim.link import Link
-from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Requests, Workload
 from libra.sim.workload.replay import Replay
+from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn
 
 STEP = 100  # ticks: what the lattice is made of
@@ -72,21 +70,6 @@ class Cancelling:
 
 
 @dataclass(frozen=True)
-class Update:
-    """A weight update in the making: its link is made anew for every run."""
-
-    at: int
-    pause: int
-    refresh: bool
-    linked: bool
-    only_first: bool
-
-    def made(self, link: Link) -> WeightUpdate:
-        engines = frozenset({0}) if self.only_first else None
-        return WeightUpdate(self.at, self.pause, self.refresh, link if self.linked else None, 5, engines)
-
-
-@dataclass(frozen=True)
 class Alone:
     """A request of an open loop in the making."""
 
@@ -109,11 +92,10 @@ class Scenario:
     samples: int
     alone: tuple[Alone, ...]
     cancelled: tuple[int, int] | None  # every so-manieth request, so many ticks after it arrived
-    updates: tuple[Update, ...]
+    updates: tuple[WeightUpdate, ...]
     time_limit: int | None
 
     def run(self, *, exact: bool) -> Outcome:
-        link = Link(bandwidth=TICKS / 50)  # 50 ticks a byte
         iterations: list[Iteration] = []
         cluster = SimCluster(
             self.specs,
@@ -121,7 +103,7 @@ class Scenario:
             policy_named(self.policy, sticky=self.sticky or "cmlfq" in self.policy, seed=7),
             limits=LIMITS,
             turn_tokens=4,
-            updates=[update.made(link) for update in self.updates],
+            updates=self.updates,
             time_limit=self.time_limit,
             exact=exact,
             trace=iterations.append,
@@ -280,15 +262,9 @@ def open_loops(draw: st.DrawFn, lattice: bool) -> tuple[Alone, ...]:
     )
 
 
-@st.composite
-def updates(draw: st.DrawFn, lattice: bool) -> Update:
-    return Update(
-        draw(moments(lattice, 60)),
-        draw(moments(lattice, 8)),
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.booleans()),
-    )
+def updates(lattice: bool) -> st.SearchStrategy[WeightUpdate]:
+    only_first = st.sampled_from([None, frozenset({0})])
+    return st.builds(WeightUpdate, moments(lattice, 60), moments(lattice, 8), st.booleans(), only_first)
 
 
 @st.composite

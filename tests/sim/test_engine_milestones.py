@@ -140,7 +140,7 @@ def test_a_milestone_outlives_preemption_and_new_weights(exact: bool) -> None:
         engine,
         [
             *[(0, lambda engine, now, it=it: engine.submit(it, now)) for it in requests],
-            (35, lambda engine, now: engine.pause(Pause(lambda stopped: stopped + 7, refresh=True), now)),
+            (35, lambda engine, now: engine.pause(Pause(7, refresh=True), now)),
         ],
         lambda engine: asked.extend((it.number, it.generated) for it in engine.asked),
         lambda engine, now: None,

@@ -1,4 +1,4 @@
-"""Engines from a file: what its keys become, and what they default to. What is refused: tests/test_cli_simulate.py."""
+"""Engines from a file: its keys and defaults. What is refused: tests/cli/test_cli_simulate.py."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from benchmarks.fidelity.summary import Outcome, outcomes, relative_error, repea
 from benchmarks.fidelity.texts import Texts
 from benchmarks.fidelity.workloads import Group, Workload, random_time_workload, read_workloads
 from libra.sim.clock import TICKS, seconds, ticks
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.iteration_cost import UNLIMITED, DecodeBatch
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 PRICES = Prices(
     tokens=(0.006, 0.0068, 0.007, 0.0075, 0.009, 0.0135, 0.02, 0.028, 0.034, 0.048, 0.061, 0.091, 0.125),

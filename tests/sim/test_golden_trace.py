@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from simulated import naive, simulate
 
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.scheduler import Iteration
 
 # Six blocks of 4 tokens; an iteration computes up to 8 tokens, and takes 10 ticks and one for each of a prompt.

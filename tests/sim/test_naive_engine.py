@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.naive_engine import NaiveResult, Step, naive_run
 
-from libra.sim.engine.chain import Chain
+from benchmarks.fidelity.random_workloads import random_case
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 
 class Ticks:
@@ -53,6 +55,11 @@ def small(**changes: object) -> EngineConfig:
     return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
+def roomy(**changes: object) -> EngineConfig:
+    """More than enough of everything but what is told."""
+    return small(**({"max_model_len": 64, "kv_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64} | changes))
+
+
 def line(step: Step) -> str:
     words = [f"{step.start}:", *(f"{number}+{new}" for number, new in step.scheduled)]
     words += [f"out {number}" for number in step.preempted]
@@ -66,7 +73,7 @@ def trace(result: NaiveResult) -> list[str]:
 
 
 PROMPT = Chain("prompt")
-LEFT, RIGHT = Chain("left", PROMPT, 8), Chain("right", PROMPT, 8)
+LEFT, RIGHT, OTHER = Chain("left", PROMPT, 8), Chain("right", PROMPT, 8), Chain("other")
 
 
 def test_a_trace_to_read() -> None:
@@ -268,21 +275,135 @@ SCHEDULES = {
         ],
         ["0: 0+8 done 0 free 3", "1: 1+8 done 1 free 3", "2: 2+8 done 2 free 3", "3: 3+5 hit 3:4 done 3 free 2"],
     ),
+    "a prompt that is all there computes its last block again": (
+        roomy(),
+        [Request(number, number, 8, 1, chain=PROMPT) for number in range(2)] + [Request(2, 2, 5, 1, chain=PROMPT)],
+        ["0: 0+8 done 0 free 62", "1: 1+4 hit 1:4 done 1 free 62", "2: 2+1 hit 2:4 done 2 free 62"],
+    ),
+    "the chunk of a running request is found by one admitted in the same iteration": (
+        roomy(max_num_batched_tokens=10),
+        [Request(0, 0, 16, 1, chain=PROMPT), Request(1, 1, 16, 1, chain=PROMPT)],
+        ["0: 0+10 free 61", "1: 0+6 1+4 hit 1:12 done 0 done 1 free 59"],
+    ),
+    "a block that is computed twice is held twice": (
+        roomy(),
+        [Request(number, 0, 8, 1, chain=PROMPT) for number in range(2)],
+        ["0: 0+8 1+4 hit 1:4 done 0 done 1 free 61"],
+    ),
+    "what is generated is found too, but for the last token, which was never computed": (
+        roomy(),
+        [
+            Request(0, 0, 5, 4, chain=OTHER),
+            Request(1, 0, 5, 3, chain=PROMPT),
+            Request(2, 9, 12, 1, chain=OTHER),
+            Request(3, 10, 12, 1, chain=PROMPT),
+        ],
+        [
+            "0: 0+5 1+5 free 60",
+            "1: 0+1 1+1 free 60",
+            "2: 0+1 1+1 done 1 free 60",
+            "3: 0+1 done 0 free 62",
+            "9: 2+4 hit 2:8 done 2 free 61",
+            "10: 3+8 hit 3:4 done 3 free 61",
+        ],
+    ),
+    "who is found counts as used last": (
+        small(max_model_len=8, kv_blocks=3),
+        [
+            Request(0, 0, 4, 1, chain=OTHER),
+            Request(1, 1, 4, 1, chain=PROMPT),
+            Request(2, 2, 5, 1, chain=OTHER),
+            Request(3, 3, 7, 1),
+            Request(4, 4, 5, 1, chain=OTHER),
+            Request(5, 5, 5, 1, chain=PROMPT),
+        ],
+        [
+            "0: 0+4 done 0 free 2",
+            "1: 1+4 done 1 free 2",
+            "2: 2+1 hit 2:4 done 2 free 1",
+            "3: 3+7 done 3 free 1",
+            "4: 4+1 hit 4:4 done 4 free 1",
+            "5: 5+5 done 5 free 1",
+        ],
+    ),
+    "several are preempted from the tail and come back in order": (
+        roomy(max_model_len=16, kv_blocks=8, enable_prefix_caching=False),
+        [Request(number, 0, 8, 4) for number in range(4)],
+        [
+            "0: 0+8 1+8 2+8 3+8 free 0",
+            "1: 0+1 1+1 out 3 out 2 free 2",
+            "2: 0+1 1+1 free 2",
+            "3: 0+1 1+1 done 0 done 1 free 2",
+            "4: 2+9 3+9 free 2",
+            "5: 2+1 3+1 free 2",
+            "6: 2+1 3+1 done 2 done 3 free 2",
+        ],
+    ),
+    "a request may preempt itself": (
+        roomy(max_model_len=12, kv_blocks=4),
+        [Request(0, 0, 4, 4), Request(1, 0, 7, 5)],
+        [
+            "0: 0+4 1+7 free 1",
+            "1: 0+1 1+1 free 0",
+            "2: 0+1 out 1 free 2",
+            "3: 0+1 done 0 free 2",
+            "4: 1+1 hit 1:8 free 1",
+            "5: 1+1 free 1",
+            "6: 1+1 done 1 free 1",
+        ],
+    ),
+    "of equally low ones that came together the first to run is preempted": (
+        roomy(max_model_len=12, kv_blocks=6, policy="priority"),
+        [Request(number, 0, 7, 5) for number in range(3)],
+        [
+            "0: 0+7 1+7 2+7 free 0",
+            "1: 0+1 1+1 2+1 free 0",
+            "2: out 0 free 2",
+            "3: 1+1 2+1 free 0",
+            "4: 1+1 2+1 free 0",
+            "5: 1+1 2+1 done 1 done 2 free 0",
+            "6: 0+9 free 3",
+            "7: 0+1 free 3",
+            "8: 0+1 done 0 free 3",
+        ],
+    ),
+    "with a longer context found in blocks that are free, these are taken from the free ones": (
+        roomy(kv_blocks=17),
+        [Request(0, 0, 9, 1, chain=LEFT), Request(1, 0, 9, 4), Request(2, 2, 60, 1, chain=RIGHT)],
+        [
+            "0: 0+9 1+9 done 0 free 11",
+            "1: 1+1 free 14",
+            "2: 1+1 free 14",
+            "3: 1+1 done 1 free 14",
+            "4: 2+52 hit 2:8 done 2 free 2",
+        ],
+    ),
+    "and what a running request holds is not": (
+        roomy(kv_blocks=16),
+        [Request(0, 0, 9, 4, chain=LEFT), Request(1, 2, 60, 1, chain=RIGHT)],
+        ["0: 0+9 free 13", "1: 0+1 free 13", "2: 0+1 1+52 hit 1:8 done 1 free 0", "3: 0+1 done 0 free 13"],
+    ),
+    "what a cancelled request computed can be found": (
+        roomy(max_num_batched_tokens=10),
+        [Request(0, 0, 16, 5, chain=PROMPT, cancel_at=1), Request(1, 3, 16, 1, chain=PROMPT)],
+        ["0: 0+10 free 61", "3: 1+8 hit 1:8 done 1 free 60"],
+    ),
+    "cancellations come before arrivals of the same instant": (
+        roomy(max_num_seqs=1),
+        [
+            Request(0, 0, 4, 50, cancel_at=2),
+            Request(1, 2, 4, 1),
+            Request(2, 1, 4, 5, cancel_at=1),
+            Request(3, 1, 4, 5, cancel_at=2),
+        ],
+        ["0: 0+4 free 63", "1: 0+1 free 62", "2: 1+4 done 1 free 63"],
+    ),
 }
 
 
 @pytest.mark.parametrize(("config", "requests", "wanted"), SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_schedules(config: EngineConfig, requests: list[Request], wanted: list[str]) -> None:
     assert trace(naive_run(config, Ticks(), requests)) == wanted
-
-
-def test_more_than_fits_completes_by_preemption() -> None:
-    requests = [Request(number, 0, 64, 64) for number in range(8)]
-    result = naive_run(EngineConfig(max_model_len=128, kv_blocks=24), Ticks(), requests)
-    assert set(result.statuses.values()) == {"finished"}
-    assert result.preemptions == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1}
-    # 33 outputs of request 3 were there when it lost its blocks, which others overwrote.
-    assert line(result.steps[64]) == "64: 3+97 4+65 5+65 6+64 free 3"
 
 
 def test_a_cost_is_asked_for_what_attends_to_what() -> None:
@@ -446,13 +567,19 @@ def test_requests_are_left_as_they_were(workload: tuple[EngineConfig, list[Reque
     assert naive_run(config, Weighed(), list(reversed(requests))).steps == first.steps
 
 
-@pytest.mark.integration
-@patch.dict(os.environ)  # importing vLLM sets LD_PRELOAD and more, which the processes of other tests would inherit
-def test_vllm_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def vllm_schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     pytest.importorskip("vllm", reason="the extra `cpu` is not installed")
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    from benchmarks.fidelity.random_workloads import random_case
-    from benchmarks.fidelity.vllm_schedule import vllm_schedule
+    with patch.dict(os.environ):  # importing it sets LD_PRELOAD and more, which other tests' processes would inherit
+        from benchmarks.fidelity.vllm_schedule import vllm_schedule
+
+        yield vllm_schedule
+
+
+@pytest.mark.integration
+def test_vllm_decides_the_same(vllm_schedule: Callable[..., Any]) -> None:
+    """In all cases above, and in random ones."""
 
     class Instant(Ticks):
         """There, an iteration that schedules nothing takes no time."""
@@ -461,8 +588,8 @@ def test_vllm_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1 if sequences else 0
 
     preemptions = hits = 0
-    for seed in range(30):
-        config, requests = random_case(seed)
+    by_hand = {name: (config, requests) for name, (config, requests, _) in SCHEDULES.items()}
+    for name, (config, requests) in {**by_hand, **{f"seed {seed}": random_case(seed) for seed in range(30)}}.items():
         result = naive_run(config, Instant(), requests)
         decided = [
             (step.start, step.scheduled, step.preempted, step.cached, step.finished, step.free_blocks)
@@ -471,7 +598,28 @@ def test_vllm_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decided == [
             (step.time, step.scheduled, step.preempted, step.cached, step.finished, step.free_blocks)
             for step in vllm_schedule(config, requests)
-        ], f"seed {seed}"
-        preemptions += sum(result.preemptions.values())
-        hits += sum(tokens > 0 for step in result.steps for _, tokens in step.cached)
+        ], name
+        if name not in by_hand:
+            preemptions += sum(result.preemptions.values())
+            hits += sum(tokens > 0 for step in result.steps for _, tokens in step.cached)
     assert preemptions > 50 and hits > 50  # else the cases are too easy to tell anything
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("changes", "requests", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, [], "pipeline_parallel_size is 2.*set it to 1"),
+        ({}, [Request(1, 0, 1, 1), Request(1, 0, 1, 1)], "number them apart"),
+        ({}, [Request(-1, 0, 1, 1)], "number it from 0"),
+        ({}, [Request(0, -1, 1, 1)], "time begins at 0"),
+        ({}, [Request(0, 0, 0, 1)], "1 token or more"),
+        ({}, [Request(0, 0, 1, 0)], "1 token or more"),
+        ({}, [Request(0, 0, 64, 1)], "leaves none to generate"),
+    ],
+)
+def test_what_vllms_scheduler_alone_cannot_answer_is_refused(
+    vllm_schedule: Callable[..., Any], changes: dict[str, Any], requests: list[Request], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        vllm_schedule(roomy(**changes), requests)

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from benchmarks.fidelity.random_workloads import random_case
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration
-from libra.sim.link import Link
-from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Requests
+from libra.sim.workload.requests import Requests
 
 COST = AffineCost(5000, 20, 3, 25, 1)
 
@@ -91,7 +90,7 @@ def test_nothing_is_lost_and_no_request_is_in_two_batches(seed: int, stages: int
     for request in requests:
         request.arrival *= 1000
         request.cancel_at = None if request.cancel_at is None else 1000 * request.cancel_at
-    updates = (WeightUpdate(3_000, 500, refresh, Link(1e15), 700),) if update else ()
+    updates = (WeightUpdate(3_000, 500, refresh),) if update else ()
     cluster, iterations = served(
         replace(config, pipeline_parallel_size=stages), [*requests], AffineCost(500, 20, 3, 5, 1), updates
     )

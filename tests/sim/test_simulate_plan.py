@@ -12,7 +12,7 @@ from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE, kv_of
 from libra.config.recipe import Recipe
 from libra.config.run import load_config
 from libra.cost.device import EngineCost
-from libra.cost.sources.profile_file import load_profile
+from libra.cost.sources.files import load_profile
 from libra.plan.offline import gather, request_from
 from libra.plan.options.price import bucket_prices
 from libra.plan.plan import Plan, make_plan
@@ -20,7 +20,7 @@ from libra.plan.planner import Planner
 from libra.route.catalogue import policy_named
 from libra.route.published import PublishedCMLFQ
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.iteration_cost import DecodeBatch, TurnCost
+from libra.sim.engine.iteration_cost import DecodeBatch, measured_cost
 from libra.sim.of_plan import forecast_of, planned_run, simulate_plan
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import DECISIONS, Elapsed
@@ -98,12 +98,12 @@ def test_slots_have_the_shapes_and_times_of_the_configuration() -> None:
         assert engine.config.max_num_seqs == shape.max_num_seqs
         assert engine.config.kv_blocks * engine.config.block_size == shape.kv_tokens
         assert engine.config.max_model_len == shape.max_model_len
-        assert isinstance(engine.cost, TurnCost)
+        assert engine.cost == measured_cost(request.profile.engine)
 
 
 def test_a_measured_iteration_takes_what_was_measured() -> None:
     cost = EngineCost(1e-3, 2e-4, 3e-7, 4e-6, 5e-4)
-    found = TurnCost(cost)
+    found = measured_cost(cost)
     base, slope, _ = found.line(DecodeBatch(3), 100)
     assert seconds(base + slope * 100) == pytest.approx(cost.iteration_seconds(3, 100))
     mixed = found.mixed(DecodeBatch(3), 100, [(50, 0), (7, 9)])

@@ -6,19 +6,19 @@ the work of every run is counted by formula, so that rates of different devices 
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median, quantiles
-from typing import TYPE_CHECKING
 
-from libra.backends.arithmetic import choose, probe, served_dtype
+import torch
+from torch import nn
+
+from libra.backends.machine import choose, probe, served_dtype
 from libra.cost.sources.rates import Calibration, Measured
-
-if TYPE_CHECKING:
-    import torch
 
 _HEAD = 64  # width of the heads of the model that is trained
 
@@ -40,14 +40,8 @@ class Sizes:
     vocab: int
     rows: int  # sequences of `length` tokens a training step
     length: int
-    repeats: int  # at most
+    repeats: int  # at most, and three at least
     seconds: float  # of one measurement, after which no repeat is begun
-
-    def __post_init__(self) -> None:
-        if self.repeats < 3:
-            raise ValueError(f"Sizes.repeats is {self.repeats}; a median with its spread needs 3 or more")
-        if self.hidden % _HEAD:
-            raise ValueError(f"Sizes.hidden is {self.hidden}; give a multiple of {_HEAD}, the width of a head")
 
 
 _CALLS = 8  # in a row, for one time
@@ -95,68 +89,67 @@ def calibrate_device(device: str | None = None, sizes: Sizes | None = None) -> C
 
     Raises ValueError for a device that torch does not have. Takes up to a minute on a GPU, 20 s on two CPU cores.
     """
-    import torch
-
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cuda", "cpu") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device is {kind}; give cpu, or cuda where torch finds a CUDA device")
-    bench = _Bench(torch.device(kind), getattr(torch, served_dtype(choose("auto", [probe(kind)]).precision)))
     sizes = sizes or (CUDA_SIZES if kind == "cuda" else CPU_SIZES)
-    training_flops, parameters = _training(bench, sizes)
+    dtype: torch.dtype = getattr(torch, served_dtype(choose("auto", [probe(kind)]).precision))
+    bench = _Bench(torch.device(kind), dtype, sizes)
+    training_flops, parameters = _training(bench)
+    read = 2 * dtype.itemsize * sizes.batch * sizes.context * sizes.kv_heads * sizes.head_dim  # bytes, of a decode
+    computed = 2 * sizes.heads * sizes.head_dim * sizes.context**2  # causal: half of all pairs, two products
     return Calibration(
-        device=torch.cuda.get_device_name(bench.device) if kind == "cuda" else _processor(),
+        device=torch.cuda.get_device_name(bench.device)
+        if kind == "cuda"
+        else platform.processor() or platform.machine(),
         torch=torch.__version__,
         date=datetime.now(UTC).date().isoformat(),
-        dtype=str(bench.dtype).removeprefix("torch."),
-        linear_flops=_pooled([2 * m * k * n / t for m, k, n in sizes.products for t in _linear(bench, sizes, m, k, n)]),
-        bandwidth=_pooled(
-            [bench.bytes * sizes.weights[0] * sizes.weights[1] / t for t in _linear(bench, sizes, 1, *sizes.weights)]
-        ),
-        linear_launch=_pooled(_linear(bench, sizes, 1, sizes.head_dim, sizes.head_dim, _SHORT_CALLS)),
-        attention_flops=_pooled(
-            [
-                2 * sizes.heads * sizes.head_dim * sizes.context**2 / t
-                for t in _prefill(bench, sizes, sizes.context)  # causal: half of all pairs, two products
-            ]
-        ),
-        attention_launch=_pooled(_prefill(bench, sizes, 16, _SHORT_CALLS)),
-        cache_bandwidth=_pooled(
-            [
-                2 * bench.bytes * sizes.batch * sizes.context * sizes.kv_heads * sizes.head_dim / t
-                for t in _decode(bench, sizes, sizes.batch, sizes.context)
-            ]
-        ),
-        decode_launch=_pooled(_decode(bench, sizes, 1, 16, _SHORT_CALLS)),
+        dtype=str(dtype).removeprefix("torch."),
+        linear_flops=_pooled([2 * m * k * n / t for m, k, n in sizes.products for t in bench.linear(m, k, n)]),
+        bandwidth=_pooled([dtype.itemsize * math.prod(sizes.weights) / t for t in bench.linear(1, *sizes.weights)]),
+        linear_launch=_pooled(bench.linear(1, sizes.head_dim, sizes.head_dim, _SHORT_CALLS)),
+        attention_flops=_pooled([computed / t for t in bench.prefill(sizes.context, 1)]),
+        attention_launch=_pooled(bench.prefill(16, _SHORT_CALLS)),
+        cache_bandwidth=_pooled([read / t for t in bench.decode(sizes.batch, sizes.context, _CALLS)]),
+        decode_launch=_pooled(bench.decode(1, 16, _SHORT_CALLS)),
         training_flops=training_flops,
         training_parameters=parameters,
     )
-
-
-def _processor() -> str:
-    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
     device: torch.device
     dtype: torch.dtype
+    sizes: Sizes
 
-    @property
-    def bytes(self) -> int:
-        return int(self.dtype.itemsize)
+    def linear(self, tokens: int, inputs: int, outputs: int, calls: int = _CALLS) -> list[float]:
+        x, weight = self.random(tokens, inputs), self.random(outputs, inputs)
+        with torch.inference_mode():
+            return self.seconds(lambda: nn.functional.linear(x, weight), calls)
+
+    def prefill(self, tokens: int, calls: int) -> list[float]:
+        return self.attention(1, tokens, tokens, calls)
+
+    def decode(self, batch: int, context: int, calls: int) -> list[float]:
+        return self.attention(batch, 1, context, calls)
+
+    def attention(self, batch: int, tokens: int, context: int, calls: int) -> list[float]:
+        """Of the last `tokens` of a context to all before them; one alone, or all."""
+        q = self.random(batch, self.sizes.heads, tokens, self.sizes.head_dim)
+        k, v = (self.random(batch, self.sizes.kv_heads, context, self.sizes.head_dim) for _ in range(2))
+        attend = nn.functional.scaled_dot_product_attention
+        with torch.inference_mode():
+            return self.seconds(lambda: attend(q, k, v, is_causal=tokens > 1, enable_gqa=True), calls)
 
     def random(self, *shape: int) -> torch.Tensor:
-        import torch
-
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def seconds(self, call: Callable[[], object], sizes: Sizes, calls: int) -> list[float]:
+    def seconds(self, call: Callable[[], object], calls: int) -> list[float]:
         """Of one of `calls` calls in a row, once for every repeat.
 
         On CUDA the calls are one graph, as engines replay their decode: what is left between kernels is the device's.
         """
-        import torch
-
         if self.device.type == "cuda":
             aside = torch.cuda.Stream(self.device)
             aside.wait_stream(torch.cuda.current_stream(self.device))
@@ -168,12 +161,11 @@ class _Bench:
             with torch.cuda.graph(graph):
                 for _ in range(calls):
                     call()
-            return self.samples(graph.replay, sizes, calls)
-        return self.samples(lambda: [call() for _ in range(calls)], sizes, calls)
+            return self.samples(graph.replay, calls)
+        return self.samples(lambda: [call() for _ in range(calls)], calls)
 
-    def samples(self, run: Callable[[], object], sizes: Sizes, calls: int = 1) -> list[float]:
+    def samples(self, run: Callable[[], object], calls: int = 1) -> list[float]:
         """Seconds of a run over its calls, after one run to warm up; three runs or more."""
-        import torch
 
         def once() -> float:
             if self.device.type == "cuda":
@@ -186,7 +178,7 @@ class _Bench:
 
         once()
         taken: list[float] = []
-        while len(taken) < 3 or (len(taken) < sizes.repeats and sum(taken) < sizes.seconds):
+        while len(taken) < 3 or (len(taken) < self.sizes.repeats and sum(taken) < self.sizes.seconds):
             taken.append(once())
         return [seconds / calls for seconds in taken]
 
@@ -197,63 +189,33 @@ def _pooled(values: list[float]) -> Measured:
     return Measured(middle, (tenths[-1] - tenths[0]) / middle)
 
 
-def _linear(bench: _Bench, sizes: Sizes, tokens: int, inputs: int, outputs: int, calls: int = _CALLS) -> list[float]:
-    import torch
-
-    x, weight = bench.random(tokens, inputs), bench.random(outputs, inputs)
-    with torch.inference_mode():
-        return bench.seconds(lambda: torch.nn.functional.linear(x, weight), sizes, calls)
-
-
-def _prefill(bench: _Bench, sizes: Sizes, tokens: int, calls: int = 1) -> list[float]:
-    import torch
-
-    q = bench.random(1, sizes.heads, tokens, sizes.head_dim)
-    k, v = (bench.random(1, sizes.kv_heads, tokens, sizes.head_dim) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    with torch.inference_mode():
-        return bench.seconds(lambda: attend(q, k, v, is_causal=True, enable_gqa=True), sizes, calls)
-
-
-def _decode(bench: _Bench, sizes: Sizes, batch: int, context: int, calls: int = _CALLS) -> list[float]:
-    import torch
-
-    q = bench.random(batch, sizes.heads, 1, sizes.head_dim)
-    k, v = (bench.random(batch, sizes.kv_heads, context, sizes.head_dim) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    with torch.inference_mode():
-        return bench.seconds(lambda: attend(q, k, v, enable_gqa=True), sizes, calls)
-
-
-def _training(bench: _Bench, sizes: Sizes) -> tuple[Measured, int]:
+def _training(bench: _Bench) -> tuple[Measured, int]:
     """FLOP/s of forward, backward and AdamW, and the parameters of the model.
 
     A step is 6 FLOPs a token and matrix weight (Kaplan et al. 2020, section 2.1) and, for causal attention, 6 * length
     * hidden a token and layer; the embedding's look-up is no product.
     """
-    import torch
-
-    model = _decoder(bench, sizes)
+    sizes = bench.sizes
+    model = _decoder(bench)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bench.device.type == "cuda")
     tokens = torch.randint(sizes.vocab, (sizes.rows, sizes.length + 1), device=bench.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         logits = model(tokens[:, :-1])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         optimizer.step()
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrices = parameters - sizes.vocab * sizes.hidden - (2 * sizes.layers + 1) * sizes.hidden
     count = sizes.rows * sizes.length
     flops = 6 * count * (matrices + sizes.layers * sizes.length * sizes.hidden)
-    return _pooled([flops / seconds for seconds in bench.samples(step, sizes)]), parameters
+    return _pooled([flops / seconds for seconds in bench.samples(step)]), parameters
 
 
-def _decoder(bench: _Bench, sizes: Sizes) -> torch.nn.Module:
+def _decoder(bench: _Bench) -> nn.Module:
     """A decoder-only transformer with gated MLPs, as small as it can be written."""
-    import torch
-    from torch import nn
+    sizes = bench.sizes
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -266,10 +228,10 @@ def _decoder(bench: _Bench, sizes: Sizes) -> torch.nn.Module:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, -1, _HEAD)).permute(2, 0, 3, 1, 4)
-            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(attended.transpose(1, 2).flatten(-2))
             gate, value = self.up(self.between(x)).chunk(2, dim=-1)
-            return x + self.down(torch.nn.functional.silu(gate) * value)
+            return x + self.down(nn.functional.silu(gate) * value)
 
     with torch.device(bench.device):
         model = nn.Sequential(

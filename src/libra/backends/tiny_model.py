@@ -59,12 +59,10 @@ class TokenizerCodec:
         self._tokenizer = Tokenizer.from_file(str(path))
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def kv_bytes_per_token(directory: Path, dtype: Dtype) -> int:

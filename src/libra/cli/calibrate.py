@@ -31,7 +31,7 @@ def calibrate(
     Exit status: 0 done, 2 bad input.
     """
     from libra.config.yaml_file import ConfigError, unknown
-    from libra.cost.sources.grid_file import save_calibration
+    from libra.cost.sources.files import save_calibration
     from libra.hardware.cluster import GPUS
     from libra.report.tables import calibration_table
 

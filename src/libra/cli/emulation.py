@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from libra.cli.errors import bad_input
+from libra.cli.errors import bad_input, needing
 
 if TYPE_CHECKING:
     from libra.sim.engine.config import EngineSpec
@@ -49,11 +49,8 @@ def emulate(
         specs = load_engines(engines, notes.append).engines
         for note in notes:
             typer.echo(f"note: {note}", err=True)
-        asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
-    except ModuleNotFoundError as error:
-        if error.name not in ("aiohttp", "prometheus_client"):
-            raise
-        bad_input(ValueError(f"{error.name} is not installed: pip install 'libra-rl[http]'"))
+        with needing("http", "aiohttp", "prometheus_client"):
+            asyncio.run(_serve(specs, host, port, speed, default_tokens, seed, as_json))
     except (ValueError, OSError) as error:
         bad_input(error)
 

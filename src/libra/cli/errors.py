@@ -5,6 +5,8 @@ Invariant: one line on standard error, and an exit status that says whose turn i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import NoReturn
 
@@ -26,12 +28,19 @@ def no_plan(error: Exception) -> NoReturn:
     raise typer.Exit(3) from None
 
 
+@contextmanager
+def needing(extra: str, *libraries: str) -> Iterator[None]:
+    """Where one of these libraries is not installed, the command ends with the extra that has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in libraries:
+            raise
+        bad_input(ValueError(f"{error.name} is not installed: pip install 'libra-rl[{extra}]'"))
+
+
 def require_pages() -> None:
     """What pages are made with is installed, or the command ends before it has done any work."""
-    try:
+    with needing("report", "altair", "jinja2", "markupsafe", "vl_convert"):
         for library in ("libra.report.page", "libra.report.vega"):
             import_module(library)
-    except ModuleNotFoundError as error:
-        if error.name not in ("altair", "jinja2", "markupsafe", "vl_convert"):
-            raise
-        bad_input(ValueError(f"{error.name} is not installed, and pages need it: pip install 'libra-rl[report]'"))

@@ -72,8 +72,7 @@ def explain(
 
 def _assumed(plan: Plan, what_if: list[str]) -> Plan:
     from libra.config.yaml_file import ConfigError
-    from libra.plan.explain.explained import assume_otherwise
-    from libra.plan.explain.what_if import assume
+    from libra.plan.explain.what_if import assume, assume_otherwise
     from libra.plan.options.slots import SlotRequest
 
     if isinstance(plan.request, SlotRequest):

@@ -86,7 +86,7 @@ def plan(
     """
     # Imported here: `--help` must not wait for the solver.
     from libra.config.yaml_file import ConfigError
-    from libra.plan.explain.explained import bound_and_idle
+    from libra.plan.explain.explained import bound_and_pools
     from libra.plan.plan import DisagreementError, dump_plan
     from libra.plan.problem import InfeasiblePlanError
     from libra.report.plan_table import log_notes, plan_tables
@@ -115,7 +115,7 @@ def plan(
         if confirm:
             notes.append(_confirmed(found, solver.value))
         text = dump_plan(found)
-        bound, idle = bound_and_idle(found)
+        bound, pools = bound_and_pools(found)
         if output is not None:
             write_text(output, text)
     except InfeasiblePlanError as error:
@@ -129,7 +129,7 @@ def plan(
         typer.echo(text, nl=False)
     else:
         console = Console()
-        for table in plan_tables(found, bound, idle):
+        for table in plan_tables(found, bound, pools):
             console.print(table)
     for note in (*notes, *log_notes(found, bound, evidence)):
         typer.echo(
@@ -156,7 +156,7 @@ def _plan_run(
     solver: Solver,
 ) -> tuple[Plan, LogEvidence]:
     from libra.config.run import ConfigError, load_config
-    from libra.cost.sources.profile_file import load_profile
+    from libra.cost.sources.files import load_profile
     from libra.plan.offline import gather, request_from
     from libra.plan.plan import make_plan
     from libra.trajectory import read_trajectories

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from libra.cli.errors import bad_input
+from libra.cli.errors import bad_input, needing
 from libra.cli.output import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -57,13 +57,10 @@ def route(
         policy = _policy(asked, state)
         for trajectory in () if learn_from is None else read_trajectories(learn_from):
             policy.finished(trajectory)
-        asyncio.run(_serve(asked, policy, host, port, log, as_json))
+        with needing("http", "aiohttp", "msgspec", "prometheus_client"):
+            asyncio.run(_serve(asked, policy, host, port, log, as_json))
         if state is not None:
             write_text(state, json.dumps(policy.snapshot()))
-    except ModuleNotFoundError as error:
-        if error.name not in ("aiohttp", "msgspec", "prometheus_client"):
-            raise
-        bad_input(ValueError(f"{error.name} is not installed: pip install 'libra-rl[http]'"))
     except (ValueError, OSError) as error:
         bad_input(error)
 

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from libra.cli.errors import bad_input, require_pages
-from libra.config.run import ConfigError, RunConfig, load_config
+from libra.config.run import AllocationMode, ConfigError, LauncherKind, RunConfig, load_config
 from libra.environments.protocol import Environment
-
-
-class LauncherKind(StrEnum):
-    local = "local"
-    ray = "ray"
-
-
-class AllocationMode(StrEnum):
-    adaptive = "adaptive"
-    static = "static"
 
 
 def run(
@@ -64,8 +53,8 @@ def run(
         "seed": seed,
         "training.steps": steps,
         "training.learning_rate": learning_rate,
-        "allocation": allocation.value if allocation is not None else None,
-        "cluster.launcher": launcher.value if launcher is not None else None,
+        "allocation": allocation,
+        "cluster.launcher": launcher,
         "cluster.ray_address": ray_address,
         "metrics.port": metrics_port,
     }
@@ -81,7 +70,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
     from libra.environments.registry import load_environment
     from libra.loop.preflight import check
     from libra.loop.run_directory import locked
-    from libra.records.disk import DiskError
+    from libra.records.files import DiskError
 
     require_pages()
     environment = load_environment(settings.environment, beside)
@@ -97,7 +86,7 @@ def _run(settings: RunConfig, beside: Path, resume: bool, overwrite: bool, as_js
 def _run_locked(settings: RunConfig, environment: Environment, resume: bool, overwrite: bool, as_json: bool) -> int:
     from libra.backends.grpo.membership import CoreLostError, ExchangeError
     from libra.backends.grpo.trainers import DivergedError
-    from libra.backends.launch.launcher import LaunchError
+    from libra.backends.launch.fork_server import LaunchError
     from libra.exec.journal import JournalError
     from libra.exec.protocols import WorkerFailedError, WorkerLostError
     from libra.loop.checkpoint import can_be_resumed
@@ -105,7 +94,7 @@ def _run_locked(settings: RunConfig, environment: Environment, resume: bool, ove
     from libra.loop.run import run as run_session
     from libra.loop.run_directory import prepare_run_directory
     from libra.plan.problem import InfeasiblePlanError
-    from libra.records.disk import DiskError, writing
+    from libra.records.files import DiskError, writing
     from libra.report.live import make_display
     from libra.report.run_page import render_report
 

@@ -1,8 +1,4 @@
-"""`libra simulate`.
-
-What cannot be simulated is refused before anything
-is.
-"""
+"""`libra simulate`. What cannot be simulated is refused before anything is."""
 
 from __future__ import annotations
 
@@ -175,19 +171,20 @@ def _routed(deployment: Deployment, route: str | None) -> Deployment:
 
 
 def _require_learner(route: str) -> None:
-    from libra.route import cmlfq, published
+    from libra.route.cmlfq import CMLFQ
+    from libra.route.published import PublishedCMLFQ
 
-    if route not in (published.NAME, cmlfq.NAME):
+    if route not in (PublishedCMLFQ.NAME, CMLFQ.NAME):
         raise ValueError(
             f"--learn-from is for a policy that learns, and {route} does not: leave it out, or give --route"
-            f" {published.NAME}"
+            f" {PublishedCMLFQ.NAME}"
         )
 
 
 def _cold_router(deployment: Deployment) -> list[str]:
-    from libra.route import published
+    from libra.route.published import PublishedCMLFQ
 
-    if deployment.route != published.NAME or deployment.limits is None or len(deployment.limits) < 2:
+    if deployment.route != PublishedCMLFQ.NAME or deployment.limits is None or len(deployment.limits) < 2:
         return []
     return [
         f"{deployment.route} begins without evidence, so trajectories stay in the first bucket until some have"
@@ -196,6 +193,7 @@ def _cold_router(deployment: Deployment) -> list[str]:
 
 
 def _document(result: SimulationResult, deployment: Deployment, seed: int, forecast: PlannedRollout | None) -> str:
+    from libra.sim.clock import seconds
     from libra.sim.outcome.result_file import document
 
     asked = {
@@ -208,19 +206,13 @@ def _document(result: SimulationResult, deployment: Deployment, seed: int, forec
     }
     compared: dict[str, Any] = {}
     if forecast is not None:
-        simulated = _makespan(result)
+        simulated = seconds(result.makespan)
         compared["plan"] = {
             "predicted_rollout": forecast.seconds,
             "simulated_makespan": simulated,
             "difference": None if result.partial else forecast.error(simulated),
         }
     return json.dumps({**document(result), "run": asked, **compared}, indent=1, allow_nan=False) + "\n"
-
-
-def _makespan(result: SimulationResult) -> float:
-    from libra.sim.clock import seconds
-
-    return seconds(result.makespan)
 
 
 def _write(
@@ -266,10 +258,11 @@ def _show(result: SimulationResult, forecast: PlannedRollout | None) -> None:
 
 def _compared(result: SimulationResult, forecast: PlannedRollout | None) -> list[str]:
     from libra.report.words import duration, plural, signed_percent
+    from libra.sim.clock import seconds
 
     if forecast is None or result.partial:
         return []
-    simulated = _makespan(result)
+    simulated = seconds(result.makespan)
     return [
         f"Rollout of {plural(forecast.steps, 'step')}: the plan says {duration(forecast.seconds)} (engines with"
         f" weight loads {duration(forecast.work)}, longest trajectory {duration(forecast.longest)}); simulated"

@@ -17,10 +17,9 @@ from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
 from libra.sim.of_plan import PlannedRollout, forecast_of, planned_run
 from libra.sim.planned_engines import PlacementError
-from libra.sim.workload.protocol import Workload
-from libra.sim.workload.recorded_requests import recorded_requests
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.request_file import read_azure_requests, read_requests
+from libra.sim.workload.requests import Workload, recorded_requests
 from libra.trajectory import read_workload
 
 _TRUNCATE = "--truncate-context"

@@ -5,10 +5,19 @@ Invariant: everything there can be made again; deleting it costs time and nothin
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def cache_directory() -> Path:
     """`$XDG_CACHE_HOME/libra`, or `~/.cache/libra`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra"
+
+
+def cache_key(parts: Mapping[str, Any] | Sequence[Any]) -> str:
+    """A name for what depends on these parts, which JSON can hold, and on nothing else."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,6 +15,9 @@ from libra.config.recipe import KVOnUpdate
 from libra.config.yaml_file import ConfigError as ConfigError
 from libra.config.yaml_file import Section, read_section, unknown
 
+LauncherKind = Literal["local", "ray"]
+AllocationMode = Literal["adaptive", "static"]
+
 
 class EnvironmentConfig(Section):
     kind: str  # a built-in name, or `module:Class` found beside the file
@@ -46,7 +49,7 @@ class WarmUpConfig(Section):
 class ClusterConfig(Section):
     """The devices: CPU slots of fixed speed on a machine without accelerators."""
 
-    launcher: Literal["local", "ray"] = "local"  # where workers run: here, or on the nodes of a Ray cluster
+    launcher: LauncherKind = "local"  # where workers run: here, or on the nodes of a Ray cluster
     ray_address: str | None = None  # of the Ray cluster; None: one is started on this machine for the run
     slots_per_node: PositiveInt | None = None  # at most, with `ray`; None: as many as a node has devices
     slots: PositiveInt = 4
@@ -150,7 +153,7 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)  # names a directory
     seed: int = Field(default=0, ge=0)
     directory: Path = Path("runs")
-    allocation: Literal["adaptive", "static"] = "adaptive"
+    allocation: AllocationMode = "adaptive"
     checkpoint_every: PositiveInt = 50  # steps
     environment: EnvironmentConfig
     model: ModelConfig = ModelConfig()
@@ -182,8 +185,6 @@ class RunConfig(Section):
         limits = [bucket.up_to for bucket in self.start.buckets]
         if limits != sorted(set(limits)):
             raise ValueError("start.buckets: up_to must rise from bucket to bucket")
-        if self.training.steps < 1:
-            raise ValueError("training.steps must be >= 1")
         return self
 
     @property

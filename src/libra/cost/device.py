@@ -45,10 +45,7 @@ class EngineCost:
 
 @dataclass(frozen=True, slots=True)
 class TrainCost:
-    """Seconds of one optimiser step on one replica: `step + per_token*tokens`.
-
-    Replicas that share a step pay `exchange` more.
-    """
+    """Seconds of one optimiser step on one replica: `step + per_token*tokens`; see `step_seconds` for several."""
 
     step: float  # optimiser, clipping, publication of the new weights
     per_token: float  # forward and backward of one token of a packed or padded micro-batch
@@ -56,6 +53,13 @@ class TrainCost:
 
     def __post_init__(self) -> None:
         _require_measured("TrainCost", asdict(self))
+
+    def step_seconds(self, tokens: float, replicas: int) -> float:
+        """Of `tokens` tokens shared evenly by `replicas` >= 1 replicas; two or more exchange gradients."""
+        if replicas < 1:
+            raise ValueError(f"replicas is {replicas}; a step needs at least one training replica")
+        exchange = self.exchange if replicas > 1 else 0.0
+        return self.step + self.per_token * tokens / replicas + exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +103,8 @@ class DeviceProfile:
 
 def scaled(profile: DeviceProfile, engine: float, train: float) -> DeviceProfile:
     """The profile of a device that takes `engine` times as long to generate and `train` times as long to train."""
-    e, t = profile.engine, profile.train
     return replace(
         profile,
-        engine=EngineCost(
-            e.step * engine,
-            e.per_sequence * engine,
-            e.per_context_token * engine,
-            e.per_prefill_token * engine,
-            e.per_turn * engine,
-        ),
-        train=TrainCost(t.step * train, t.per_token * train, t.exchange * train),
+        engine=EngineCost(**{field: seconds * engine for field, seconds in asdict(profile.engine).items()}),
+        train=TrainCost(**{field: seconds * train for field, seconds in asdict(profile.train).items()}),
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from libra.hardware.model import ModelSpec
 
-BLOCK = 16  # tokens of one KV block: vLLM's default on GPUs
+# Tokens of one KV block; the prefix cache keeps whole blocks.
+BLOCK = 16  # vLLM's default on GPUs
+BLOCK_TOKENS = 32  # what vLLM's CPU attention works on
 CONTEXT = 1.5e9  # bytes: assumed for the CUDA context, NCCL's buffers and captured CUDA graphs
 SAMPLED = 1024  # sequences whose logits are in memory together: vLLM's default `max_num_seqs` on large GPUs
 

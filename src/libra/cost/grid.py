@@ -18,13 +18,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from libra.cost.sources.fit import fit_linear
-
 Array = NDArray[np.float64]
 Table = tuple[tuple[float, ...], ...]
 
 _BEYOND = 4  # times the last point of an axis, as far as a grid goes
-_TINY = float(np.finfo(float).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,99 +99,6 @@ class EngineProfile:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class IterationLine:
-    """Seconds of a decode iteration, from below: `step + per_sequence*b + per_context_token*S`.
-
-    `b` sequences decode in it and hold `S` tokens together. No coefficient is negative: `step` may be spread over as
-    many sequences, or as many tokens, as an iteration can have, and what remains is still a lower bound.
-    """
-
-    step: float
-    per_sequence: float
-    per_context_token: float
-
-
-def iteration_lines(
-    grid: EngineGrid,
-    max_num_seqs: int,
-    *,
-    contexts: tuple[float, float] | None = None,
-    kv_tokens: float | None = None,
-    pieces: int = 3,
-) -> tuple[IterationLine, ...]:
-    """Affine lower bounds of a decode iteration with up to `max_num_seqs` sequences, together as tight as a few can be.
-
-    They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (the grid's
-    range unless told), as far as `kv_tokens` can hold the batch: a bilinear function less a multiple of b*context is
-    least in a corner of its cell, and all corners are looked at. One slope over tokens serves all b. It is the one,
-    of those
-    between two contexts of one batch, whose lines stay closest to the points; what is left at each b is the least over
-    the contexts, and the lines are edges of the lower convex hull of that over b. What they miss is where times are
-    not convex in b, or not linear in context: say which contexts and how much memory there are, for a tight answer.
-    """
-    if max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs is {max_num_seqs}; set it to 1 or more")
-    if pieces < 1:
-        raise ValueError(f"pieces is {pieces}; set it to 1 or more")
-    shortest, longest = (grid.contexts[0], grid.contexts[-1]) if contexts is None else contexts
-    if not 0 < shortest <= longest:
-        raise ValueError(f"contexts is {contexts}; give the shortest and the longest mean context, both above 0")
-    if kv_tokens is not None and kv_tokens < shortest:
-        raise ValueError(f"kv_tokens is {kv_tokens}; one sequence of {shortest} tokens must fit: give it more memory")
-    sizes = _axis(grid.batches, 1.0, float(max_num_seqs))
-    lengths = _axis(grid.contexts, float(shortest), float(longest))
-    tokens = sizes[:, None] * lengths
-    if kv_tokens is None:
-        held = np.ones(tokens.shape, dtype=bool)
-    else:  # a cell counts with all its corners as soon as its least corner fits
-        held = np.empty(tokens.shape, dtype=bool)
-        held[0, 0] = True
-        held[1:, 1:] = tokens[:-1, :-1] <= kv_tokens
-        held[0, 1:] = tokens[0, :-1] <= kv_tokens
-        held[1:, 0] = tokens[:-1, 0] <= kv_tokens
-    seconds = grid.decode_seconds_at(sizes, lengths)
-    last = int(np.flatnonzero(held[:, 0])[-1])  # the fullest batch that memory allows
-    sizes, tokens, seconds, held = sizes[: last + 1], tokens[: last + 1], seconds[: last + 1], held[: last + 1]
-    slope = _common_slope(tokens, seconds, held)
-    rest = np.where(held, seconds - slope * tokens, np.inf).min(axis=1)
-    # Never falling with b: a price for fewer sequences must not exceed that of more.
-    rest = np.minimum.accumulate(np.maximum(rest, 0.0)[::-1])[::-1]
-    return tuple(IterationLine(float(step), float(rate), slope) for step, rate in _hull_lines(sizes, rest, pieces))
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLine:
-    """Seconds to prefill, full chunk by full chunk: `per_token*p + per_token_context*C`.
-
-    `p` tokens are new and `C` is the sum over them of the tokens before each: p new tokens after c cached ones have
-    `C = p * (c + p/2)`. `error` is the largest relative error of a full chunk on the prefixes it was fitted to.
-    """
-
-    per_token: float
-    per_token_context: float
-    error: float
-
-
-def prefill_line(grid: EngineGrid, chunk: int, longest: float | None = None) -> PrefillLine:
-    """The price of prefill in chunks of `chunk` tokens (an engine's `max_num_batched_tokens`).
-
-    Non-negative least squares of relative errors over the grid's prefixes up to `longest` (all unless told). A last
-    chunk that is not full costs more than this, unless other sequences fill its iteration, as continuous batching does.
-    """
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; set it to 1 or more")
-    prefixes = np.array([prefix for prefix in grid.prefixes if longest is None or prefix <= longest], dtype=float)
-    if len(prefixes) < 3:
-        raise ValueError(f"longest is {longest}; three prefixes of the grid must be up to it, of {grid.prefixes}")
-    seconds = grid.prefill_seconds_at([chunk], prefixes)[0]
-    before = chunk * (prefixes + chunk / 2)
-    fit = fit_linear(np.column_stack([np.full(len(before), float(chunk)), before]).tolist(), seconds.tolist())
-    per_token, per_token_context = fit.coefficients
-    error = float(np.max(np.abs((per_token * chunk + per_token_context * before) / seconds - 1)))
-    return PrefillLine(per_token, per_token_context, error)
-
-
 def _require_table(field: str, rows: tuple[int, ...], columns: tuple[int, ...], table: Table) -> None:
     if len(table) != len(rows) or any(len(row) != len(columns) for row in table):
         raise ValueError(f"EngineGrid.{field} is not {len(rows)} rows of {len(columns)} times; measure what is missing")
@@ -250,61 +154,3 @@ def _weights(axis: tuple[int, ...], at: ArrayLike) -> Array:
     weights[each, left] = 1 - part
     weights[each, left + 1] = part
     return weights
-
-
-def _axis(points: tuple[int, ...], low: float, high: float) -> Array:
-    """`low`, the points between, and `high`."""
-    inside = [float(point) for point in points if low < point < high]
-    return np.array([low, *inside, high] if low < high else [low])
-
-
-def _common_slope(tokens: Array, seconds: Array, held: NDArray[np.bool_]) -> float:
-    """Slope over tokens of lines below all held points of [batch, context], an intercept for each batch.
-
-    Of the slopes between two points of a batch, the one whose lines stay closest to the points, by the mean relative
-    distance. None exceeds the seconds per token of any point, or an intercept would be negative.
-    """
-    most = np.min((seconds / tokens)[held])
-    first, second = np.triu_indices(tokens.shape[1], 1)
-    both = held[:, first] & held[:, second]
-    slopes = (seconds[:, second] - seconds[:, first])[both] / (tokens[:, second] - tokens[:, first])[both]
-    slopes = np.append(slopes[(slopes > 0) & (slopes < most)], [0.0, most])
-    rest = np.where(held, seconds - slopes[:, None, None] * tokens, np.inf)
-    slack = np.where(held, (rest - rest.min(axis=2, keepdims=True)) / seconds, 0.0)
-    return float(slopes[int(np.argmin(slack.sum(axis=(1, 2))))])
-
-
-def _hull_lines(x: Array, y: Array, pieces: int) -> list[tuple[float, float]]:
-    """(intercept, slope) of up to `pieces` lines below the points, none with a negative intercept or slope.
-
-    Of the edges of the lower convex hull, the last always counts: it is what a full batch pays. The others are added
-    one by one, each where it lifts the largest relative distance to a point the most. `y` must not fall.
-    """
-    hull = [0]
-    for index in range(1, len(x)):
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            chord = y[a] + (y[index] - y[a]) * (x[b] - x[a]) / (x[index] - x[a])
-            if chord > y[b] * (1 + 1e-9):  # less is rounding, and not worth a line
-                break
-            hull.pop()
-        hull.append(index)
-    if len(hull) == 1:
-        return [(float(y[0]), 0.0)]
-    starts, ends = np.array(hull[:-1]), np.array(hull[1:])
-    slopes = (y[ends] - y[starts]) / (x[ends] - x[starts])
-    intercepts = y[starts] - slopes * x[starts]
-    # A line below 0 at b = 0 is no price: the steepest one through 0 takes its place.
-    below = intercepts < 0
-    slopes = np.append(slopes[~below], np.min(y / x)) if below.any() else slopes
-    intercepts = np.append(intercepts[~below], 0.0) if below.any() else intercepts
-    values = intercepts[:, None] + slopes[:, None] * x
-    scale = np.maximum(y, _TINY)
-    chosen = [len(slopes) - 1]
-    reached = values[-1]
-    while len(chosen) < min(pieces, len(slopes)):
-        gaps = ((y - np.maximum(reached, values)) / scale).max(axis=1)
-        gaps[chosen] = np.inf
-        chosen.append(int(np.argmin(gaps)))
-        reached = np.maximum(reached, values[chosen[-1]])
-    return [(float(intercepts[index]), float(slopes[index])) for index in sorted(chosen)]

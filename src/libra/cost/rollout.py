@@ -22,7 +22,8 @@ import numpy as np
 
 from libra.cost.corrections import BatchFactors
 from libra.cost.device import EngineCost
-from libra.cost.grid import EngineGrid, IterationLine
+from libra.cost.grid import EngineGrid
+from libra.cost.lines import IterationLine
 from libra.lengths import TrajectoryClass
 
 _NEAR = 0.05  # relative: lines from below that come as near need no help from secants

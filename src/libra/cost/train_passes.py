@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from libra.config.recipe import TrainingBytes
-from libra.cost.collectives import Fabric, Group, all_gather_seconds, all_to_all_seconds, point_to_point_seconds
-from libra.cost.sources.train_rates import TrainingRates
+from libra.cost.sources.rates import TrainingRates
 from libra.cost.train_batch import Batch
 from libra.cost.train_memory import Reference
+from libra.cost.transfer import Fabric, Group, all_gather_seconds, all_to_all_seconds, point_to_point_seconds
 from libra.hardware.cluster import GPU
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import RECOMPUTE, Array, LayoutTable

@@ -3,23 +3,21 @@
 Invariant: nothing computes faster than devices of its kind were measured to train: `TrainStep.mfu` never exceeds the
 ceiling of `TrainingRates`. Every second belongs to one item. Times are seconds, sizes bytes, lengths tokens.
 
-Sharded data parallelism: Rajbhandari et al. 2020 (arXiv 1910.02054), sec. 7. Pipeline: 1F1B, `libra.cost.pipeline`.
-What one rank computes: `libra.cost.train_passes`.
+Sharded data parallelism: Rajbhandari et al. 2020 (arXiv 1910.02054), sec. 7. What one rank computes:
+`libra.cost.train_passes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from libra.cost.collectives import Group, all_gather_seconds, reduce_scatter_seconds
-from libra.cost.pipeline import pipeline_seconds
 from libra.cost.train_batch import Packed
 from libra.cost.train_memory import StageParameters, stage_parameters
 from libra.cost.train_passes import ATTENTION_BACKWARD, HIDDEN, Passes, Work, layer_passes
-from libra.cost.transfer import HOST_LINK
+from libra.cost.transfer import HOST_LINK, Group, all_gather_seconds, reduce_scatter_seconds
 from libra.hardware.parallel import SHARDING, Array, LayoutTable, ParallelLayout
 
 SIMULATED = 64  # micro-batches of a pipeline that are simulated; further ones repeat its steady state
@@ -198,3 +196,37 @@ def _seconds_per_token(work: Work) -> tuple[float, float]:
     routed = 2 * model.sparse_layers * model.expert_parameters * (model.experts.active if model.experts else 0)
     linear = 3 * ((model.forward_flops(1, 0) - routed) / rates.linear + routed / rates.experts)
     return linear, (1 + ATTENTION_BACKWARD) * model.forward_flops(0, 1) / rates.attention
+
+
+def pipeline_seconds(forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]]) -> float:
+    """Seconds from the first forward to the last backward. `forward` and `backward` are [stage][micro-batch].
+
+    Stage s runs up to `stages - 1 - s` forwards ahead, then one forward and one backward in turn, then the remaining
+    backwards (1F1B). Forwards alone (log-probabilities) are the case of zero backwards. Sending is part of the seconds
+    given. For equal stages and micro-batches the idle share is (p - 1) / (m + p - 1) (Narayanan et al. 2021, arXiv
+    2104.04473, sec. 2.2.1; there relative to the busy time, (p - 1) / m).
+    """
+    stages = len(forward)
+    if stages == 0 or not forward[0]:
+        raise ValueError("there is no stage or no micro-batch; a pipeline has at least one of each")
+    count = len(forward[0])
+    if len(backward) != stages or any(len(row) != count for row in (*forward, *backward)):
+        raise ValueError(f"forward is {stages} x {count}; give every stage as many forwards as backwards")
+    forward_end = [[0.0] * count for _ in range(stages)]
+    backward_end = [[0.0] * count for _ in range(stages)]
+    free = [0.0] * stages
+    forwards, backwards = [0] * stages, [0] * stages
+    # Each pass lets every stage do its next operation if the input exists; what is next depends on counts alone.
+    while backwards[0] < count:
+        for stage in range(stages):
+            f, b = forwards[stage], backwards[stage]
+            if f < count and f - b < stages - stage:
+                if stage == 0 or forwards[stage - 1] > f:
+                    start = max(free[stage], forward_end[stage - 1][f]) if stage else free[stage]
+                    free[stage] = forward_end[stage][f] = start + forward[stage][f]
+                    forwards[stage] = f + 1
+            elif b < count and (stage == stages - 1 or backwards[stage + 1] > b):
+                start = max(free[stage], backward_end[stage + 1][b]) if stage < stages - 1 else free[stage]
+                free[stage] = backward_end[stage][b] = start + backward[stage][b]
+                backwards[stage] = b + 1
+    return max(free)

@@ -6,48 +6,41 @@ methods of the protocol.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from libra.config.run import ConfigError, EnvironmentConfig
-from libra.environments.calculator import Calculator
 from libra.environments.protocol import Environment
 
 METHODS = ("prompts", "parse", "reward", "demonstration")
 ATTRIBUTES = tuple(name for name, member in vars(Environment).items() if isinstance(member, property))
-BUILT_IN: dict[str, Callable[..., Environment]] = {"calculator": Calculator}
+BUILT_IN = {"calculator": "libra.environments.calculator:Calculator"}
 
 
 def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
     """The environment of `config.kind`: a built-in name, or `module:Class` importable from the directory `beside`."""
-    factory: Any
-    if ":" in config.kind:
-        module_name, _, class_name = config.kind.partition(":")
-        if str(beside) not in sys.path:
-            sys.path.insert(0, str(beside))
-        try:
-            factory = getattr(importlib.import_module(module_name), class_name)
-        except Exception as error:  # noqa: BLE001 - the module is somebody else's code: any failure is bad input
-            raise ConfigError(
-                f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error});"
-                f" give module:Class with the module in {beside}"
-            ) from None
-        lacking = [name for name in METHODS if not callable(getattr(factory, name, None))]
-        if not isinstance(factory, type) or lacking:
-            what = f"has no {', '.join(lacking)}" if isinstance(factory, type) else "is not a class"
-            raise ConfigError(
-                f"environment.kind: {config.kind!r} {what}; give a class with the members of"
-                " libra.environments.protocol.Environment"
-            )
-    elif config.kind in BUILT_IN:
-        factory = BUILT_IN[config.kind]
-    else:
+    module_name, colon, class_name = BUILT_IN.get(config.kind, config.kind).partition(":")
+    if not colon:
         raise ConfigError(
             f"environment.kind: unknown environment {config.kind!r}; use {', '.join(BUILT_IN)} or your own module:Class"
+        )
+    if config.kind not in BUILT_IN and str(beside) not in sys.path:
+        sys.path.insert(0, str(beside))
+    try:
+        factory: Any = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # noqa: BLE001 - the module is somebody else's code: any failure is bad input
+        raise ConfigError(
+            f"environment.kind: {config.kind!r} cannot be imported ({type(error).__name__}: {error});"
+            f" give module:Class with the module in {beside}"
+        ) from None
+    lacking = [name for name in METHODS if not callable(getattr(factory, name, None))]
+    if not isinstance(factory, type) or lacking:
+        what = f"has no {', '.join(lacking)}" if isinstance(factory, type) else "is not a class"
+        raise ConfigError(
+            f"environment.kind: {config.kind!r} {what}; give a class with the members of"
+            " libra.environments.protocol.Environment"
         )
     try:
         environment: Environment = factory(**config.options)
@@ -59,8 +52,9 @@ def load_environment(config: EnvironmentConfig, beside: Path) -> Environment:
         )
     for tool in config.tools:
         if tool not in environment.tools:
-            close = difflib.get_close_matches(tool, environment.tools, n=1) or sorted(environment.tools)
-            raise ConfigError(f"environment.tools: unknown tool {tool!r}; {config.kind} has {', '.join(close)}")
+            raise ConfigError(
+                f"environment.tools: unknown tool {tool!r}; {config.kind} has {', '.join(sorted(environment.tools))}"
+            )
     if not config.tools:
         raise ConfigError(f"environment.tools: empty; name at least one of {', '.join(environment.tools)}")
     return environment

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 
-def raise_in_loop(task: asyncio.Task[None]) -> None:
-    """As the callback of a task that is done: what broke it must not be forgotten, and goes to the loop's exception
-    handler."""
+def background(work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+    """What breaks it must not be forgotten, and goes to the loop's exception handler. The caller keeps the task."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_raise_in_loop)
+    return task
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error

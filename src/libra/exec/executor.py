@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from libra.exec import journal
-from libra.exec.allocation import bucket_limits, current_allocation
-from libra.exec.background import raise_in_loop
+from libra.exec.background import background
 from libra.exec.journal import Journal
-from libra.exec.pool import DEADLINES, Worker, WorkerPool
+from libra.exec.pool import DEADLINES, Worker, WorkerPool, bucket_limits, current_allocation
 from libra.exec.protocols import (
     Applied,
     MoveOutcome,
+    Outcome,
     PoolObserver,
     ProcessController,
     UnsupportedTransitionError,
@@ -34,7 +34,7 @@ Processes = TypeVar("Processes", bound=ProcessController, covariant=True)
 
 _WATCH_SECONDS = 1.0  # between two looks at the workers' processes
 _GONE = (WorkerLostError, TimeoutError)  # it says nothing; another process in its slot may do better
-_FAILURES = (*_GONE, WorkerFailedError)
+FAILURES = (*_GONE, WorkerFailedError)
 
 
 class Executor(Generic[Processes]):
@@ -57,10 +57,6 @@ class Executor(Generic[Processes]):
         self._drop: str | None = None  # why no further move of the plan is to be made
         self._watch: asyncio.Task[None] | None = None
 
-    def healthy(self) -> tuple[Worker, ...]:
-        """Workers that do something, or could."""
-        return self.pool.healthy()
-
     def allocation(self) -> Allocation | None:
         """What the workers do now; None when nothing trains or nothing generates."""
         duties = (worker.duty for worker in self.pool.all())
@@ -73,8 +69,7 @@ class Executor(Generic[Processes]):
 
     def watch(self) -> None:
         """Look after the processes from now on, until `stop`."""
-        self._watch = asyncio.create_task(self._watch_workers())
-        self._watch.add_done_callback(raise_in_loop)
+        self._watch = background(self._watch_workers())
 
     async def stop(self) -> None:
         """End all workers in order."""
@@ -149,10 +144,10 @@ class Executor(Generic[Processes]):
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
-        except _FAILURES as error:
-            self._failed(move, began, self._ended(move.worker, error))
+        except FAILURES as error:
+            self._end(move, began, "failed", self._ended(move.worker, error))
             raise
-        return self._done(move, began).seconds
+        return self._end(move, began, "done").seconds
 
     def lose(self, worker: str, why: str) -> None:
         """A worker went away: its turns go on elsewhere, and its slot may be started again. In the middle of a move,
@@ -206,19 +201,19 @@ class Executor(Generic[Processes]):
         began = self._begin(move)
         try:
             await self._change(move.worker, move.before, move.after)
-        except _FAILURES as error:
+        except FAILURES as error:
             why = self._ended(move.worker, error)
         else:
-            return self._done(move, began)
+            return self._end(move, began, "done")
         if move.before != IDLE:
             try:
                 self._become(move.worker, Role.IDLE)
                 await self._change(move.worker, IDLE, move.before)
-            except _FAILURES as error:
+            except FAILURES as error:
                 why = f"{why}; then it could not become {move.before} again: {self._ended(move.worker, error)}"
             else:
-                return self._undone(move, began, why)
-        return self._failed(move, began, why)
+                return self._end(move, began, "undone", why)
+        return self._end(move, began, "failed", why)
 
     async def _change(self, worker: str, before: Duty, after: Duty) -> None:
         """The steps of a move. Raises `WorkerLostError` when the worker went away while nobody waited for it."""
@@ -249,22 +244,18 @@ class Executor(Generic[Processes]):
             self.processes.end(worker, str(error))
         return self._ends.pop(worker, str(error) or type(error).__name__)
 
-    def _done(self, move: Move, began: float) -> MoveOutcome:
-        moved = MoveOutcome(move, self._clock() - began, "done")
-        self._journal.commit(journal.MoveDone(move.worker, moved.seconds))
-        self._observer.moved(moved)
-        return moved
-
-    def _undone(self, move: Move, began: float, why: str) -> MoveOutcome:
-        moved = MoveOutcome(move, self._clock() - began, "undone", why)
-        self._journal.commit(journal.MoveUndone(move.worker, moved.seconds, why))
-        self._observer.moved(moved)
-        return moved
-
-    def _failed(self, move: Move, began: float, why: str) -> MoveOutcome:
-        moved = MoveOutcome(move, self._clock() - began, "failed", why)
-        retired = self._count_loss(move.worker)
-        self._journal.commit(journal.MoveFailed(move.worker, moved.seconds, why, retired))
+    def _end(self, move: Move, began: float, outcome: Outcome, why: str = "") -> MoveOutcome:
+        """Tell of a move that ended. After one that failed its slot is idle, or retired."""
+        moved = MoveOutcome(move, self._clock() - began, outcome, why)
+        entry: journal.Entry
+        match outcome:
+            case "done":
+                entry = journal.MoveDone(move.worker, moved.seconds)
+            case "undone":
+                entry = journal.MoveUndone(move.worker, moved.seconds, why)
+            case "failed":
+                entry = journal.MoveFailed(move.worker, moved.seconds, why, self._count_loss(move.worker))
+        self._journal.commit(entry)
         self._observer.moved(moved)
         return moved
 

@@ -17,7 +17,7 @@ import msgspec
 
 from libra.plan.allocation import Allocation
 from libra.plan.transition import IDLE, Duty, Move, Role
-from libra.records.line_file import LineFile, whole_lines
+from libra.records.files import LineFile, whole_lines
 
 
 class JournalError(ValueError):

@@ -1,4 +1,4 @@
-"""Workers and their roles: what each one is, and what it may become.
+"""Workers and their roles: what each one is, what it may become, and what all amount to as an allocation.
 
 Invariant: a role changes only along a legal transition; a passing role has a deadline. A slot whose process is gone is
 `failed`, and idle again at once: another process may be started there, until the slot has lost too many. The pool holds
@@ -7,10 +7,14 @@ no process and does no I/O: it is the truth that the executor keeps and the jour
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from libra.config.run import ClusterConfig
-from libra.plan.transition import Device, Duty, Role
+from libra.plan.allocation import Allocation, Bucket
+from libra.plan.problem import InfeasiblePlanError
+from libra.plan.transition import TRAIN, Device, Duty, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +154,62 @@ class WorkerPool:
 
 def make_pool(core: int, hybrid: int, rollout: int, most_losses: int = MOST_LOSSES) -> WorkerPool:
     """Core trainers first, then hybrids, then engines; slot numbers in that order."""
-    kinds = (
-        [("core", frozenset({Role.TRAIN}))] * core
-        + [("hybrid", frozenset({Role.TRAIN, Role.ROLLOUT}))] * hybrid
-        + [("rollout", frozenset({Role.ROLLOUT}))] * rollout
+    kinds = [
+        ("core", core, {Role.TRAIN}),
+        ("hybrid", hybrid, {Role.TRAIN, Role.ROLLOUT}),
+        ("rollout", rollout, {Role.ROLLOUT}),
+    ]
+    named = [(f"{kind}-{number}", frozenset(allowed)) for kind, count, allowed in kinds for number in range(count)]
+    return WorkerPool(
+        [Worker(name, slot, allowed, most_losses=most_losses) for slot, (name, allowed) in enumerate(named)]
     )
-    counts: dict[str, int] = {}
-    workers = []
-    for slot, (kind, allowed) in enumerate(kinds):
-        counts[kind] = counts.get(kind, -1) + 1
-        workers.append(Worker(f"{kind}-{counts[kind]}", slot, allowed, most_losses=most_losses))
-    return WorkerPool(workers)
+
+
+def bucket_limits(plans: Iterable[Allocation]) -> list[tuple[str, int]]:
+    """Shape and longest context of every bucket, plan by plan."""
+    return [(bucket.shape, bucket.up_to) for plan in plans for bucket in plan.buckets]
+
+
+def current_allocation(
+    duties: Iterable[Duty], limits: Iterable[tuple[str, int]], longest_context: int
+) -> Allocation | None:
+    """What workers with these duties are, in buckets with these `limits`; None when nothing trains, or none generates.
+
+    The first limit of a shape counts: between two allocations, engines of both run. A bucket without an engine is gone:
+    its range belongs to the next longer one, the last range to whoever is left. Of two buckets that end at the same
+    length the first one stays.
+    """
+    doing = Counter(duties)
+    ends: dict[str, int] = {}
+    for shape, up_to in limits:
+        if doing[Duty(Role.ROLLOUT, shape)] and up_to not in ends.values():
+            ends.setdefault(shape, up_to)
+    if not doing[TRAIN] or not ends:
+        return None
+    buckets: list[Bucket] = []
+    for shape, up_to in sorted(ends.items(), key=lambda item: item[1]):
+        above = buckets[-1].up_to if buckets else 0
+        buckets.append(Bucket(shape, doing[Duty(Role.ROLLOUT, shape)], above, up_to))
+    buckets[-1] = replace(buckets[-1], up_to=longest_context)
+    return Allocation(doing[TRAIN], tuple(buckets))
+
+
+def fitted(allocation: Allocation, workers: Sequence[Worker]) -> Allocation:
+    """`allocation` for as many workers as there are: who is too few is first missing in the longest bucket, which keeps
+    one engine, and then in the shortest ones; who is too many joins the longest one. Raises `InfeasiblePlanError` where
+    nobody is left to generate, or to train."""
+    core = sum(worker.allowed == {Role.TRAIN} for worker in workers)
+    may_train = sum(Role.TRAIN in worker.allowed for worker in workers)
+    replicas = max(core, min(allocation.replicas, may_train, len(workers) - 1))
+    engines = len(workers) - replicas
+    if engines < 1:
+        raise InfeasiblePlanError("no device is left for a rollout engine")
+    if replicas < 1:
+        raise InfeasiblePlanError("no device is left for training")
+    buckets: list[Bucket] = []
+    for bucket in reversed(allocation.buckets):
+        count = min(bucket.engines, engines) if buckets else max(1, engines - (allocation.engines - bucket.engines))
+        engines -= count
+        if count:
+            buckets.insert(0, replace(bucket, engines=count))
+    return Allocation(replicas, (replace(buckets[0], above=0), *buckets[1:]))

@@ -26,25 +26,9 @@ class UnsupportedTransitionError(ValueError):
     """A backend cannot carry out a part of a plan."""
 
 
-class ProcessLink(Protocol):
-    """A started worker process."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def pid(self) -> int:
-        """On its node."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """Equal for workers that share memory."""
-        ...
-
-
-LinkT = TypeVar("LinkT", bound=ProcessLink)
-LinkIn = TypeVar("LinkIn", bound=ProcessLink, contravariant=True)
+LinkT = TypeVar("LinkT")  # what a backend knows a started worker process by
+LinkIn = TypeVar("LinkIn", contravariant=True)
+Outcome = Literal["done", "undone", "failed"]  # of a move
 
 
 class Launcher(Protocol[LinkT]):
@@ -179,7 +163,7 @@ class MoveOutcome:
 
     move: Move
     seconds: float
-    outcome: Literal["done", "undone", "failed"]
+    outcome: Outcome
     why: str = ""  # it was not done
 
 

@@ -12,14 +12,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from libra.exec.allocation import fitted
-from libra.exec.executor import Executor
-from libra.exec.protocols import ProcessController, WorkerFailedError, WorkerLostError
+from libra.exec.executor import FAILURES, Executor
+from libra.exec.pool import fitted
+from libra.exec.protocols import ProcessController
 from libra.plan.allocation import Allocation
 from libra.plan.problem import InfeasiblePlanError
 
 T = TypeVar("T")
-_LOST = (WorkerLostError, WorkerFailedError, TimeoutError)
 _ATTEMPTS = 3  # at work that is begun again: if all of them lose a worker, that has a cause which another leaves
 _MOST_UNDONE = 3  # plans that fail although no slot is lost, before the work is given up
 
@@ -64,7 +63,7 @@ class Recovery:
         for _ in range(_ATTEMPTS - 1):
             try:
                 return await work()
-            except _LOST as error:
+            except FAILURES as error:
                 self._warn(f"{what} begins again: {error}")
                 await self._recover(wanted, lambda: False)
         return await work()
@@ -77,7 +76,7 @@ class Recovery:
             trainer = self._executor.processes.trainer
             if trainer is not None:
                 trainer.require_core()
-            whole = fitted(wanted, self._executor.healthy())
+            whole = fitted(wanted, self._executor.pool.healthy())
             if self._executor.allocation() == whole:
                 return
             applied = await self._executor.apply(self._executor.transition(whole))

@@ -89,7 +89,10 @@ class _Fields:
     def given(self, field: str) -> bool:
         return self.data.get(field) is not None
 
-    def count(self, field: str, minimum: int = 1) -> int:
+    def count(self, field: str, minimum: int = 1, otherwise: int | None = None) -> int:
+        """`otherwise` is what it is where it is not given; None: it has to be."""
+        if otherwise is not None and not self.given(field):
+            return otherwise
         if not self.given(field):
             raise ValueError(f"{field}: this field is required; add it")
         value = self.data[field]
@@ -114,7 +117,7 @@ class _Fields:
 @dataclass(frozen=True, slots=True)
 class _Family:
     architecture: str
-    experts: Callable[[_Fields], Experts | None]
+    experts: Callable[[_Fields], Experts | None] | None = None  # None: every layer is dense
     latent: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -122,10 +125,6 @@ class _Family:
     window_switch: bool = False  # sliding_window is used only with use_sliding_window
     optional_bias: bool = False  # attention_bias says whether QKV have biases; the output projection has none
     optional_norm: bool = False  # use_qk_norm says whether queries and keys have norms
-
-
-def _dense(fields: _Fields) -> None:
-    return None
 
 
 def _qwen3_experts(fields: _Fields) -> Experts | None:
@@ -159,12 +158,12 @@ def _mixtral_experts(fields: _Fields) -> Experts:
 def _deepseek_experts(fields: _Fields) -> Experts | None:
     layers = fields.count("num_hidden_layers")
     first = fields.count("first_k_dense_replace", minimum=0)
-    if fields.given("moe_layer_freq") and fields.count("moe_layer_freq") != 1:
+    if fields.count("moe_layer_freq", otherwise=1) != 1:
         raise ValueError("moe_layer_freq: only 1 is known: every layer after first_k_dense_replace has experts")
     if first >= layers:
         return None
     width = fields.count("moe_intermediate_size")
-    shared = fields.count("n_shared_experts", minimum=0) if fields.given("n_shared_experts") else 0
+    shared = fields.count("n_shared_experts", minimum=0, otherwise=0)
     return Experts(
         count=fields.count("n_routed_experts"),
         active=fields.count("num_experts_per_tok"),
@@ -175,10 +174,10 @@ def _deepseek_experts(fields: _Fields) -> Experts | None:
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", _dense),
-    "mistral": _Family("MistralForCausalLM", _dense),
-    "qwen2": _Family("Qwen2ForCausalLM", _dense, qkv_bias=True, window_switch=True),
-    "qwen3": _Family("Qwen3ForCausalLM", _dense, qk_norm=True, own_head_dim=True, window_switch=True),
+    "llama": _Family("LlamaForCausalLM"),
+    "mistral": _Family("MistralForCausalLM"),
+    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, window_switch=True),
+    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True, own_head_dim=True, window_switch=True),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", _qwen3_experts, qk_norm=True, own_head_dim=True, window_switch=True),
     "mixtral": _Family("MixtralForCausalLM", _mixtral_experts),
     "glm4_moe": _Family(
@@ -235,7 +234,7 @@ def _refuse_variants(fields: _Fields, family: _Family) -> None:
 def _spec(fields: _Fields, name: str) -> ModelSpec:
     family = _family(fields)
     _refuse_variants(fields, family)
-    experts = family.experts(fields)
+    experts = None if family.experts is None else family.experts(fields)
     layers, hidden, heads = (fields.count(f) for f in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     latent = _latent(fields) if family.latent else None
     if latent is not None:
@@ -268,7 +267,7 @@ def _spec(fields: _Fields, name: str) -> ModelSpec:
 
 def _latent(fields: _Fields) -> LatentAttention:
     return LatentAttention(
-        q_rank=fields.count("q_lora_rank") if fields.given("q_lora_rank") else 0,
+        q_rank=fields.count("q_lora_rank", otherwise=0),
         kv_rank=fields.count("kv_lora_rank"),
         nope_dim=fields.count("qk_nope_head_dim"),
         rope_dim=fields.count("qk_rope_head_dim"),

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from libra.loop.rollout import Episode
-from libra.records.line_file import LineFile, drop_partial_line, whole_lines
+from libra.records.files import LineFile, drop_partial_line, whole_lines
 
 _NAME = "episodes-{:05d}.jsonl"
 _PATTERN = "episodes-*.jsonl"

@@ -1,16 +1,22 @@
-"""The rollout engines that are in service, as the router sees them.
+"""The rollout engines that are in service, as the router sees them, and the weights that they hold.
 
 Invariant: an engine is in the view from the moment it holds current weights until it is retired or lost; every change
-of the fleet wakes all that wait for one.
+of the fleet wakes all that wait for one. An engine loads a version whole, from its own node's memory, or is not in
+service. What is lost with a node is published again, as long as a core replica holds the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Protocol
 
+from libra.backends.grpo.trainers import Trainers
+from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
+from libra.exec.protocols import PoolObserver, WeightStore, WorkerFailedError
 from libra.plan.allocation import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
@@ -38,6 +44,11 @@ class ServingFleet:
     def allocation(self) -> Allocation:
         return self._allocation
 
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Up to which context each bucket serves."""
+        return tuple(bucket.up_to for bucket in self._allocation.buckets)
+
     def instances(self) -> tuple[ServingEngine, ...]:
         return tuple(self._instances.values())
 
@@ -59,7 +70,7 @@ class ServingFleet:
                 for name, entry in self._instances.items()
                 if entry.shape in buckets
             ),
-            limits=tuple(bucket.up_to for bucket in self._allocation.buckets),
+            limits=self.limits,
             turn_tokens=turn_tokens,
         )
 
@@ -87,3 +98,58 @@ class ServingFleet:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class RunObserver(PoolObserver, Protocol):
+    """Told of all changes of a run's workers."""
+
+    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
+        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
+        ...
+
+    def load(self, worker: str) -> None:
+        """An engine is told to take new weights."""
+        ...
+
+    def weights(self, worker: str, version: int, seconds: float) -> None:
+        """It has taken them; `seconds` is how long it stood still."""
+        ...
+
+
+class PublishedWeights:
+    """`size` are the bytes of one buffer, `current` is what lies in it on the node of `trainers.publisher`."""
+
+    def __init__(
+        self,
+        store: WeightStore[WorkerLink],
+        trainers: Trainers,
+        size: int,
+        current: LoadWeights,
+        observer: RunObserver,
+    ) -> None:
+        self._store, self._trainers, self._size, self._observer = store, trainers, size, observer
+        self.current = current
+
+    async def load(self, engine: EngineHandle) -> float:
+        """The engine takes the current weights between two iterations; returns the seconds it stood still. Raises
+        `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
+        order = self.current
+        await self._bring(order, engine.link)
+        self._observer.load(engine.name)
+        seconds = await engine.load(order)
+        self._observer.weights(engine.name, order.version, seconds)
+        return seconds
+
+    async def _bring(self, order: LoadWeights, target: WorkerLink) -> None:
+        """The worker's node holds the weights when this returns."""
+        trainers = self._trainers
+        try:
+            try:
+                await self._store.bring(order, self._size, trainers.publisher.link, target)
+            except SourceLostError as error:
+                # Every core replica holds the same, until the next step is made.
+                if await trainers.publish(order.version, order.buffer) != order.checksum:
+                    raise CopyError(f"{error}, and the core replica {trainers.publisher.name} is ahead") from None
+                await self._store.bring(order, self._size, trainers.publisher.link, target)
+        except CopyError as error:
+            raise WorkerFailedError(str(error)) from None

@@ -1,15 +1,19 @@
-"""Groups of episodes under way: which prompts are sampled, when each group may start, and which the next batch takes.
+"""Groups of episodes under way, and the batch that a step makes of those which have finished.
 
 Invariant: a group starts only while bounded staleness admits it, and none is dropped. An episode is on file before it
-counts, and so is which batch took it.
+counts, and so is which batch took it. A batch is a function of its groups in their order, so that a step which is
+replayed from the same groups trains on the same samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from libra.backends.grpo.grpo import group_advantages
+from libra.backends.transport.trainer_messages import Sample
 from libra.config.run import ConfigError, TrainingConfig
 from libra.environments.protocol import Prompt
 from libra.loop.episode_file import EpisodeFile, History
@@ -18,28 +22,26 @@ from libra.loop.rollout import Episode, Rollout
 from libra.route.admission import Admission
 
 
+@dataclass(eq=False)
 class Groups:
-    """`finished` is told of every episode; `predicted` gives the seconds of a step, None while nobody knows."""
+    """All groups of a run, from their start to the batch that takes them."""
 
-    def __init__(
-        self,
-        training: TrainingConfig,
-        seed: int,
-        prompts: Sequence[Prompt],
-        rollout: Rollout,
-        recorder: Recorder,
-        episodes: EpisodeFile,
-        history: History,
-        finished: Callable[[Episode], None],
-        predicted: Callable[[], float | None],
-    ) -> None:
-        self._training, self._seed, self._prompts = training, seed, prompts
-        self._rollout, self._recorder, self._episodes, self._history = rollout, recorder, episodes, history
-        self._finished, self._predicted = finished, predicted
+    training: TrainingConfig
+    seed: int
+    prompts: Sequence[Prompt]
+    rollout: Rollout
+    recorder: Recorder
+    episodes: EpisodeFile
+    history: History  # what an interrupted run left
+    finished: Callable[[Episode], None]  # told of every episode
+    predicted: Callable[[], float | None]  # seconds of a step; None while nobody knows
+
+    def __post_init__(self) -> None:
+        training, version = self.training, self.history.version
         self._admission: Admission[Episode] = Admission(
-            training.prompts_per_step, training.samples_per_prompt, training.max_staleness, history.version
+            training.prompts_per_step, training.samples_per_prompt, training.max_staleness, version
         )
-        self.started = history.version * training.prompts_per_step + len(history.groups)  # of all sessions of the run
+        self.started = version * training.prompts_per_step + len(self.history.groups)  # of all sessions of the run
         self.progress = asyncio.Event()  # a batch may be ready, or something has failed
         self._running: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
@@ -51,25 +53,25 @@ class Groups:
 
     def take_up(self) -> None:
         """Groups that an interrupted run had under way go on, with the episodes that have finished."""
-        for group in self._history.groups:
+        for group in self.history.groups:
             try:
                 self._admission.resume(_name(group.number), group.started_at, group.episodes.values())
             except ValueError as error:
                 raise ConfigError(f"training: {error}; resume with the file that the run was started with") from None
-            missing = set(range(self._training.samples_per_prompt)) - set(group.episodes)
+            missing = set(range(self.training.samples_per_prompt)) - set(group.episodes)
             self._run(group.number, group.started_at, sorted(missing))
 
     def feed(self) -> None:
         """Start as many groups as staleness admits and the run still needs."""
-        needed = self._training.steps * self._training.prompts_per_step
+        needed = self.training.steps * self.training.prompts_per_step
         while self._admission.may_start() and self.started < needed:
             number = self.started
             self.started += 1
             version = self._admission.published
-            self._episodes.started(number, version)
+            self.episodes.started(number, version)
             self._admission.start(_name(number))
-            self._run(number, version, range(self._training.samples_per_prompt))
-        self._recorder.hold_back(self.started < needed)
+            self._run(number, version, range(self.training.samples_per_prompt))
+        self.recorder.hold_back(self.started < needed)
 
     def publish(self, version: int) -> None:
         """Engines generate with this version from now on, so more groups may start."""
@@ -84,7 +86,7 @@ class Groups:
     def take(self, step: int) -> list[list[Episode]]:
         """The episodes of this step's batch, by group."""
         groups = self._admission.take()
-        self._episodes.taken(step, [_number(name) for name, _ in groups])
+        self.episodes.taken(step, [_number(name) for name, _ in groups])
         return [episodes for _, episodes in groups]
 
     async def cancel(self) -> None:
@@ -94,7 +96,7 @@ class Groups:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def _run(self, group: int, started_at: int, indices: Sequence[int]) -> None:
-        self._recorder.tally.started(len(indices))
+        self.recorder.tally.started(len(indices))
         prompt, due = self._prompt(group), self._due(started_at)
         for index in indices:
             task = asyncio.create_task(self._episode(group, index, prompt, due))
@@ -104,23 +106,23 @@ class Groups:
     def _due(self, started_at: int) -> float:
         """When a group that was started under this version is needed, at the latest: for the batch after those that
         staleness lets be made meanwhile."""
-        batches = started_at + 1 + self._training.max_staleness - self._admission.published
-        return self._recorder.now() + batches * (self._predicted() or 0.0)
+        batches = started_at + 1 + self.training.max_staleness - self._admission.published
+        return self.recorder.now() + batches * (self.predicted() or 0.0)
 
     def _prompt(self, number: int) -> Prompt:
         """Prompts in a new order each epoch."""
-        epoch, index = divmod(number, len(self._prompts))
-        order = list(range(len(self._prompts)))
-        random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
-        return self._prompts[order[index]]
+        epoch, index = divmod(number, len(self.prompts))
+        order = list(range(len(self.prompts)))
+        random.Random(f"epoch:{self.seed}:{epoch}").shuffle(order)
+        return self.prompts[order[index]]
 
     async def _episode(self, group: int, index: int, prompt: Prompt, due: float) -> None:
         try:
-            episode = await self._rollout.episode(episode_id(group, index), prompt, due, self._training.temperature)
-            self._episodes.finished(group, index, episode)
+            episode = await self.rollout.episode(episode_id(group, index), prompt, due, self.training.temperature)
+            self.episodes.finished(group, index, episode)
             self._admission.finish(_name(group), episode)
-            self._recorder.episode(episode)
-            self._finished(episode)
+            self.recorder.episode(episode)
+            self.finished(episode)
         except Exception as error:  # noqa: BLE001 - the end of a task: `require_sound` raises it
             self._failure = error  # at once: no checkpoint may count an episode that is not written down everywhere
             self.progress.set()
@@ -139,3 +141,36 @@ def _name(number: int) -> str:
 
 def _number(name: str) -> int:
     return int(name.removeprefix("g"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    episodes: tuple[Episode, ...]
+    samples: list[Sample]  # of groups with signal
+    groups: int
+    without_signal: int
+    generated_tokens: int
+
+    def staleness(self, version: int) -> list[int]:
+        """Of every episode: versions between its oldest token and the policy that the step to `version` trains."""
+        return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
+
+
+def make_batch(groups: Iterable[Sequence[Episode]]) -> StepBatch:
+    """The groups' samples with their advantages; none of a group that gives no signal."""
+    episodes: list[Episode] = []
+    samples: list[Sample] = []
+    count = without_signal = 0
+    for group in groups:
+        count += 1
+        episodes += group
+        advantages = group_advantages([episode.reward for episode in group])
+        if advantages is None:
+            without_signal += 1
+            continue
+        samples += [
+            Sample(e.trajectory.id, e.tokens, e.generated, e.logprobs, e.versions, advantage)
+            for e, advantage in zip(group, advantages, strict=True)
+        ]
+    generated = sum(episode.trajectory.generated_tokens for episode in episodes)
+    return StepBatch(tuple(episodes), samples, count, without_signal, generated)

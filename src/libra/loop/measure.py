@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from libra.backends.transport.engine_messages import (
+    EngineMeasured,
     Generate,
     HandoverMeasured,
     KVTransfer,
@@ -23,8 +24,8 @@ from libra.backends.transport.trainer_messages import MeasureTraining, TrainingM
 from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import ShapeConfig
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.sources.fit import LinearFit, fit_linear
+from libra.cost.engine_memory import BLOCK_TOKENS
+from libra.cost.lines import LinearFit, fit_linear
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import ServingEngine
 from libra.loop.process_controller import RunExecutor
@@ -166,7 +167,7 @@ async def _handover_rows(entry: ServingEngine, handover: KVHandover) -> list[tup
     contexts = sorted({BLOCK_TOKENS + 1, most * BLOCK_TOKENS // 2 + 1, (most - 1) * BLOCK_TOKENS + 1})
     measured: HandoverMeasured | None = None
     try:
-        measured = await entry.handle.measure_handover(MeasureHandover(contexts, _REPEATS, transfer))
+        measured = await entry.handle.ask(MeasureHandover(contexts, _REPEATS, transfer), HandoverMeasured)
         return measured.contexts
     except WorkerFailedError as error:
         entry.handle.declare_lost(str(error))  # as below: an engine that cannot do this will not do its work
@@ -197,7 +198,7 @@ async def _engine_rows(entry: ServingEngine, size: ShapeConfig) -> list[_Row]:
     batches = sorted({1, max(1, size.max_num_seqs // 2), size.max_num_seqs})
     points = [(b, c) for b in batches for c in contexts if b * (c + 16) <= size.kv_tokens]
     try:
-        measured = await entry.handle.measure(MeasureEngine(points, _REPEATS))
+        measured = await entry.handle.ask(MeasureEngine(points, _REPEATS), EngineMeasured)
     except WorkerFailedError as error:
         entry.handle.declare_lost(str(error))  # an engine that cannot do this will not do its work
         raise

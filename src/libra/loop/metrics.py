@@ -1,44 +1,92 @@
-"""A run's numbers, for Prometheus.
+"""A run's numbers, counted as it goes on and told to Prometheus.
 
 Invariant: every number is one that the run writes into its records too, or the same before its step is over; asking
-changes nothing.
+changes nothing. Numbers only grow, except those of the last step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from libra.config.run import ConfigError, MetricsConfig
-from libra.loop.recorder import Recorder
-from libra.loop.tally import Spell, Tally
+from libra.exec.protocols import MoveOutcome
+from libra.records.causes import Cause, total
+from libra.records.schema import StepRecord
+from libra.serve.http import metrics_response, serving
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+if TYPE_CHECKING:
+    from libra.loop.recorder import Recorder
+
+OUTCOMES = ("done", "undone", "failed")  # of moves
 
 
-def exposition(recorder: Recorder | None) -> bytes:
-    """All metrics of the run; none before it records anything."""
-    registry = CollectorRegistry(auto_describe=False)
+@dataclass(slots=True)
+class Spell:
+    """How often something happened, and how long it took in all."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this session of the run has counted so far: sums of what its records say."""
+
+    last: StepRecord | None = None
+    steps: Spell = field(default_factory=Spell)
+    trajectories_started: int = 0
+    trajectories_trained: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)  # of trajectories trained on
+    moves: dict[str, Spell] = field(default_factory=lambda: {outcome: Spell() for outcome in OUTCOMES})
+    joins: Spell = field(default_factory=Spell)
+    held: Spell = field(default_factory=Spell)  # steps that waited for joins
+    device_seconds: dict[Cause, float] = field(default_factory=dict)  # of all workers, in the steps
+    losses: Counter[str] = field(default_factory=Counter)  # by worker
+
+    def step(self, record: StepRecord) -> None:
+        self.last = record
+        self.steps.add(record.step_seconds)
+        self.trajectories_trained += record.trajectories
+        self.generated_tokens += record.generated_tokens
+        self.trained_tokens += record.trained_tokens
+        self.device_seconds = total((self.device_seconds, *record.device_seconds.values()))
+        for versions, trajectories in enumerate(record.staleness):
+            self.staleness[versions] += trajectories
+
+    def started(self, trajectories: int) -> None:
+        self.trajectories_started += trajectories
+
+    def moved(self, moved: MoveOutcome) -> None:
+        self.moves[moved.outcome].add(moved.seconds)
+
+    def joined(self, seconds: float, held_seconds: float) -> None:
+        self.joins.add(seconds)
+        self.held.add(held_seconds)
+
+    def lost(self, worker: str) -> None:
+        self.losses[worker] += 1
+
+
+def _figures(recorder: Recorder | None) -> Iterator[Metric]:
+    """Of the run; none before it records anything."""
     if recorder is not None:
-        registry.register(_Figures(recorder))
-    return generate_latest(registry)
-
-
-@dataclass(slots=True, eq=False)
-class _Figures(Collector):
-    recorder: Recorder
-
-    def collect(self) -> Iterator[Metric]:
-        yield from _workers(self.recorder)
-        yield from _steps(self.recorder.tally)
-        yield from _changes(self.recorder.tally)
+        yield from _workers(recorder)
+        yield from _steps(recorder.tally)
+        yield from _changes(recorder.tally)
 
 
 def _workers(recorder: Recorder) -> Iterator[Metric]:
@@ -140,14 +188,9 @@ class MetricsEndpoint:
         if config.port is None:
             yield endpoint
             return
-        # Imported here: a run that is not asked for metrics does not need them.
-        from aiohttp import web
-
-        from libra.loop.metrics import CONTENT_TYPE, exposition
-        from libra.serve.http import serving
 
         async def metrics(_: web.Request) -> web.Response:
-            return web.Response(body=exposition(endpoint.recorder), headers={"Content-Type": CONTENT_TYPE})
+            return metrics_response(_figures(endpoint.recorder))
 
         application = web.Application()
         application.router.add_get("/metrics", metrics)

@@ -5,16 +5,18 @@ Invariant: everything was measured by this run, or is in its calibration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from libra.backends.grpo.joint_step import StepResult
-from libra.config.run import RunConfig
+from libra.backends.launch.launcher import WorkerLink
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, scaled
-from libra.cost.train import step_seconds
 from libra.exec.ratio import Ratio
 from libra.lengths import LengthTracker
+from libra.loop.fleet import ServingEngine
 from libra.loop.rollout import Episode
 from libra.plan.allocation import Allocation
 from libra.plan.options.slots import make_tracker
@@ -23,25 +25,54 @@ from libra.plan.site import SlotSite
 from libra.plan.transition import Device, Role
 
 
-@dataclass(frozen=True, slots=True)
-class EngineWork:
-    """Sums over all engines since the last look."""
+class EngineWork(NamedTuple):
+    """What engines have done."""
 
-    busy_seconds: float
-    iterations: int
-    generated_tokens: int
-    prefilled_tokens: int
-    turns: int
+    busy_seconds: float = 0.0
+    iterations: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    turns: int = 0
+
+
+class EngineCounters:
+    def __init__(self) -> None:
+        self._seen: dict[WorkerLink, EngineWork] = {}  # a slot's next engine is another one
+        self.busiest_seconds = 0.0  # of any engine, in the last look
+
+    def gained(self, instances: Iterable[ServingEngine]) -> EngineWork:
+        """Sums over all engines since the last call."""
+        seen, self._seen = self._seen, {entry.handle.link: _work(entry.handle) for entry in instances}
+        gains = [
+            [new - old for new, old in zip(work, seen.get(link, EngineWork()), strict=True)]
+            for link, work in self._seen.items()
+        ]
+        self.busiest_seconds = max((busy for busy, *_ in gains), default=0.0)
+        return EngineWork._make(map(sum, zip(EngineWork(), *gains, strict=True)))
+
+
+def _work(engine: EngineHandle) -> EngineWork:
+    return EngineWork(
+        engine.busy_seconds, engine.iterations, engine.generated_tokens, engine.prefilled_tokens, engine.finished_turns
+    )
 
 
 class Observations:
     """Feeds a run's `Replanner`, and knows the site that it plans for."""
 
-    def __init__(self, config: RunConfig, profile: DeviceProfile, max_turn_tokens: int) -> None:
-        self._config = config
+    def __init__(
+        self,
+        planner: PlannerConfig,
+        training: TrainingConfig,
+        engines: Mapping[str, ShapeConfig],
+        profile: DeviceProfile,
+        max_turn_tokens: int,
+    ) -> None:
+        self._planner, self._training, self._engines = planner, training, engines
         self._max_turn_tokens = max_turn_tokens
         self.profile = profile
-        self.replanner = self._make_replanner(make_tracker(config.planner))
+        self.replanner = self._make_replanner(make_tracker(planner))
+        self.counters = EngineCounters()
         self._forward_tokens = Ratio()  # tokens through the trainer, per trajectory
         self._router_hits = Ratio()
         self._routed_tokens = self._hit_tokens = 0  # since the last step
@@ -58,8 +89,7 @@ class Observations:
 
     def _make_replanner(self, tracker: LengthTracker) -> Replanner:
         """The first allocation is the user's, not a plan that has to prove how long plans hold."""
-        planner = self._config.planner
-        return Replanner(period=planner.period, tracker=tracker, holds=planner.horizon)
+        return Replanner(period=self._planner.period, tracker=tracker, holds=self._planner.horizon)
 
     def observe(self, episodes: Sequence[Episode], limits: Sequence[int]) -> None:
         """Finished episodes, and the bucket limits they were routed by."""
@@ -75,7 +105,7 @@ class Observations:
     def observe_training(self, result: StepResult, trajectories: int) -> None:
         """One step's training: what it asked for, and how long it took against the calibration."""
         self._forward_tokens.observe(result.forward_tokens, trajectories)
-        modelled = step_seconds(self.profile.train, result.forward_tokens, result.replicas)
+        modelled = self.profile.train.step_seconds(result.forward_tokens, result.replicas)
         self._train_speed.observe(result.wall_seconds, modelled)
 
     def observe_engines(self, work: EngineWork) -> None:
@@ -112,7 +142,9 @@ class Observations:
     def site(self, devices: tuple[Device, ...], current: Allocation | None) -> SlotSite:
         """These devices, of which `current` is what they do, at the costs that are known now."""
         return SlotSite(
-            self._config,
+            self._training,
+            self._engines,
+            self._planner.horizon,
             devices,
             current,
             self.current_profile(),

@@ -51,11 +51,6 @@ class Periods:
         """A period starts with `step`."""
         self._open = _Open(step, allocation, predicted, switching, [])
 
-    @property
-    def length(self) -> int:
-        """Steps of the open period so far."""
-        return len(self._open.seconds) if self._open is not None else 0
-
     def step(self, seconds: float) -> None:
         """One step was made. Outside a period (nothing could be predicted) it counts for none."""
         if self._open is not None:

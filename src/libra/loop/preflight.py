@@ -24,6 +24,7 @@ from libra.config.run import (
     RunConfig,
     ShapeConfig,
     StartConfig,
+    TrainingConfig,
 )
 from libra.loop.run_directory import check_run_directory
 from libra.plan.options.slots import longest_context
@@ -44,7 +45,7 @@ def check(config: RunConfig, resume: bool, overwrite: bool) -> None:
     _check_launcher(config.cluster)
     _check_model_directory(config.model.directory)
     if config.cluster.ray_address is None:  # the workers run here; what other machines have, Ray knows
-        _check_memory(config)
+        _check_memory(config.cluster, config.training, config.model)
         _check_cores(config.cluster)
         _check_port(config.cluster.port)
     _check_engines(config.engines, config.start)
@@ -95,17 +96,16 @@ def _check_model_directory(directory: Path | None) -> None:
         )
 
 
-def _check_memory(config: RunConfig) -> None:
+def _check_memory(cluster: ClusterConfig, training: TrainingConfig, model: ModelConfig) -> None:
     free = psutil.virtual_memory().available
-    training, trained = config.training, _TRAINED_COPIES * _weight_bytes(config.model)
-    each = WORKER_BYTES + trained
-    peers = (config.cluster.core + config.cluster.hybrid) * (training.processes - 1)
+    each = WORKER_BYTES + _TRAINED_COPIES * _weight_bytes(model)
+    peers = (cluster.core + cluster.hybrid) * (training.processes - 1)
     others = FORK_SERVER_BYTES + peers * (each if training.sharding == "none" else WORKER_BYTES)
-    needed = others + config.cluster.slots * each
+    needed = others + cluster.slots * each
     if needed > free:
         fit = max(0, int((free - others) // each))
         raise ConfigError(
-            f"cluster.slots: {config.cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
+            f"cluster.slots: {cluster.slots} workers need about {needed / 2**30:.1f} GiB and"
             f" {free / 2**30:.1f} GiB are free; use at most {fit}, or free some memory"
         )
 
@@ -182,9 +182,6 @@ def _check_metrics(metrics: MetricsConfig, training_port: int) -> None:
     host, port = metrics.host, metrics.port
     if port is None:
         return
-    for library in ("aiohttp", "prometheus_client"):
-        if find_spec(library) is None:
-            raise ConfigError(f"metrics.port: {library} is not installed: pip install 'libra-rl[http]'")
     if port == training_port:
         raise ConfigError(f"metrics.port: {port} is cluster.port too, where training replicas meet; give another one")
     _try_port("metrics.port", host, port, "give a free port, or leave it out")

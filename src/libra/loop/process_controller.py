@@ -10,32 +10,31 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from libra.backends.arithmetic import served_dtype
 from libra.backends.grpo.trainers import Trainers, save_weights, start_order
+from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
-from libra.backends.launch.launcher import ForkError, WorkerLauncher, WorkerLink
+from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
+from libra.backends.machine import served_dtype
 from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
+from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import LoadCheckpoint, Publish, Published
-from libra.backends.transport.weights import BUFFERS
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import SAVE_SECONDS
-from libra.config.run import RunConfig
+from libra.config.run import ShapeConfig, TrainingConfig
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
-from libra.exec.protocols import Engine, PoolObserver, WorkerFailedError, WorkerLostError
-from libra.loop.fleet import ServingEngine, ServingFleet
-from libra.loop.published_weights import PublishedWeights, WeightsObserver
+from libra.exec.protocols import Engine, WorkerFailedError, WorkerLostError
+from libra.loop.fleet import PublishedWeights, RunObserver, ServingEngine, ServingFleet
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.slots import longest_context
 from libra.plan.transition import Duty, Role, Transition
-from libra.records.disk import writing
+from libra.records.files import writing
 
 # For which an engine that is to do something else may go on with its turns. To stop one costs computing its context
 # again elsewhere, or handing it over: tenths of a second to seconds for all turns of an engine. Waiting as long as
@@ -48,47 +47,40 @@ _LEAVING_SECONDS = SAVE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class WorkerSettings:
     """What the workers of a session begin with."""
 
+    training: TrainingConfig
+    engines: Mapping[str, ShapeConfig]  # sizes in which one can be started
+    share: float  # of one core, per slot
+    port: int  # where replicas meet; 0: any free one
+    seed: int
     model: Path  # its directory
     precision: Precision
     kv_bytes: int  # that one token takes in an engine
     version: int  # of the weights: optimiser steps made before
     checkpoint: Path | None  # that holds them; None: they are the model's own
 
-
-class ProcessObserver(WeightsObserver, Protocol):
-    """Told what processes do beside their orders."""
-
-    def joined(self, worker: str, seconds: float, held_seconds: float) -> None:
-        """A replica takes part in training, `seconds` after its start; a step waited `held_seconds` for its entry."""
-        ...
+    @property
+    def longest_context(self) -> int:
+        return longest_context(self.engines)
 
 
-class RunObserver(PoolObserver, ProcessObserver, Protocol):
-    """Told of all changes of a run's workers."""
-
-
+@dataclass(eq=False)
 class SlotProcesses:
     """The `ProcessController` of a run on slots: one replica or one engine on each."""
 
-    def __init__(
-        self,
-        launcher: WorkerLauncher,
-        pool: WorkerPool,
-        fleet: ServingFleet,
-        config: RunConfig,
-        origin: Origin,
-        journal: Journal,
-        observer: ProcessObserver,
-    ) -> None:
-        self._launcher, self._pool, self._config, self._origin = launcher, pool, config, origin
-        self._journal, self._observer = journal, observer
+    launcher: WorkerLauncher
+    pool: WorkerPool
+    fleet: ServingFleet
+    settings: WorkerSettings
+    journal: Journal
+    observer: RunObserver
+
+    def __post_init__(self) -> None:
         self.lost: Callable[[str, str], None] = lambda worker, why: None  # told which worker went away, and why
         self._layout: Ready
         self._published: PublishedWeights
-        self.fleet = fleet
         self._trainers: Trainers | None = None
         self._handles: dict[str, Handle] = {}  # the latest of every worker
 
@@ -100,28 +92,24 @@ class SlotProcesses:
 
     @property
     def trainer(self) -> Trainers | None:
-        """See `ProcessController`."""
         return self._trainers
 
     def unsupported(self, transition: Transition) -> str | None:
-        """See `ProcessController`."""
-        wanted, slots = transition.after, {worker.id for worker in self._pool.all()}
+        wanted, slots = transition.after, {worker.id for worker in self.pool.all()}
         if wanted.layout != ONE_DEVICE:
             return f"layout {wanted.layout}: each slot trains one whole replica, none can be spread over several"
         elsewhere = [move.worker for move in transition.moves if move.worker not in slots]
         if elsewhere:
             return f"placement on {elsewhere[0]}: the slots of this run are {', '.join(sorted(slots))}"
-        unknown = [bucket.shape for bucket in wanted.buckets if bucket.shape not in self._config.engines]
+        unknown = [bucket.shape for bucket in wanted.buckets if bucket.shape not in self.settings.engines]
         if unknown:
-            return f"engine {unknown[0]}: the configuration has {', '.join(sorted(self._config.engines))}"
+            return f"engine {unknown[0]}: the configuration has {', '.join(sorted(self.settings.engines))}"
         return None
 
     def offers(self, slot: int) -> bool:
-        """See `ProcessController`."""
-        return self._launcher.offers(slot)
+        return self.launcher.offers(slot)
 
     async def free(self, worker: str, duty: Duty) -> None:
-        """See `ProcessController`."""
         if duty.role is Role.TRAIN:
             await (await self.trainers.leave(worker)).stop()
             return
@@ -134,27 +122,24 @@ class SlotProcesses:
         await engine.stop()
 
     async def start(self, worker: str, duty: Duty) -> None:
-        """See `ProcessController`."""
         if duty.shape is None:
             await self._start_trainer(worker)
         else:
             await self._start_engine(worker, duty.shape)
 
     def end(self, worker: str, why: str) -> None:
-        """See `ProcessController`."""
         self.fleet.remove(worker)
         handle = self._handles.get(worker)
         if handle is not None:
             handle.declare_lost(why)
-            self._launcher.kill(handle.link)
+            self.launcher.kill(handle.link)
 
     def route(self, allocation: Allocation) -> None:
-        """See `ProcessController`."""
         self.fleet.reallocate(allocation)
 
     async def publish(self, version: int, buffer: int, checksum: int) -> list[float]:
         """Every engine takes the new weights between two of its iterations; returns the seconds of each."""
-        self._journal.note(WeightsPublished(version))
+        self.journal.note(WeightsPublished(version))
         self._published.current = LoadWeights(version, buffer, checksum)
         return await self.reload()
 
@@ -162,7 +147,7 @@ class SlotProcesses:
         """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
         await save_weights(self.trainers, directory, optimiser=False)
         with writing(directory):
-            shutil.copy(self._origin.model / "tokenizer.json", directory / "tokenizer.json")
+            shutil.copy(self.settings.model / "tokenizer.json", directory / "tokenizer.json")
 
     async def reload(self) -> list[float]:
         """Every engine takes the current weights, if it has them or not; returns the seconds of each."""
@@ -172,7 +157,7 @@ class SlotProcesses:
     def declare_dead(self) -> None:
         """Notice what a channel does not tell: a process that is gone."""
         for handle in list(self._handles.values()):
-            if not handle.lost and not self._launcher.exists(handle.link):
+            if not handle.lost and not self.launcher.exists(handle.link):
                 handle.declare_lost("its process is gone")
 
     async def stop(self) -> None:
@@ -182,65 +167,65 @@ class SlotProcesses:
     async def _spawn(self, name: str) -> WorkerLink:
         before = self._handles.get(name)
         if before is not None:
-            await self._launcher.gone(before.link)
+            await self.launcher.gone(before.link)
             del self._handles[name]  # not before that: the next start here has to wait for it too
         try:
-            link = await self._launcher.spawn(name, self._pool[name].slot)
+            link = await self.launcher.spawn(name, self.pool[name].slot)
         except ForkError as error:
             raise WorkerFailedError(str(error)) from None
-        self._journal.commit(ProcessStarted(name, link.pid))
+        self.journal.commit(ProcessStarted(name, link.pid))
         return link
 
     async def _start_trainer(self, name: str) -> None:
-        training, began = self._config.training, time.monotonic()
+        training, began = self.settings.training, time.monotonic()
         handle = self._handles[name] = Handle(await self._spawn(name), self.lost)
         ready = await handle.start(
             start_order(
-                self._origin.model,
+                self.settings.model,
                 training,
                 learning_rate=training.learning_rate,
-                precision=self._origin.precision,
-                seed=self._config.seed,
-                share=self._config.cluster.share,
+                precision=self.settings.precision,
+                seed=self.settings.seed,
+                share=self.settings.share,
                 cores=(handle.link.core,),
             )
         )
         self._layout = ready
         if self._trainers is not None:
-            held_seconds = await self._trainers.join(handle, core=self._pool[name].allowed == {Role.TRAIN})
-            self._observer.joined(name, time.monotonic() - began, held_seconds)
+            held_seconds = await self._trainers.join(handle, core=self.pool[name].allowed == {Role.TRAIN})
+            self.observer.joined(name, time.monotonic() - began, held_seconds)
         else:
             await self._open_training(handle)
 
     async def _open_training(self, core: Handle) -> None:
         """The first core replica: it has the state to begin with, and knows the layout of the weights."""
-        version, checkpoint = self._origin.version, self._origin.checkpoint
+        version, checkpoint = self.settings.version, self.settings.checkpoint
         if checkpoint is not None:
             await core.ask(LoadCheckpoint(str(checkpoint)), Acknowledged)
         buffer = version % BUFFERS
         first = await core.ask(Publish(version, buffer), Published)
-        trainers = Trainers(core, lambda replica: self._launcher.kill(replica.link), port=self._config.cluster.port)
+        trainers = Trainers(core, lambda replica: self.launcher.kill(replica.link), port=self.settings.port)
         current = LoadWeights(version, buffer, first.checksum)
-        self._published = PublishedWeights(self._launcher, trainers, self._layout.buffer_bytes, current, self._observer)
+        self._published = PublishedWeights(self.launcher, trainers, self._layout.buffer_bytes, current, self.observer)
         self._trainers = trainers
 
     async def _start_engine(self, name: str, shape: str) -> None:
-        size = self._config.engines[shape]
+        size = self.settings.engines[shape]
         handle = EngineHandle(await self._spawn(name), self.lost)
         self._handles[name] = handle
         await handle.start(
             StartEngine(
-                model_directory=str(self._origin.model),
+                model_directory=str(self.settings.model),
                 max_model_len=size.max_model_len,
                 max_num_seqs=size.max_num_seqs,
-                dtype=served_dtype(self._origin.precision),
-                kv_cache_bytes=size.kv_tokens * self._origin.kv_bytes,
+                dtype=served_dtype(self.settings.precision),
+                kv_cache_bytes=size.kv_tokens * self.settings.kv_bytes,
                 layout=self._layout.layout,
                 buffer_bytes=self._layout.buffer_bytes,
-                seed=self._config.seed * 1000 + self._pool[name].slot,
-                share=self._config.cluster.share,
+                seed=self.settings.seed * 1000 + self.pool[name].slot,
+                share=self.settings.share,
                 cores=(handle.link.core,),
-                refresh_kv=self._config.training.kv_on_update == "refresh",
+                refresh_kv=self.settings.training.kv_on_update == "refresh",
                 kv=self._kv_place(handle),
             )
         )
@@ -252,7 +237,7 @@ class SlotProcesses:
     def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
-        if handover is None or not handover.may_pay(longest_context(self._config.engines)):
+        if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)
 
@@ -270,21 +255,12 @@ class SlotProcesses:
 RunExecutor = Executor[SlotProcesses]
 
 
-def begin_session(
-    launcher: WorkerLauncher,
-    pool: WorkerPool,
-    fleet: ServingFleet,
-    config: RunConfig,
-    origin: Origin,
-    journal: Journal,
-    observer: RunObserver,
-) -> RunExecutor:
-    """An executor over the processes of a launcher, which looks after them; nothing is started yet."""
-    processes = SlotProcesses(launcher, pool, fleet, config, origin, journal, observer)
-    most = longest_context(config.engines)
-    longest = {name for name, shape in config.engines.items() if shape.max_model_len == most}
-    executor = Executor(pool, processes, journal, observer, longest, most)
-    processes.lost, launcher.slots_changed = executor.lose, executor.slots_changed
-    journal.commit(SessionStarted(origin.version))
+def begin_session(processes: SlotProcesses) -> RunExecutor:
+    """An executor over these processes, which looks after them; nothing is started yet."""
+    settings, journal, most = processes.settings, processes.journal, processes.settings.longest_context
+    longest = {name for name, shape in settings.engines.items() if shape.max_model_len == most}
+    executor = Executor(processes.pool, processes, journal, processes.observer, longest, most)
+    processes.lost, processes.launcher.slots_changed = executor.lose, executor.slots_changed
+    journal.commit(SessionStarted(settings.version))
     executor.watch()
     return executor

@@ -17,12 +17,11 @@ from libra.backends.grpo.joint_step import StepResult
 from libra.backends.vllm.kv_handover import ContextMoves
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
+from libra.loop.metrics import Tally
 from libra.loop.rollout import Episode, TurnReport
-from libra.loop.tally import Tally
 from libra.records.causes import Cause
 from libra.records.device_time import DeviceTime, Part, Phase, Seconds
-from libra.records.disk import writing
-from libra.records.line_file import LineFile
+from libra.records.files import LineFile, writing
 from libra.records.schema import (
     DecisionRecord,
     EventRecord,
@@ -96,8 +95,7 @@ class Recorder:
         held_seconds: float | None = None,
     ) -> None:
         self._write("events", EventRecord(self.now(), kind, worker, text, seconds, held_seconds))
-        if kind != "weights":
-            self.messages.append(f"{worker}: {text}" if worker else text)
+        self.messages.append(f"{worker}: {text}" if worker else text)
 
     def episode(self, episode: Episode) -> None:
         self._files["trajectories"].append(dump_trajectory(episode.trajectory).encode())

@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
-from libra.config.run import RunConfig
 from libra.exec.executor import Executor
 from libra.exec.protocols import ProcessController
 from libra.loop.observations import Observations
@@ -24,31 +24,29 @@ from libra.plan.replanner import Proposal
 from libra.plan.site import SlotSite
 from libra.plan.transition import Role, Transition
 from libra.records.schema import DecisionRecord
-from libra.report.live import Display
 
 
+@dataclass(eq=False)
 class ReplanController:
     """The periods of a run and its changes of allocation. The verbs belong to step boundaries, except `worker_lost`."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        executor: Executor[ProcessController],
-        observations: Observations,
-        recorder: Recorder,
-        display: Display,
-        first: Allocation,
-        first_period: int,
-    ) -> None:
-        """`first` is the allocation that the run began with, and keeps with `allocation: static`."""
-        self._config, self._executor, self._observations = config, executor, observations
-        self._recorder, self._display = recorder, display
-        self.periods = Periods(recorder, first_period)
+    executor: Executor[ProcessController]
+    observations: Observations
+    recorder: Recorder
+    say: Callable[[str], None]  # told of decisions
+    first: Allocation  # that the run began with, and keeps where it is not `adaptive`
+    steps: int
+    period: int  # steps between two decisions
+    seed: int
+    adaptive: bool
+    first_period: int
+
+    def __post_init__(self) -> None:
+        self.periods = Periods(self.recorder, self.first_period)
         self.changed: Callable[[], None] = lambda: None  # told when there may be something to do at a boundary
         self.last_decision = ""
         self._step = 0
         self._period_began = 0  # the step after which the last period began, or should have
-        self._first = first
         self._task: asyncio.Task[None] | None = None
         self._applying = False
         self._left: Allocation | None = None
@@ -87,8 +85,8 @@ class ReplanController:
             self._next_period(decide=True, forced=True)
         elif applied:
             self._next_period(decide=False, tried=False)
-        elif self._step - self._period_began >= self._config.planner.period:
-            self._next_period(decide=self._config.allocation == "adaptive" or self._any_idle())
+        elif self._step - self._period_began >= self.period:
+            self._next_period(decide=self.adaptive or self._any_idle())
 
     def require_sound(self) -> None:
         """Raise what a decision raised."""
@@ -102,7 +100,7 @@ class ReplanController:
         if self._task is None:
             return
         if self._applying:
-            self._executor.drop_rest("the run has made all its steps")
+            self.executor.drop_rest("the run has made all its steps")
             await self._task
         else:
             await self.cancel()
@@ -119,12 +117,12 @@ class ReplanController:
         self.periods.end(self._without_change)
 
     def _any_idle(self) -> bool:
-        return any(worker.role is Role.IDLE for worker in self._executor.healthy())
+        return any(worker.role is Role.IDLE for worker in self.executor.pool.healthy())
 
     def _next_period(self, decide: bool, forced: bool = False, tried: bool = True) -> None:
         """End the period, ask for a decision, and predict the next period."""
         self.periods.end(self._without_change)
-        steps_left = self._config.training.steps - self._step
+        steps_left = self.steps - self._step
         if decide and steps_left > 0 and self._task is None:
             self._task = asyncio.create_task(self._decide(steps_left))
             self._task.add_done_callback(lambda task: self.changed())
@@ -138,7 +136,7 @@ class ReplanController:
     def _begin_period(self, switching: bool, tried: bool = True) -> None:
         """Predict the next period. Buckets that were not `tried` yet have no known router."""
         self._period_began = self._step
-        allocation = self._executor.allocation()
+        allocation = self.executor.allocation()
         predicted = None if allocation is None else self._predict(allocation, tried)
         if allocation is not None and predicted is not None:
             self.periods.begin(self._step + 1, allocation.describe(), predicted, switching)
@@ -146,26 +144,26 @@ class ReplanController:
     def _predict(self, allocation: Allocation, tried: bool) -> Prediction | None:
         """The price of an allocation for the work as it is tracked now; None where it does not fit."""
         site = self._site(allocation if tried else None)
-        [question] = site.questions([self._observations.replanner.scenario(site)])
+        [question] = site.questions([self.observations.replanner.scenario(site)])
         return price(question.problem, allocation) if infeasibility(question.problem, allocation) is None else None
 
     def _site(self, current: Allocation | None) -> SlotSite:
-        return self._observations.site(self._executor.pool.devices(), current)
+        return self.observations.site(self.executor.pool.devices(), current)
 
     async def _decide(self, steps_left: int) -> None:
         """Plan, decide, and carry the decision out, while the steps go on."""
-        workers, current = self._executor.healthy(), self._executor.allocation()
-        if self._config.allocation == "static":
+        workers, current = self.executor.pool.healthy(), self.executor.allocation()
+        if not self.adaptive:
             if current is not None and self._predict(current, tried=True) is not None:
                 return
-            if self._first.replicas + self._first.engines == len(workers):
-                await self._apply(self._executor.transition(self._first))
+            if self.first.replicas + self.first.engines == len(workers):
+                await self._apply(self.executor.transition(self.first))
                 return
         began = time.monotonic()
-        replanner = self._observations.replanner
+        replanner = self.observations.replanner
         outlook = replanner.outlook(self._site(current), steps_left)
-        proposal = await asyncio.to_thread(outlook.propose, self._config.seed)
-        if self._executor.healthy() != workers:
+        proposal = await asyncio.to_thread(outlook.propose, self.seed)
+        if self.executor.pool.healthy() != workers:
             self.worker_lost()  # it was planned for others
             return
         replanner.decided(proposal)
@@ -177,15 +175,15 @@ class ReplanController:
         self._applying = True
         self._left = transition.before
         self.periods.mark_switching()
-        applied = await self._executor.apply(transition)
+        applied = await self.executor.apply(transition)
         for moved in applied.moves:
             if moved.outcome == "done":
-                self._observations.observe_move(moved.move.after.role, moved.seconds)
+                self.observations.observe_move(moved.move.after.role, moved.seconds)
         if applied.failure is None:
             self.periods.carried_out(sum(moved.seconds for moved in applied.moves))
         else:
             self.periods.dropped()
-            self._recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
+            self.recorder.event("warning", None, f"the plan is dropped: {applied.failure}")
         # Idle slots start first, so one that is idle after an undone move was lost meanwhile. That cannot go on for
         # ever: a slot that loses its process again and again is retired.
         if any(moved.outcome == "failed" for moved in applied.moves) or (applied.failure and self._any_idle()):
@@ -198,7 +196,7 @@ class ReplanController:
         record = DecisionRecord(
             period=self.periods.number,
             step=self._step,
-            time=self._recorder.now(),
+            time=self.recorder.now(),
             before=current.describe() if current is not None else "nothing that can go on",
             after=plan.allocation.describe(),
             before_seconds=before,
@@ -219,4 +217,4 @@ class ReplanController:
         which = f"{record.before} → {record.after}" if decision.taken else "kept"
         limits = " (no worker changes its role)" if decision.taken and not decision.transition.moves else ""
         self.last_decision = f"step {self._step}: {which}{limits}: {decision.reason}"
-        self._display.line(f"decision at {self.last_decision}")
+        self.say(f"decision at {self.last_decision}")

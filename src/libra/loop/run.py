@@ -6,26 +6,31 @@ Invariant: whatever ends a run (its last step, an error, Ctrl-C), its workers ar
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from libra.backends.arithmetic import choose
-from libra.backends.launch.launcher import WorkerLauncher
-from libra.backends.launch.local import LocalLauncher
+import psutil
+
+from libra.backends.launch.launcher import LocalLauncher, WorkerLauncher
+from libra.backends.machine import choose
 from libra.config.run import ClusterConfig, ConfigError, RunConfig
 from libra.environments.protocol import Environment
-from libra.loop.interrupted import read_interrupted
-from libra.loop.memory import MemoryWatch
+from libra.loop.checkpoint import read_interrupted
 from libra.loop.metrics import MetricsEndpoint
-from libra.loop.phases import Phases
+from libra.loop.progress import RunProgress
 from libra.loop.run_directory import record_config
 from libra.loop.session import Session
 from libra.loop.warmup import warm_model
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 from libra.records.schema import RunSummary
 from libra.report.live import Display
+
+_MEMORY_SECONDS = 20.0  # between two looks; one costs tens of milliseconds of CPU time for each large process
 
 
 async def run(config: RunConfig, environment: Environment, display: Display, resume: bool) -> RunSummary:
@@ -44,20 +49,20 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         _launcher(config.cluster, directory / "logs") as launcher,
         MemoryWatch(launcher.processes) as memory,
     ):
-        phase = Phases(config.name, config.training.steps, display)
+        progress = RunProgress(config.name, config.training.steps, display)
         if metrics.address is not None:
-            phase.line(f"metrics for Prometheus: {metrics.address}")
-        phase.show("starting: importing torch and vLLM")
+            progress.line(f"metrics for Prometheus: {metrics.address}")
+        progress.phase("starting: importing torch and vLLM")
         imported = await launcher.ready()
-        phase.line(f"worker libraries imported in {imported:.1f} s")
+        progress.line(f"worker libraries imported in {imported:.1f} s")
         choice = choose(config.training.precision, launcher.bf16)
-        phase.line(choice.words)
+        progress.line(choice.words)
         config = config.computing_in(choice.precision)
         record_config(config)
-        model = await warm_model(config, environment, launcher, choice.precision, phase.warm_up)
-        session = Session(config, environment, display, phase, launcher, metrics, choice, model, began, before)
+        model = await warm_model(config, environment, launcher, choice.precision, progress.warm_up)
+        session = Session(config, environment, progress, launcher, metrics, memory.peak, choice, model, began, before)
         # What a callback raises has no caller: it ends the run instead of being logged and forgotten.
-        main = asyncio.create_task(session.run(memory))
+        main = asyncio.create_task(session.run())
         broken: list[BaseException] = []
 
         def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -69,7 +74,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
         asyncio.get_running_loop().set_exception_handler(stop)
         try:
             summary = await main
-            session.close()
+            session.files.close()
             return summary
         except asyncio.CancelledError:
             if broken:
@@ -79,7 +84,7 @@ async def run(config: RunConfig, environment: Environment, display: Display, res
             main.cancel()
             await asyncio.gather(main, return_exceptions=True)
             with suppress(DiskError):  # it is why the run ends, or less than that
-                session.close()
+                session.files.close()
 
 
 def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager[WorkerLauncher]:
@@ -88,3 +93,46 @@ def _launcher(cluster: ClusterConfig, logs: Path) -> AbstractAsyncContextManager
     from libra.backends.launch.ray import open_on_ray  # its library is an extra
 
     return open_on_ray(cluster, logs)
+
+
+class MemoryWatch:
+    """Watches this process, and those under `roots`, while it is entered."""
+
+    def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
+        self._roots = roots
+        self._task: asyncio.Task[None] | None = None
+        self._peak = 0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def peak(self) -> int:
+        """Bytes at most so far, this moment included."""
+        self._peak = max(self._peak, await asyncio.to_thread(self._proportional_set_size))
+        return self._peak
+
+    async def _watch(self) -> None:
+        while True:
+            await self.peak()
+            await asyncio.sleep(_MEMORY_SECONDS)
+
+    def _proportional_set_size(self) -> int:
+        processes = [psutil.Process(os.getpid())]
+        for pid in self._roots():
+            with suppress(psutil.Error):
+                root = psutil.Process(pid)
+                processes += [root, *root.children(recursive=True)]
+        total = 0
+        for process in processes:
+            with suppress(psutil.Error):  # it ended while we looked
+                total += process.memory_full_info().pss
+        return total

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from libra.config.run import ConfigError, RunConfig
 from libra.loop.checkpoint import latest_checkpoint
-from libra.records.disk import write_whole, writing
+from libra.records.files import write_whole, writing
 from libra.route.catalogue import policy_restored
 
 _LOCK = "lock"  # the file's name; it holds the process id, stays when the run ends, and means nothing then

@@ -6,14 +6,11 @@ reused: three runs that differ in their learning rate start from the same weight
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from libra.backends.launch.launcher import WorkerLauncher
 from libra.backends.tiny_model import TokenizerCodec, write_tiny_model
 from libra.backends.transport.messages import Acknowledged, Precision
 from libra.backends.transport.trainer_messages import SaveCheckpoint, WarmedUp, WarmUp
-from libra.config.cache import cache_directory
+from libra.config.cache import cache_directory, cache_key
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
 from libra.loop.rollout import Codec
@@ -34,21 +31,15 @@ _RAMP_STEPS = 50  # of the learning rate
 _FINAL_RATE = 0.05  # of the learning rate, reached linearly
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUpProgress:
-    step: int
-    steps: int
-    loss: float
-
-
 async def warm_model(
     config: RunConfig,
     environment: Environment,
     launcher: WorkerLauncher,
     precision: Precision,
-    progress: Callable[[WarmUpProgress], None],
+    progress: Callable[[int, int, float], None],
 ) -> Path:
-    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier run."""
+    """The directory of the model that reinforcement learning starts from; made now, or found from an earlier
+    run. `progress` is told of every step, of how many there are, and of its loss."""
     if config.model.directory is not None and config.warm_up.steps == 0:
         return config.model.directory
     target = cache_directory() / "warm" / _key(config, environment, precision)
@@ -74,7 +65,7 @@ async def _train(
     launcher: WorkerLauncher,
     precision: Precision,
     directory: Path,
-    progress: Callable[[WarmUpProgress], None],
+    progress: Callable[[int, int, float], None],
 ) -> None:
     """Supervised steps with the whole machine: nothing else runs yet."""
     settings = config.warm_up
@@ -97,7 +88,7 @@ async def _train(
         ramp = min(1.0, (step + 1) / _RAMP_STEPS) * max(_FINAL_RATE, 1 - step / settings.steps)
         batch = [_encode(environment, codec, rng) for _ in range(settings.batch)]
         done = await trainer.ask(WarmUp(batch, settings.learning_rate * ramp), WarmedUp)
-        progress(WarmUpProgress(step + 1, settings.steps, done.loss))
+        progress(step + 1, settings.steps, done.loss)
     await trainer.ask(SaveCheckpoint(str(directory), optimiser=False), Acknowledged)
     await trainer.stop()
 
@@ -125,4 +116,4 @@ def _key(config: RunConfig, environment: Environment, precision: Precision) -> s
         "environment": {"kind": config.environment.kind, "options": config.environment.options, "source": source},
         "torch": version("torch"),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_key(parts)

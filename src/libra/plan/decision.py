@@ -11,16 +11,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra.cost.collectives import fabric
 from libra.cost.device import SwitchCost
-from libra.cost.grid import prefill_line
+from libra.cost.lines import prefill_line
 from libra.cost.rollout import EngineTiming, refill_seconds
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.price import infeasibility, price
 from libra.plan.problem import Prediction, Problem
-from libra.plan.transition import IDLE, Role, Transition, group_transition
+from libra.plan.transition import IDLE, Role, Transition
 
 # The vLLM blog (Zero-Reload Model Switching with vLLM Sleep Mode, 2025) has 30 to over 100 s for a start with weights;
 # the middle of that in the logarithm. What runs measures its own.
@@ -85,13 +84,6 @@ def cluster_seconds(problem: Problem, transition: Transition, switch: SwitchCost
     after = sum(count * devices[shape] for shape, count in transition.after.engines_by_shape.items())
     lost = refill * stopped / before / after if stopped else 0.0
     return max(starting, default=0.0) + lost
-
-
-def switch_seconds(
-    problem: Problem, current: Allocation, wanted: Allocation, switch: SwitchCost, refill: float = 0.0
-) -> float:
-    """`cluster_seconds` between allocations that are not placed."""
-    return cluster_seconds(problem, group_transition(current, wanted), switch, refill)
 
 
 @dataclass(frozen=True, slots=True)

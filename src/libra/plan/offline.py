@@ -119,7 +119,8 @@ def request_from(config: RunConfig, evidence: LogEvidence, profile: DeviceProfil
     """The planning question for what `gather` found."""
     cluster = config.cluster
     return make_request(
-        config,
+        config.training,
+        config.engines,
         evidence.tracker.classes(SLOT_CLASSES),
         profile,
         fleet=SlotCounts(cluster.core, cluster.hybrid, cluster.rollout),

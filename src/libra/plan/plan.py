@@ -17,9 +17,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation
-from libra.plan.explain.conflict import conflict, message
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.menu import Menu
 from libra.plan.options.price import bucket_prices
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
@@ -28,6 +28,7 @@ from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem,
 FORMAT = 2
 
 Solver = Literal["cp-sat", "ilp"]
+PlanRequest = SlotRequest | ClusterRequest
 
 _ROUNDING = 1e-9  # relative: between a bound and a price
 
@@ -50,20 +51,12 @@ class Plan:
     max_num_seqs: tuple[int, ...]  # of each bucket's engines: sequences that decode together
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
-    request: Annotated[SlotRequest | ClusterRequest, Field(discriminator="kind")]
+    request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
     @property
     def solution(self) -> Solution:
         return Solution(self.allocation, self.predicted, self.proof)
-
-    def menu(self) -> tuple[Problem, tuple[tuple[str, str], ...]]:
-        """The request's problem, priced again, and the names of what is no option with the reason."""
-        if isinstance(self.request, SlotRequest):
-            return self.request.problem(), ()
-        menu = self.request.menu()
-        layouts = ((each.layout, each.reason) for each in menu.rejected_layouts)
-        return menu.problem, (*layouts, *((each.shape, each.reason) for each in menu.rejected_engines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +69,15 @@ class Confirmation:
 
 
 def make_plan(
-    request: SlotRequest | ClusterRequest,
-    *,
-    placed: Sequence[DeviceGroup] = (),
-    deterministic_limit: float = 30.0,
-    seed: int = 0,
-    solver: Solver = "cp-sat",
+    request: PlanRequest, *, placed: Sequence[DeviceGroup] = (), seed: int = 0, solver: Solver = "cp-sat"
 ) -> Plan:
-    """The best plan for the request. The same request, placement, limit, seed and solver give the same plan.
+    """The best plan for the request. The same request, placement, seed (CP-SAT's) and solver give the same plan.
 
-    `placed` says where the current allocation's groups are: they stay where they can. Limit and seed are CP-SAT's.
+    `placed` says where the current allocation's groups are: they stay where they can.
     Raises `InfeasiblePlanError` when no allocation can serve the request, ModuleNotFoundError without the extra `ilp`.
     """
-    if isinstance(request, SlotRequest):
-        problem = request.problem()
-        return answer(request, problem, _solved(problem, deterministic_limit, seed, solver))
     menu = request.menu()
-    solution = _solved(menu.problem, deterministic_limit, seed, solver)
-    return answer(
-        request,
-        menu.problem,
-        solution,
-        layout=menu.layouts[solution.allocation.layout, solution.allocation.replicas],
-        placement=place(menu.problem, solution.allocation, placed),
-    )
+    return answer(request, menu, _solved(menu.problem, seed, solver), placed)
 
 
 def confirm(plan: Plan, solver: Solver) -> Confirmation:
@@ -109,9 +87,8 @@ def confirm(plan: Plan, solver: Solver) -> Confirmation:
     ModuleNotFoundError without the extra `ilp`.
     """
     first: Solver = "ilp" if solver == "cp-sat" else "cp-sat"
-    problem, _ = plan.menu()
     try:
-        second = solve(problem) if solver == "cp-sat" else _solve_ilp(problem)
+        second = _solved(plan.request.menu().problem, 0, solver)
     except InfeasiblePlanError as error:
         raise DisagreementError(f"{solver} finds no plan ({error}), {first} has one: {solver} is wrong") from None
     return compare(first, plan.solution, solver, second)
@@ -128,20 +105,9 @@ def compare(first: Solver, one: Solution, solver: Solver, other: Solution) -> Co
     return Confirmation(solver, other.predicted.step, other.proof.bound)
 
 
-def _solved(problem: Problem, deterministic_limit: float, seed: int, solver: Solver) -> Solution:
-    try:
-        if solver == "ilp":
-            return _solve_ilp(problem)
-        return solve(problem, deterministic_limit=deterministic_limit, seed=seed)
-    except InfeasiblePlanError:
-        conflicting = conflict(problem)
-        if len(conflicting) < 2:  # the solver's own message names it, and the remedy
-            raise
-        shared = "" if problem.colocated or problem.use_all_devices else ", or share devices (mode: colocated)"
-        raise InfeasiblePlanError(f"{message(conflicting)}: add devices, ask for less{shared}") from None
-
-
-def _solve_ilp(problem: Problem) -> Solution:
+def _solved(problem: Problem, seed: int, solver: Solver) -> Solution:
+    if solver == "cp-sat":
+        return solve(problem, seed=seed)
     try:
         from libra.plan.model.ilp import solve_ilp
     except ModuleNotFoundError as error:
@@ -153,17 +119,13 @@ def _solve_ilp(problem: Problem) -> Solution:
     return solve_ilp(problem)
 
 
-def answer(
-    request: SlotRequest | ClusterRequest,
-    problem: Problem,
-    solution: Solution,
-    *,
-    layout: ParallelLayout | None = None,
-    placement: tuple[DeviceGroup, ...] = (),
-) -> Plan:
-    """The plan that a solution of the request's problem stands for."""
-    max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, solution.allocation))
-    return Plan(solution.allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, request)
+def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequence[DeviceGroup] = ()) -> Plan:
+    """The plan that a solution of the request's menu stands for; groups that are `placed` stay where they can."""
+    problem, allocation = menu.problem, solution.allocation
+    max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, allocation))
+    layout = menu.layouts.get((allocation.layout, allocation.replicas))
+    placement = () if layout is None else place(problem, allocation, placed)
+    return Plan(allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, request)
 
 
 def dump_plan(plan: Plan) -> str:

@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 
 from libra.cost.device import SwitchCost
 from libra.lengths import LengthTracker
 from libra.lengths.forecast import scaled
-from libra.plan.allocation import Allocation
 from libra.plan.decision import Case, Decision, decide, expected
 from libra.plan.model.solve import solve
-from libra.plan.options.price import infeasibility, price
+from libra.plan.options.price import infeasibility, solution
 from libra.plan.plan import Plan
 from libra.plan.planner import Planner, recipe_tracker
-from libra.plan.problem import Prediction, Problem, Proof, Solution
 from libra.plan.site import ClusterSite, Scenario, Site
 from libra.trajectory import Trajectory
 
@@ -47,18 +44,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One decision, and what became of it. Seconds are of one optimiser step."""
+    """One decision, and what became of it."""
 
     decision: Decision
-    predicted: Prediction  # of the plan in force after the decision, for the work that the decision was made for
-    before: float | None  # seconds measured since the decision before this one; None: none were
-    realised: float | None = None  # seconds measured since; None: not yet
-
-    @property
-    def realised_gain(self) -> float | None:
-        """Measured seconds saved since the decision; beside `decision.gain_per_step` where it was taken. Changes in
-        between are in it, and the work may have changed as well. None as long as either side has not been measured."""
-        return None if self.before is None or self.realised is None else self.before - self.realised
+    realised: float | None = None  # seconds of a step as measured since; None: not yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +80,10 @@ class Outlook:
             key=lambda way: expected(cases, way[0].after).step * self.horizon_steps + way[1],
         )
         decision = decide(cases, transition, horizon_steps=self.horizon_steps, uncertainty=self.uncertainty, cost=cost)
-        chosen = _compared(questions[0].problem, transition.after, solutions[0])
-        return Proposal(site.plan(questions[0], chosen), decision)
+        likeliest, best = questions[0], solutions[0]
+        if transition.after != best.allocation:
+            best = solution(likeliest.problem, transition.after, best.proof.bound)
+        return Proposal(site.plan(likeliest, best), decision)
 
 
 class Replanner:
@@ -104,7 +95,8 @@ class Replanner:
     Where devices come and go, and costs are measured while steps are made, the loop says what there is itself: it calls
     `observe`, asks `outlook` about its `Site`, and tells of the proposal's decision with `decided`.
 
-    Threads may share a replanner: each call is one whole step of it. What it returns are values, and can be pickled.
+    It belongs to one thread, as its tracker does. What it returns are values, so that another one may do the searching:
+    `outlook(site).propose()`.
     """
 
     def __init__(
@@ -128,8 +120,6 @@ class Replanner:
         self._holds = float(period) if holds is None else holds
         self._plan = plan
         self._looks: list[Look] = []
-        self._measured: float | None = None
-        self._lock = Lock()
         if tracker is None:
             if planner is None:
                 raise ValueError("give a planner, or a tracker that counts as the loop's engines do")
@@ -140,18 +130,16 @@ class Replanner:
     @property
     def plan(self) -> Plan | None:
         """What the last taken decision proposed; before it, what ran at the start."""
-        with self._lock:
-            return self._plan
+        return self._plan
 
     @property
     def looks(self) -> tuple[Look, ...]:
         """All decisions so far, oldest first."""
-        with self._lock:
-            return tuple(self._looks)
+        return tuple(self._looks)
 
     @property
     def tracker(self) -> LengthTracker:
-        """What was observed. Whoever reads it keeps other threads from observing."""
+        """What was observed."""
         return self._tracker
 
     def step(self, finished: Iterable[Trajectory], running: Iterable[Trajectory]) -> Decision:
@@ -161,50 +149,36 @@ class Replanner:
         `policy_version` is the one they started with. Raises ValueError while nothing has ever finished, and what
         `Planner.plan` raises.
         """
-        with self._lock:
-            if self._planner is None:
-                raise ValueError("there is no planner; ask outlook() about the site instead of step()")
-            ended, going = list(finished), list(running)
-            _require_sound(ended, going, self._planner.recipe.max_length)
-            for trajectory in ended:
-                self._tracker.observe(trajectory)
-            self._tracker.observe_running(going)
-            proposal = self._outlook(ClusterSite(self._planner, self._plan, self._switch), math.inf).propose()
-            self._decided(proposal)
-            return proposal.decision
+        if self._planner is None:
+            raise ValueError("there is no planner; ask outlook() about the site instead of step()")
+        ended, going = list(finished), list(running)
+        _require_sound(ended, going, self._planner.recipe.max_length)
+        for trajectory in ended:
+            self._tracker.observe(trajectory)
+        self._tracker.observe_running(going)
+        proposal = self.outlook(ClusterSite(self._planner, self._plan, self._switch)).propose()
+        self.decided(proposal)
+        return proposal.decision
 
     def observe(self, finished: Iterable[Trajectory]) -> None:
         """Trajectories that have ended since the last call."""
-        with self._lock:
-            for trajectory in finished:
-                self._tracker.observe(trajectory)
-
-    def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
-        """What a decision about the site would be made of now. Raises ValueError while nothing has ever finished."""
-        with self._lock:
-            return self._outlook(site, steps_left)
-
-    def decided(self, proposal: Proposal) -> None:
-        """The decision of a proposal stands: its plan is what runs from now on, if it is taken."""
-        with self._lock:
-            self._decided(proposal)
+        for trajectory in finished:
+            self._tracker.observe(trajectory)
 
     def realised(self, seconds_per_step: float) -> None:
         """The mean seconds of a step as measured since the last decision, whatever happened in them."""
         if not seconds_per_step > 0:
             raise ValueError(f"seconds_per_step is {seconds_per_step}; give the measured seconds, above 0")
-        with self._lock:
-            if not self._looks:
-                raise ValueError("no decision has been made; call step() before realised()")
-            self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
-            self._measured = seconds_per_step
+        if not self._looks:
+            raise ValueError("no decision has been made; call step() before realised()")
+        self._looks[-1] = replace(self._looks[-1], realised=seconds_per_step)
 
     def scenario(self, site: Site) -> Scenario:
         """The tracked lengths, as the site tells them apart."""
-        with self._lock:
-            return Scenario(self._tracker.classes(site.classes), 1.0)
+        return Scenario(self._tracker.classes(site.classes), 1.0)
 
-    def _outlook(self, site: Site, steps_left: float) -> Outlook:
+    def outlook(self, site: Site, steps_left: float = math.inf) -> Outlook:
+        """What a decision about the site would be made of now. Raises ValueError while nothing has ever finished."""
         longest = site.longest_context
         forecast = self._tracker.forecast(self._period / 2, site.classes, longest)
         error = math.hypot(forecast.error, _UNSEEN)
@@ -219,13 +193,12 @@ class Replanner:
             _CONFIDENCE * self._tracker.work_uncertainty(),
         )
 
-    def _decided(self, proposal: Proposal) -> None:
+    def decided(self, proposal: Proposal) -> None:
+        """The decision of a proposal stands: its plan is what runs from now on, if it is taken."""
         decision = proposal.decision
         if decision.taken:
             self._plan = proposal.plan
-        in_force = decision.proposed if decision.taken or decision.current is None else decision.current
-        self._looks.append(Look(decision, in_force, self._measured))
-        self._measured = None
+        self._looks.append(Look(decision))
 
     def _horizon(self) -> float:
         """Steps for which a plan is expected to hold: as long as plans have so far, on average."""
@@ -246,11 +219,3 @@ def _require_sound(finished: Sequence[Trajectory], running: Sequence[Trajectory]
                 f"trajectory {trajectory.id} holds {trajectory.peak_context} tokens, more than the recipe's"
                 f" max_length of {longest}: raise max_length, or cut it with libra.trajectory.truncate"
             )
-
-
-def _compared(problem: Problem, allocation: Allocation, best: Solution) -> Solution:
-    """An allocation beside the best there is for the problem, which it may be or not."""
-    if allocation == best.allocation:
-        return best
-    predicted = price(problem, allocation)
-    return Solution(allocation, predicted, Proof("feasible", best.proof.bound, 1 - best.proof.bound / predicted.step))

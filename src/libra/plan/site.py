@@ -5,23 +5,23 @@ Invariant: a site is a value. Asking it changes nothing, so a thread may search 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from libra.config.run import RunConfig
+from libra.config.run import ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, SwitchCost
-from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.decision import cluster_seconds, live_refill, machine_seconds, switch_cost
 from libra.plan.options.cluster_request import ClusterRequest, sharing_layouts
+from libra.plan.options.menu import Menu
 from libra.plan.options.slots import SLOT_CLASSES, SlotCounts, SlotRequest, longest_context, make_request
-from libra.plan.placement import DeviceGroup, place
-from libra.plan.plan import Plan, answer
+from libra.plan.placement import place
+from libra.plan.plan import Plan, PlanRequest, answer
 from libra.plan.planner import CLASSES, Planner, what_runs
 from libra.plan.problem import Problem, Solution
-from libra.plan.transition import Device, Role, Transition, device_transition, group_transition, longest_shapes
+from libra.plan.transition import Device, Role, Transition, device_transition, group_transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,12 @@ class Scenario:
 class Question:
     """A request, and everything that could be chosen, priced."""
 
-    request: SlotRequest | ClusterRequest
-    problem: Problem
-    layouts: dict[tuple[str, int], ParallelLayout] = field(default_factory=dict)  # by layout and replicas
+    request: PlanRequest
+    menu: Menu
+
+    @property
+    def problem(self) -> Problem:
+        return self.menu.problem
 
 
 class Site(Protocol):
@@ -97,14 +100,13 @@ class ClusterSite:
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
         requests = [self.planner.request(each.classes, *what_runs(self.running)) for each in scenarios]
-        menus = [(request, request.menu()) for request in sharing_layouts(requests)]
-        return tuple(Question(request, menu.problem, menu.layouts) for request, menu in menus)
+        return tuple(Question(request, request.menu()) for request in sharing_layouts(requests))
 
     def transition(self, question: Question, wanted: Allocation) -> Transition:
         if self.running is None:
             return Transition(None, wanted, ())
-        placement = self._place(question, wanted)
-        return group_transition(self.running.allocation, wanted, self.running.placement, placement)
+        placed = self.running.placement
+        return group_transition(self.running.allocation, wanted, placed, place(question.problem, wanted, placed))
 
     def seconds(self, question: Question, transition: Transition) -> float:
         if not isinstance(question.request, ClusterRequest):
@@ -113,24 +115,17 @@ class ClusterSite:
         return cluster_seconds(question.problem, transition, switch, live_refill(question.request))
 
     def plan(self, question: Question, solution: Solution) -> Plan:
-        chosen = solution.allocation
-        return answer(
-            question.request,
-            question.problem,
-            solution,
-            layout=question.layouts[chosen.layout, chosen.replicas],
-            placement=self._place(question, chosen),
-        )
-
-    def _place(self, question: Question, wanted: Allocation) -> tuple[DeviceGroup, ...]:
-        return place(question.problem, wanted, () if self.running is None else self.running.placement)
+        placed = () if self.running is None else self.running.placement
+        return answer(question.request, question.menu, solution, placed)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSite:
     """The healthy devices of a run on slots. What is measured is of the run so far."""
 
-    config: RunConfig
+    training: TrainingConfig
+    engines: Mapping[str, ShapeConfig]
+    horizon: int
     devices: tuple[Device, ...]
     current: Allocation | None
     profile: DeviceProfile
@@ -141,20 +136,16 @@ class SlotSite:
 
     @property
     def longest_context(self) -> int:
-        return longest_context(self.config.engines)
-
-    @property
-    def horizon(self) -> int:
-        return self.config.planner.horizon
+        return longest_context(self.engines)
 
     def questions(self, scenarios: Sequence[Scenario]) -> tuple[Question, ...]:
-        requests = [self.request(each) for each in scenarios]
-        return tuple(Question(request, request.problem()) for request in requests)
+        return tuple(Question(request, request.menu()) for request in map(self.request, scenarios))
 
     def request(self, scenario: Scenario) -> SlotRequest:
         kinds = [device.allowed for device in self.devices]
         return make_request(
-            self.config,
+            self.training,
+            self.engines,
             scenario.classes,
             self.profile,
             fleet=SlotCounts(
@@ -169,15 +160,11 @@ class SlotSite:
         )
 
     def transition(self, question: Question, wanted: Allocation) -> Transition:
-        longest = longest_shapes(question.problem.engines, self.longest_context)
+        longest = {option.shape for option in question.problem.engines if option.holds >= self.longest_context}
         return device_transition(self.devices, self.current, wanted, longest)
 
     def seconds(self, question: Question, transition: Transition) -> float:
         return machine_seconds(transition, self.profile.switch)
 
     def plan(self, question: Question, solution: Solution) -> Plan:
-        return answer(question.request, question.problem, solution)
-
-    def untried(self) -> SlotSite:
-        """The same, where the router has not worked with the present ranges yet."""
-        return replace(self, current=None)
+        return answer(question.request, question.menu, solution)

@@ -8,13 +8,13 @@ place is touched.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from libra.plan.allocation import Allocation
 from libra.plan.placement import DeviceGroup
-from libra.plan.problem import EngineOption, TrainingOption
+from libra.plan.problem import TrainingOption
 
 
 class Role(StrEnum):
@@ -103,11 +103,6 @@ class Transition:
         wanted[TRAIN] = self.after.replicas
         made = Counter(duty for duty in now.values() if duty != IDLE)
         return None if made == wanted else f"the moves do not lead to {self.after.describe()}"
-
-
-def longest_shapes(engines: Iterable[EngineOption], longest_context: int) -> frozenset[str]:
-    """Names of the shapes that hold the longest contexts."""
-    return frozenset(option.shape for option in engines if option.holds >= longest_context)
 
 
 def unsafe(devices: Sequence[Device], move: Move, longest: Collection[str]) -> str | None:

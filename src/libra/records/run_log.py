@@ -22,7 +22,6 @@ from libra.records.schema import (
     RunSummary,
     StepRecord,
     parse_record,
-    read_summary,
 )
 
 R = TypeVar("R", bound=Record)
@@ -64,7 +63,7 @@ def read_run(directory: Path) -> RunLog:
     decisions = _read_lines(DecisionRecord, directory / "decisions.jsonl", cut_off)
     events = _read_lines(EventRecord, directory / "events.jsonl", cut_off)
     summary_path, config_path = directory / "summary.json", directory / "config.json"
-    summary = read_summary(summary_path) if summary_path.exists() else None
+    summary = parse_record(RunSummary, summary_path.read_bytes(), f"{summary_path}") if summary_path.exists() else None
     config = _read_json(config_path) if config_path.exists() else None
     if not (steps or events or summary or config):
         raise FileNotFoundError(f"{directory}: holds no run: none of config.json, metrics.jsonl, events.jsonl is there")

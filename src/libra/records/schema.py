@@ -8,7 +8,7 @@ the start of the RL loop where they name a moment; lengths are tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +16,33 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from libra.plan.problem import Bottleneck
+from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.roles import role_of
+
+Style = TypeVar("Style")
+R = TypeVar("R", bound="Record")
+
+
+def role_of(label: str) -> Role:
+    """The `Role` of a label in the records: its own name, or `rollout:BUCKET` for an engine that serves one bucket.
+    Raises `ValueError` for anything else."""
+    name, colon, bucket = label.partition(":")
+    if name not in set(Role):
+        raise ValueError(f"role {label!r}: unknown; use one of {', '.join(Role)}, or rollout:BUCKET")
+    if colon and (name != Role.ROLLOUT or not bucket):
+        raise ValueError(f"role {label!r}: only rollout names a bucket, as in rollout:long")
+    return Role(name)
+
+
+def styles(labels: Iterable[str], of_role: Mapping[Role, Style], of_buckets: Sequence[Style]) -> dict[str, Style]:
+    """A style for each distinct label, in order of first appearance. Buckets take `of_buckets` in that order; the last
+    of these serves all that follow."""
+    distinct = dict.fromkeys(labels)
+    buckets = [label for label in distinct if ":" in label]
+    return {
+        label: of_buckets[min(buckets.index(label), len(of_buckets) - 1)] if ":" in label else of_role[role_of(label)]
+        for label in distinct
+    }
 
 
 class RecordFormatError(ValueError):
@@ -192,9 +217,7 @@ class RunSummary(Record):
     wall_seconds: float
     steps: int
     evaluations: tuple[Evaluation, ...]
-    prediction_error: (
-        float | None
-    )  # mean absolute relative error over periods without a role change; None: no such period
+    prediction_error: float | None  # mean absolute relative error over periods without a role change; None: no such one
     lost_workers: tuple[str, ...]
     peak_memory_bytes: int
     trajectories_started: int
@@ -206,9 +229,6 @@ class RunSummary(Record):
     versions: Mapping[str, str]  # library -> version
     allocation_mode: str
     arithmetic: str | None = None  # what it computed in, and why; None: of a run from before that was chosen
-
-
-R = TypeVar("R", bound=Record)
 
 
 _ADAPTERS: dict[type[Record], TypeAdapter[Any]] = {}
@@ -243,7 +263,3 @@ def read_records(kind: type[R], path: Path) -> Iterator[R]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield parse_record(kind, line, f"{path}:{number}")
-
-
-def read_summary(path: Path) -> RunSummary:
-    return parse_record(RunSummary, path.read_bytes(), f"{path}")

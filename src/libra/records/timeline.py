@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from libra.plan.transition import Role
 from libra.records.causes import Cause
-from libra.records.roles import role_of, styles
+from libra.records.schema import role_of, styles
 from libra.records.trace import MAX_EVENTS, JsonValue, TraceFile
 
 _ROLES, _MOVES, _CAUSES, _WORK, _TURNS, _STEPS = 1, 2, 3, 4, 5, 6
@@ -71,22 +70,16 @@ class _Lane:
     end: float = float("-inf")  # of its last slice
 
 
-@dataclass(slots=True)
-class _OpenRole:
-    role: str
-    since: float
-
-
 class Timeline:
     """Writes trace events to `path` as they come. Times are seconds of one clock, called from one thread.
 
-    Usable as a context manager. `close` ends the roles still open, at the latest time that the timeline has seen.
+    `close` ends the roles still open, at the latest time that the timeline has seen.
     """
 
     def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
         self._trace = TraceFile(path, max_events)
         self._lanes: dict[tuple[int, str], _Lane] = {}
-        self._open: dict[str, _OpenRole] = {}
+        self._open: dict[str, tuple[str, float]] = {}  # worker -> role, since when
         self._turns: dict[str, int] = {}
         self._seen_roles: dict[str, None] = {}
         self._latest = 0.0
@@ -97,12 +90,11 @@ class Timeline:
         """The worker takes on `role` and keeps it until the next call."""
         role_of(role)  # refuses what is none
         self._seen_roles.setdefault(role)
-        previous = self._open.get(worker)
-        if previous is not None and previous.role == role:
+        if worker in self._open and self._open[worker][0] == role:
             return
         self._lane(_ROLES, worker)
         self._end_role(worker, at)
-        self._open[worker] = _OpenRole(role, at)
+        self._open[worker] = role, at
         self._see(at)
 
     def work(
@@ -162,20 +154,11 @@ class Timeline:
             self._end_role(worker, self._latest)
         self._trace.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _end_role(self, worker: str, at: float) -> None:
-        ended = self._open.pop(worker, None)
-        if ended is None:
-            return
-        colour = styles(self._seen_roles, _ROLE_COLOURS, _BUCKET_COLOURS)[ended.role]
-        self._slice(_ROLES, worker, ended.role, ended.since, at, {}, colour)
+        if worker in self._open:
+            role, since = self._open.pop(worker)
+            colour = styles(self._seen_roles, _ROLE_COLOURS, _BUCKET_COLOURS)[role]
+            self._slice(_ROLES, worker, role, since, at, {}, colour)
 
     def _slice(
         self,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 MAX_EVENTS = 500_000  # about 60 MB of JSON, which the viewers still open
 
@@ -18,7 +17,7 @@ JsonValue = str | int | float
 
 
 class TraceFile:
-    """Appends events to `path`. A context manager; `close` may be called twice."""
+    """Appends events to `path`; `close` may be called twice."""
 
     def __init__(self, path: Path | str, max_events: int = MAX_EVENTS) -> None:
         if max_events < 1:
@@ -67,14 +66,6 @@ class TraceFile:
     @property
     def closed(self) -> bool:
         return self._file.closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, event: dict[str, Any]) -> None:
         if self.room == 0:

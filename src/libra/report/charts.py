@@ -1,6 +1,7 @@
-"""Charts of plain numbers; they know nothing of runs.
+"""Figures of plain numbers; they know nothing of runs.
 
-A chart of many points shows means of consecutive ones instead of dropping any.
+A kind of chart is one function here: values in, a `Figure` out. A figure of many points shows means of consecutive ones
+instead of dropping any.
 """
 
 from __future__ import annotations
@@ -20,19 +21,30 @@ from libra.report.vega import (
     SIDES,
     Axis,
     Marker,
-    chart_of,
     draw,
+    layer,
     marker_layers,
-    own_colour,
-    rects,
     unchecked,
-    x_axis,
-    y_axis,
 )
 from libra.report.words import plain
 
-MAX_POINTS = 240  # of one line: two pixels each at the width of a chart
+MAX_POINTS = 240  # of one line: two pixels each at the width of a figure
 MAX_COLUMNS = 110
+_HEIGHT = 175  # px, of a plot
+
+NO_CHART = Markup("")
+Legend = tuple[tuple[str, str], ...]  # (name, colour)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A chart, or without one a note that says what is missing and why."""
+
+    title: str
+    note: str
+    chart: Markup = NO_CHART
+    legend: Legend = ()
+    wide: bool = False  # has the page for itself, or is beside another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +55,6 @@ class Series:
     colour: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One part of every column of a stacked chart."""
-
-    name: str
-    colour: str
-    values: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,52 +93,64 @@ def time_unit(longest_seconds: float) -> tuple[float, str]:
 
 
 @unchecked
-def line_chart(
-    series: Sequence[Series], x: Axis, y: Axis, markers: Sequence[Marker] = (), width: int = HALF, height: int = 175
-) -> Markup:
-    layers = [layer for one in series for layer in _series(one, x, y)]
-    return draw(alt.layer(*layers, *marker_layers(markers, x, width)), y.label, width, height, bool(markers))
-
-
-@unchecked
-def stacked_chart(
-    xs: Sequence[float],
-    layers: Sequence[Layer],
-    overlay: Series | None,
+def line_figure(
+    title: str,
+    note: str,
+    series: Sequence[Series],
     x: Axis,
     y: Axis,
     markers: Sequence[Marker] = (),
-    width: int = HALF,
-) -> Markup:
-    """Columns of parts that add up, one for each x (evenly spaced), and a line across them if there is one."""
-    columns = thin(
-        [(at, *parts) for at, *parts in zip(xs, *(layer.values for layer in layers), strict=True)], MAX_COLUMNS
-    )
-    step = columns[1][0] - columns[0][0] if len(columns) > 1 else 1.0
-    half = step * (0.51 if len(columns) > width / 12 else 0.44)
-    rows = []
-    for at, *parts in columns:
-        below = 0.0
-        for layer, part in zip(layers, parts, strict=True):
-            title = f"{x.label} {plain(at)}: {layer.name} {plain(part)}"
-            if part:
-                rows.append(
-                    {"x": at - half, "x2": at + half, "y": below, "y2": below + part, "c": layer.colour, "t": title}
-                )
-            below += part
-    bars = rects(rows, x, y_axis(y)).encode(color=own_colour(), description="t:N")
-    over = [] if overlay is None else _series(overlay, x, y)
-    return draw(alt.layer(bars, *marker_layers(markers, x, width), *over), y.label, width, 175, bool(markers))
+    wide: bool = False,
+    height: int = _HEIGHT,
+) -> Figure:
+    """Lines and dots; what has no points is in the legend only."""
+    width = FULL if wide else HALF
+    layers = [layer for one in series if one.points for layer in _series(one, x, y)]
+    chart = draw(alt.layer(*layers, *marker_layers(markers, x, width)), y.label, width, height, bool(markers))
+    return Figure(title, note, chart, _legend(series), wide)
 
 
 @unchecked
-def paired_bars(pairs: Sequence[Pair], colours: tuple[str, str], x_label: str, y: Axis) -> Markup:
+def column_figure(
+    title: str,
+    note: str,
+    parts: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    markers: Sequence[Marker] = (),
+    wide: bool = False,
+    overlay: Series | None = None,
+) -> Figure:
+    """Columns of parts that add up, which have the same evenly spaced x, and a line across them if there is one."""
+    width = FULL if wide else HALF
+    points = zip(*(part.points for part in parts), strict=True)
+    columns = thin([(its[0][0], *(value for _, value in its)) for its in points], MAX_COLUMNS)
+    step = columns[1][0] - columns[0][0] if len(columns) > 1 else 1.0
+    half = step * (0.51 if len(columns) > width / 12 else 0.44)
+    rows = []
+    for at, *values in columns:
+        below = 0.0
+        for part, value in zip(parts, values, strict=True):
+            words = f"{x.label} {plain(at)}: {part.name} {plain(value)}"
+            place = {"x": at - half, "x2": at + half, "y": below, "y2": below + value}
+            if value:
+                rows.append({**place, "color": part.colour, "description": words})
+            below += value
+    bars = layer("rect", rows, x, y)
+    over = [] if overlay is None else _series(overlay, x, y)
+    chart = draw(alt.layer(bars, *marker_layers(markers, x, width), *over), y.label, width, _HEIGHT, bool(markers))
+    return Figure(title, note, chart, _legend(parts if overlay is None else (*parts, overlay)), wide)
+
+
+@unchecked
+def pair_figure(title: str, note: str, pairs: Sequence[Pair], sides: Legend, x_label: str, y: Axis) -> Figure:
+    """Pairs of bars across the page. Where there is no room for their notes, the titles must do."""
     rows, notes = [], []
     for number, pair in enumerate(pairs):
+        look = {"opacity": 0.4 if pair.faded else 1.0, "description": pair.title}
         for side, value in enumerate((pair.left, pair.right)):
-            faded = 0.4 if pair.faded else 1.0
-            rows.append({"n": number, "side": side, "y": value, "c": colours[side], "o": faded, "t": pair.title})
-        notes.append({"n": number, "y": max(pair.left, pair.right), "note": pair.note})
+            rows.append({"n": number, "side": side, "y": value, "color": sides[side][1], **look})
+        notes.append({"n": number, "y": max(pair.left, pair.right), "text": pair.note})
     named = f"{json.dumps([pair.label for pair in pairs])}[datum.value]"
     between = max(0.2, 1 - 54 * len(pairs) / (FULL - SIDES))  # so that no bar is wider than 27 px
     x = alt.X(
@@ -144,43 +159,29 @@ def paired_bars(pairs: Sequence[Pair], colours: tuple[str, str], x_label: str, y
         axis=alt.Axis(labelAngle=0, labelExpr=named, labelOverlap="greedy"),
         scale=alt.Scale(paddingInner=between, paddingOuter=between / 2),
     )
-    bars = (
-        chart_of(rows)
-        .mark_bar()
-        .encode(
-            x=x,
-            xOffset=alt.XOffset("side:O", scale=alt.Scale(padding=0.04)),
-            y=y_axis(y),
-            color=own_colour(),
-            opacity=alt.Opacity("o:Q", scale=None, legend=None),
-            description="t:N",
-        )
-    )
+    bars = layer("bar", rows, x, y).encode(xOffset=alt.XOffset("side:O", scale=alt.Scale(padding=0.04)))
     layers = [bars]
-    if notes_fit(pairs):
-        layers.append(
-            chart_of(notes)
-            .mark_text(dy=-9, fontSize=13, color="var(--soft)", aria=False)
-            .encode(x=x, y="y:Q", text="note:N")
-        )
-    return draw(alt.layer(*layers), y.label, FULL, 175)
+    if max(len(pair.note) for pair in pairs) * LETTER * len(pairs) <= FULL - SIDES:
+        layers.append(layer("text", notes, x, alt.Y("y:Q"), dy=-9, fontSize=13, color="var(--soft)", aria=False))
+    return Figure(title, note, draw(alt.layer(*layers), y.label, FULL, _HEIGHT), sides, wide=True)
 
 
-def notes_fit(pairs: Sequence[Pair]) -> bool:
-    """Whether `paired_bars` has room to write the notes; where not, the titles must do."""
-    return max(len(pair.note) for pair in pairs) * LETTER * len(pairs) <= FULL - SIDES
+def _legend(series: Sequence[Series]) -> Legend:
+    """One that stands alone is told by the title."""
+    names = tuple((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series)
+    return names if len(names) > 1 else ()
 
 
 def _series(series: Series, x: Axis, y: Axis) -> list[alt.Chart]:
     points = thin([(float(at), float(value)) for at, value in series.points], MAX_POINTS)
     rows = [
-        {"x": at, "y": value, "t": f"{series.name}: {plain(value)} ({x.label}: {plain(at)})"} for at, value in points
+        {"x": at, "y": value, "description": f"{series.name}: {plain(value)} ({x.label}: {plain(at)})"}
+        for at, value in points
     ]
     if series.dots or len(points) == 1:
-        dots = chart_of(rows).mark_circle(color=series.colour, size=20, opacity=0.5 if series.dots else 1.0)
-        return [dots.encode(x=x_axis(x), y=y_axis(y), description="t:N")]
-    drawn = chart_of([{"x": row["x"], "y": row["y"]} for row in rows]).mark_line(
-        color=series.colour, strokeWidth=2.2, strokeJoin="round", aria=False
-    )
-    to_point_at = chart_of(rows).mark_square(size=100, opacity=0)
-    return [drawn.encode(x=x_axis(x), y=y_axis(y)), to_point_at.encode(x=x_axis(x), y=y_axis(y), description="t:N")]
+        return [layer("circle", rows, x, y, color=series.colour, size=20, opacity=0.5 if series.dots else 1.0)]
+    drawn = [{"x": row["x"], "y": row["y"]} for row in rows]
+    return [
+        layer("line", drawn, x, y, color=series.colour, strokeWidth=2.2, strokeJoin="round", aria=False),
+        layer("square", rows, x, y, size=100, opacity=0),
+    ]

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from libra.plan.explain.explanation import Explanation, PlanView
-from libra.report.explain_figures import bucket_figure, split_figures
-from libra.report.explain_table import LEAST_LOSS, fewer_nodes_words, headline, loss, roles, routing_sentence
-from libra.report.page import Tile, render
-from libra.report.words import duration, percent, plural
+from libra.plan.explain.explanation import BucketView, Explanation, PlanView, Split
+from libra.plan.transition import Role
+from libra.report.charts import Figure, Series, line_figure, time_unit
+from libra.report.explain_table import (
+    LEAST_LOSS,
+    crossing,
+    fewer_nodes_rows,
+    headline,
+    loss,
+    roles,
+    routing_sentence,
+)
+from libra.report.lanes import Density, Lane, LaneSpan, lane_figure
+from libra.report.page import ROLES, Bar, Tile, render
+from libra.report.vega import Axis, Marker, ends
+from libra.report.words import duration, percent, plain, plural
 
 MOST_REJECTED = 50  # of one kind: there may be thousands
-
-
-class _Row(NamedTuple):
-    """Of a table that compares: `part` is the length of the bar before `change`."""
-
-    name: str
-    part: float
-    change: str
-    step: str
-    roles: str = ""
+_GENERATION, _STEP, _PLAN = "#3a9bd9", "#8a949e", "#d6408b"
+_BUSY, _BOUNDING = ROLES[Role.ROLLOUT], ROLES[Role.FAILED]
+_TALLEST = 2.0  # steps; what takes longer would flatten the crossing
 
 
 def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[int, float]] = ()) -> str:
     """The page. `title` names what was planned; `classes` are (longest context in tokens, share of trajectories),
     shortest first, for the distribution above the buckets."""
-    runners_up = [_plan(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
-    otherwise = [_plan(other.decision, other.plan) for other in explanation.otherwise]
+    plans = [(f"no. {place}", plan) for place, plan in enumerate(explanation.runners_up, start=2)]
+    otherwise = [(other.decision, other.plan) for other in explanation.otherwise]
+    # The widest of both tables, so that they compare.
+    widest = max((plan.loss for _, plan in (*plans, *otherwise) if plan is not None), default=0.0)
+    most = max((relief.gain for relief in explanation.reliefs if relief.binds), default=0.0)
     reliefs = [
-        _Row(relief.change, relief.gain, percent(relief.gain), duration(relief.step))
-        if relief.binds
-        else _Row(relief.change, 0.0, "nothing", "-")
-        for relief in explanation.reliefs
+        (it.change, Bar(percent(it.gain), it.gain / most if most > 0 else 0.0), duration(it.step))
+        if it.binds
+        else (it.change, "nothing", "-")
+        for it in explanation.reliefs
     ]
     return render(
         "explain.html",
@@ -43,32 +49,21 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         tiles=list(_tiles(explanation)),
         splits=split_figures(explanation),
         buckets=(bucket_figure(explanation, classes),),
-        runners_up=runners_up,
-        otherwise=otherwise,
-        widest_loss=max((row.part for row in (*runners_up, *otherwise)), default=0.0),  # so that both tables compare
+        runners_up=[_plan(name, plan, widest) for name, plan in plans],
+        otherwise=[_plan(name, plan, widest) for name, plan in otherwise],
         routing=routing_sentence(explanation),
         reliefs=reliefs,
-        widest_gain=max((row.part for row in reliefs), default=0.0),
-        fewer_nodes=_fewer_nodes(explanation),
+        fewer_nodes=fewer_nodes_rows(explanation) if explanation.fewer_nodes else (),
         rejected=explanation.rejected,
         shown=MOST_REJECTED,
     )
 
 
-def _fewer_nodes(explanation: Explanation) -> list[tuple[str, ...]]:
-    step = explanation.plan.predicted.step
-    rows = [tuple(fewer_nodes_words(smaller, step)) for smaller in explanation.fewer_nodes]
-    if rows and explanation.smallest is not None:
-        left, back, change = fewer_nodes_words(explanation.smallest, step)
-        rows.append((f"the fewest: {left}", back, change))
-    return rows
-
-
-def _plan(name: str, plan: PlanView | None) -> _Row:
+def _plan(name: str, plan: PlanView | None, widest: float) -> tuple[str | Bar, ...]:
     if plan is None:
-        return _Row(name, 0.0, "-", "-", "no plan")
-    part = plan.loss if plan.loss >= LEAST_LOSS else 0.0
-    return _Row(name, part, loss(plan), duration(plan.predicted.step), roles(plan))
+        return name, "-", "-", "no plan"
+    part = plan.loss / widest if plan.loss >= LEAST_LOSS else 0.0
+    return name, Bar(loss(plan), part), duration(plan.predicted.step), roles(plan)
 
 
 def _tiles(explanation: Explanation) -> Iterator[Tile]:
@@ -86,3 +81,100 @@ def _tiles(explanation: Explanation) -> Iterator[Tile]:
         for pool in explanation.pools
     )
     yield Tile("Idle", plural(sum(pool.idle for pool in explanation.pools), "device"), idle)
+
+
+def split_figures(explanation: Explanation) -> tuple[Figure, ...]:
+    """One figure for each pool that could train; the plan's own pool comes first."""
+    own = explanation.plan.training_pool
+    pools = dict.fromkeys((own, *(split.pool for split in explanation.splits)))
+    by_pool = ((pool, [split for split in explanation.splits if split.pool == pool]) for pool in pools)
+    return tuple(_split_figure(explanation, pool, splits) for pool, splits in by_pool if splits)
+
+
+def _split_figure(explanation: Explanation, pool: str, splits: Sequence[Split]) -> Figure:
+    plan, synchronous = explanation.plan, explanation.synchronous
+    limit = _TALLEST * plan.predicted.step
+    scale, unit = time_unit(limit)
+    generation = "generation on the other devices" + ("" if synchronous else ", and what follows it")
+    curves = {
+        ("training", ROLES[Role.TRAIN]): [(split.devices, split.training) for split in splits],
+        (generation, _GENERATION): [(split.devices, split.generation) for split in splits],
+    }
+    if synchronous:
+        curves["step: their sum, with publication", _STEP] = [(split.devices, split.step) for split in splits]
+    series = [Series(*name, [(x, y / scale) for x, y in below(points, limit)]) for name, points in curves.items()]
+    markers = []
+    if pool == plan.training_pool:
+        label = f"this plan: {plan.training_devices:,} train"
+        markers.append(Marker(plan.training_devices, label, f"a step of {duration(plan.predicted.step)}", _PLAN))
+    note = "" if synchronous else _sides(splits)
+    note += " Generation is the engines' work or the longest trajectory, whichever bounds it" + (
+        ", without what follows it." if synchronous else ", and training and publication as far as they follow it."
+    )
+    if any(y > limit for points in curves.values() for _, y in points):
+        note += f" Above {duration(limit)} nothing is drawn."
+    x = Axis(f"devices of {pool} that train", ends(splits[0].devices, splits[-1].devices))
+    title, y = f"Time against the split, training on {pool}", Axis(f"time of a step ({unit})")
+    return line_figure(title, note, series, x, y, markers, wide=True, height=230)
+
+
+def _sides(splits: Sequence[Split]) -> str:
+    between = crossing(splits)
+    if between is None:
+        by_itself = splits[0].training > splits[0].generation
+        setting = "training by itself" if by_itself else "generation, with what follows it,"
+        return f"Whatever the split, {setting} sets the step."
+    fewer, more = between
+    return (
+        f"Up to {fewer:,} training devices, training by itself sets the step;"
+        f" from {more:,}, generation with what follows it does."
+    )
+
+
+def below(points: Sequence[tuple[float, float]], limit: float) -> tuple[tuple[float, float], ...]:
+    """The stretch of a curve from where it first falls below the limit to where it last rises above it."""
+    inside = [k for k, (_, y) in enumerate(points) if y <= limit]
+    if not inside:
+        return ()
+    first, last = inside[0], inside[-1]
+    kept = list(points[first : last + 1])
+    if first > 0:
+        kept.insert(0, _cut(points[first - 1], points[first], limit))
+    if last + 1 < len(points):
+        kept.append(_cut(points[last + 1], points[last], limit))
+    return tuple(kept)
+
+
+def _cut(above: tuple[float, float], under: tuple[float, float], limit: float) -> tuple[float, float]:
+    part = (limit - under[1]) / (above[1] - under[1])
+    return under[0] + part * (above[0] - under[0]), limit
+
+
+def bucket_figure(explanation: Explanation, classes: Sequence[tuple[int, float]]) -> Figure:
+    """Buckets as ranges of final context, one lane each; `classes` are (longest context, share of trajectories)."""
+    buckets = explanation.buckets
+    shortest = min([bucket.up_to for bucket in buckets] + [peak for peak, _ in classes])
+    low = max(1.0, shortest / 2)
+    lanes = [Lane("", [_span(bucket, low)]) for bucket in buckets]
+    note = "Above: how trajectories distribute over length. " if classes else ""
+    note += "A lane each: the lengths that a bucket serves, and its engines."
+    starts = [low, *(float(peak) for peak, _ in classes[:-1])]
+    density = [
+        Density(max(low, start), peak, share, f"up to {peak:,} tokens: {percent(share)}")
+        for start, (peak, share) in zip(starts, classes, strict=False)
+    ]
+    axis = Axis("final context, tokens (logarithmic)", (low, float(buckets[-1].up_to)), logarithmic=True)
+    legend = (("bounds the step", _BOUNDING), ("has time left", _BUSY))
+    return lane_figure("Buckets", note, lanes, axis, legend, density=density)
+
+
+def _span(bucket: BucketView, low: float) -> LaneSpan:
+    bounding = bucket.share > 1 - LEAST_LOSS
+    colour = _BOUNDING if bounding else _BUSY
+    share = "the whole step" if bounding else f"{percent(bucket.share)} of the step"
+    words = f"{bucket.engines:,} × {bucket.shape} · {bucket.devices:,} devices · {share}"
+    title = (
+        f"{bucket.above + 1:,} to {bucket.up_to:,} tokens: each engine works {duration(bucket.load)}, "
+        f"the longest trajectory takes {duration(bucket.residence)}, max_num_seqs {plain(bucket.max_num_seqs)}"
+    )
+    return LaneSpan(max(low, float(bucket.above)), float(bucket.up_to), words, title, colour)

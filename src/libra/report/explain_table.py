@@ -11,39 +11,35 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from libra.plan.explain.alternatives import Split
-from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, PlanView, SmallerCluster
+from libra.plan.explain.explanation import Bound, Explanation, PlanView, Split
+from libra.plan.explain.what_if import SAME_STEP
+from libra.plan.problem import Proof
+from libra.report.tables import number, whole
 from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
 MOST_SPLITS = 8  # rows of the table of splits
 MOST_KINDS = 4  # of reasons why something is no option
-_BOUND = {
-    "rollout": "Rollout-bound",
-    "training": "Training-bound",
-    "latency": "Latency-bound",
-    "publication": "Publication-bound",
-}
 
 
 def headline(explanation: Explanation) -> str:
     """What the step consists of, and what is proven, in two sentences."""
     bound = explanation.bound
-    return f"{_BOUND[bound.by]}: {parts_sentence(bound, explanation.plan.predicted.step)}. {_proven(explanation)}"
+    parts = _parts(bound, explanation.plan.predicted.step)
+    return f"{bound.by.capitalize()}-bound: {parts}. {_proven(explanation.proof)}"
 
 
 def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
     """What bounds the plan, what else could be done, and what would help; ready for a rich console."""
-    tables = [
+    return (
         _buckets(explanation),
         _pools(explanation),
         _alternatives(explanation),
         _reliefs(explanation),
+        *([_fewer_nodes(explanation)] if explanation.fewer_nodes else ()),
         _splits(explanation),
-    ]
-    if explanation.fewer_nodes:
-        tables.insert(4, _fewer_nodes(explanation))
-    return (*tables, _rejected(explanation)) if explanation.rejected else tuple(tables)
+        *([_rejected(explanation)] if explanation.rejected else ()),
+    )
 
 
 def routing_sentence(explanation: Explanation) -> str:
@@ -76,7 +72,7 @@ def crossing(splits: Sequence[Split]) -> tuple[int, int] | None:
     return None
 
 
-def parts_sentence(bound: Bound, step: float) -> str:
+def _parts(bound: Bound, step: float) -> str:
     """What the seconds of a step go to; they add up to it."""
     if len(bound.parts) == 1:
         slack = f", and the rest would allow one {percent(bound.slack)} shorter" if bound.slack else ""
@@ -90,19 +86,19 @@ def parts_sentence(bound: Bound, step: float) -> str:
     return f"a step of {duration(step)} is {', '.join(named[:-1])} and {named[-1]}{divided}"
 
 
-def _proven(explanation: Explanation) -> str:
-    proof = explanation.proof
+def _proven(proof: Proof) -> str:
     if proof.status == "optimal":
         return f"No plan is shorter by more than {percent(proof.gap, 2)}."
     return f"The search ended early: a plan may be up to {percent(proof.gap, 1)} shorter."
 
 
 def _buckets(explanation: Explanation) -> Table:
-    table = Table(title="Buckets: work, longest trajectory, share of the step")
-    table.add_column("final context", justify="right")
-    table.add_column("engines")
-    for column in ("max_num_seqs", "work", "longest", "share"):
-        table.add_column(column, justify="right")
+    table = Table(
+        number("final context"),
+        "engines",
+        *map(number, ("max_num_seqs", "work", "longest", "share")),
+        title="Buckets: work, longest trajectory, share of the step",
+    )
     for bucket in explanation.buckets:
         table.add_row(
             f"{bucket.above + 1:,} to {bucket.up_to:,}",
@@ -116,26 +112,19 @@ def _buckets(explanation: Explanation) -> Table:
 
 
 def _pools(explanation: Explanation) -> Table:
-    table = Table(title="Devices")
-    table.add_column("pool")
-    for column in ("devices", "train", "generate", "idle"):
-        table.add_column(column, justify="right")
-    if any(pool.idle for pool in explanation.pools):
+    table = Table("pool", *map(number, ("devices", "train", "generate", "idle")), title="Devices")
+    reasons = any(pool.idle for pool in explanation.pools)
+    if reasons:
         table.add_column("why idle")
     for pool in explanation.pools:
         counts = (pool.devices, pool.training, pool.generating, pool.idle)
-        table.add_row(
-            cell(pool.name), *(f"{count:,}" for count in counts), *([cell(pool.why_idle)] * (len(table.columns) > 5))
-        )
+        table.add_row(cell(pool.name), *(f"{count:,}" for count in counts), *([cell(pool.why_idle)] if reasons else ()))
     return table
 
 
 def _alternatives(explanation: Explanation) -> Table:
-    table = Table(title="Next best plans, and the best that decide otherwise")
-    table.add_column("plan")
-    table.add_column("loss", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("devices and engines")
+    title = "Next best plans, and the best that decide otherwise"
+    table = Table("plan", whole("loss"), whole("step"), "devices and engines", title=title)
     for place, plan in enumerate(explanation.runners_up, start=2):
         table.add_row(f"no. {place}", loss(plan), duration(plan.predicted.step), cell(roles(plan)))
     table.add_section()
@@ -149,49 +138,47 @@ def _alternatives(explanation: Explanation) -> Table:
 
 
 def _reliefs(explanation: Explanation) -> Table:
-    table = Table(title="What would shorten the step")
-    table.add_column("change")
-    table.add_column("saves", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
+    table = Table("change", whole("saves"), whole(""), title="What would shorten the step")
     for relief in explanation.reliefs:
         saved = (duration(relief.seconds), percent(relief.gain)) if relief.binds else ("nothing", "")
         table.add_row(cell(relief.change), *saved)
     return table
 
 
-def fewer_nodes_words(smaller: SmallerCluster, step: float) -> tuple[str, str, str]:
-    """Which nodes are left, what is given back, and what that does to the step."""
-    left = " + ".join(f"{kept:,} of {count:,} {name}" for name, kept, count in smaller.nodes if kept < count)
-    if smaller.seconds is None:
-        return left, f"{smaller.devices:,}", "no plan"
-    longer = smaller.seconds / step if step > 0 else 0.0
-    change = "the same step" if abs(longer) < SAME_STEP else f"{duration(smaller.seconds)} longer ({percent(longer)})"
-    return left, f"{smaller.devices:,}", change
+def fewer_nodes_rows(explanation: Explanation) -> list[tuple[str, str, str]]:
+    """Which nodes are left, what is given back, and what that does to the step: of each smaller cluster, and of the
+    smallest."""
+    smallest = () if explanation.smallest is None else (("the fewest: ", explanation.smallest),)
+    rows = []
+    for which, smaller in (*(("", it) for it in explanation.fewer_nodes), *smallest):
+        left = " + ".join(f"{kept:,} of {count:,} {name}" for name, kept, count in smaller.nodes if kept < count)
+        change = "no plan"
+        if smaller.seconds is not None:
+            step = explanation.plan.predicted.step
+            longer = smaller.seconds / step if step > 0 else 0.0
+            same = abs(longer) < SAME_STEP
+            change = "the same step" if same else f"{duration(smaller.seconds)} longer ({percent(longer)})"
+        rows.append((which + left, f"{smaller.devices:,}", change))
+    return rows
 
 
 def _fewer_nodes(explanation: Explanation) -> Table:
-    table = Table(title="What could be given back")
-    table.add_column("nodes left")
-    table.add_column("devices back", justify="right")
-    table.add_column("step")
-    step = explanation.plan.predicted.step
-    for smaller in explanation.fewer_nodes:
-        table.add_row(*map(cell, fewer_nodes_words(smaller, step)))
-    table.add_section()
+    table = Table("nodes left", number("devices back"), "step", title="What could be given back")
+    for place, row in enumerate(fewer_nodes_rows(explanation)):
+        if place == len(explanation.fewer_nodes):
+            table.add_section()
+        table.add_row(*map(cell, row))
     if explanation.smallest is None:
+        table.add_section()
         table.add_row("no smaller cluster", "", "has the same step")
-    else:
-        left, back, change = fewer_nodes_words(explanation.smallest, step)
-        table.add_row(cell(f"the fewest: {left}"), back, change)
     return table
 
 
 def _splits(explanation: Explanation) -> Table:
     plan = explanation.plan
     here = [split for split in explanation.splits if split.pool == plan.training_pool]
-    table = Table(title=f"Splits, training on {cell(plan.training_pool)}")
-    for column in ("devices that train", "training", "generation", "step"):
-        table.add_column(column, justify="right")
+    columns = ("devices that train", "training", "generation", "step")
+    table = Table(*map(number, columns), title=f"Splits, training on {cell(plan.training_pool)}")
     for split in _around(here, plan.training_devices):
         chosen = split.devices == plan.training_devices
         seconds = (duration(part) for part in (split.training, split.generation, split.step))
@@ -207,9 +194,7 @@ def _around(splits: Sequence[Split], devices: int) -> Sequence[Split]:
 
 
 def _rejected(explanation: Explanation) -> Table:
-    table = Table(title="What is no option (why each: --json, --html)")
-    table.add_column("options", justify="right")
-    table.add_column("why, for instance")
+    table = Table(number("options"), "why, for instance", title="What is no option (why each: --json, --html)")
     for rejected in explanation.rejected[:MOST_KINDS]:
         table.add_row(f"{len(rejected.options):,}", cell(rejected.options[0][1].partition(";")[0]))
     left = sum(len(rejected.options) for rejected in explanation.rejected[MOST_KINDS:])

@@ -1,4 +1,4 @@
-"""Charts of lanes: who did what over time, or what serves which lengths."""
+"""Figures of lanes: who did what over time, or what serves which lengths."""
 
 from __future__ import annotations
 
@@ -8,29 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
-from markupsafe import Markup
 
-from libra.report.vega import (
-    ALARM,
-    FULL,
-    LETTER,
-    Axis,
-    Marker,
-    chart_of,
-    draw,
-    marker_layers,
-    number_on,
-    own_colour,
-    rects,
-    unchecked,
-    x_axis,
-)
+from libra.report.charts import Figure, Legend
+from libra.report.vega import ALARM, FULL, LETTER, Axis, Marker, draw, layer, marker_layers, number_on, unchecked
 
+MAX_LABELLED = 16  # lanes that are high enough for words
 _DENSITY = "#8a949e80"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class LaneSpan:
     """A piece of a lane: `label` is written in it if there is room, or beside it."""
 
     start: float
@@ -38,13 +25,12 @@ class Bar:
     label: str
     title: str
     colour: str
-    ink: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     name: str
-    spans: Sequence[Bar]
+    spans: Sequence[LaneSpan]
     crosses: Sequence[tuple[float, str]] = ()  # (moment, what was lost then)
 
 
@@ -59,9 +45,15 @@ class Density:
 
 
 @unchecked
-def lane_chart(
-    lanes: Sequence[Lane], x: Axis, markers: Sequence[Marker] = (), density: Sequence[Density] = ()
-) -> Markup:
+def lane_figure(
+    title: str,
+    note: str,
+    lanes: Sequence[Lane],
+    x: Axis,
+    legend: Legend,
+    markers: Sequence[Marker] = (),
+    density: Sequence[Density] = (),
+) -> Figure:
     """Who did what over time, or what serves which lengths: where nothing was recorded, a lane stays empty. Lanes
     without names write the labels of their spans beside them where there is no room inside. A density is drawn above.
     """
@@ -70,25 +62,34 @@ def lane_chart(
     room = 3.4 if density else 0.0  # lanes above the first one
     y = _lane_axis(lanes, room)
     empty = [
-        {"x": x.ends[0], "x2": x.ends[1], "y": n + 0.12, "y2": n + 0.88, "t": it.name} for n, it in enumerate(lanes)
+        {"x": x.ends[0], "x2": x.ends[1], "y": n + 0.12, "y2": n + 0.88, "description": it.name}
+        for n, it in enumerate(lanes)
     ]
     spans = [
-        {"x": span.start, "x2": span.end, "y": n + 0.12, "y2": n + 0.88, "c": span.colour, "t": span.title}
+        {
+            "x": span.start,
+            "x2": span.end,
+            "y": n + 0.12,
+            "y2": n + 0.88,
+            "color": span.colour,
+            "description": span.title,
+        }
         for n, lane in enumerate(lanes)
         for span in lane.spans
     ]
-    crosses = [{"x": at, "y": n + 0.5, "t": title} for n, lane in enumerate(lanes) for at, title in lane.crosses]
-    layers = [
-        rects(empty, x, y, color="var(--empty)").encode(description="t:N"),
-        rects(spans, x, y).encode(color=own_colour(), description="t:N"),
-        *_span_labels(lanes, x, y, beside=not named),
-        chart_of(crosses)
-        .mark_text(text="✕", fontSize=18, fontWeight="bold", color=ALARM)
-        .encode(x=x_axis(x), y=y, description="t:N"),
-        *_density(density, x, y),
+    crosses = [
+        {"x": at, "y": n + 0.5, "description": title} for n, lane in enumerate(lanes) for at, title in lane.crosses
     ]
-    height = (28 if len(lanes) <= 16 else 16) * (len(lanes) + room)
-    return draw(alt.layer(*layers, *marker_layers(markers, x, FULL)), "", FULL, round(height))
+    layers = [
+        layer("rect", empty, x, y, color="var(--empty)"),
+        layer("rect", spans, x, y),
+        *_span_labels(lanes, x, y, beside=not named),
+        layer("text", crosses, x, y, text="✕", fontSize=18, fontWeight="bold", color=ALARM),
+        *_density(density, x, y),
+        *marker_layers(markers, x, FULL),
+    ]
+    height = (28 if len(lanes) <= MAX_LABELLED else 16) * (len(lanes) + room)
+    return Figure(title, note, draw(alt.layer(*layers), "", FULL, round(height)), legend, wide=True)
 
 
 def _lane_axis(lanes: Sequence[Lane], room: float) -> alt.Y:
@@ -114,29 +115,26 @@ def _lane_axis(lanes: Sequence[Lane], room: float) -> alt.Y:
 
 def _span_labels(lanes: Sequence[Lane], x: Axis, y: alt.Y, beside: bool) -> list[alt.Chart]:
     """In the spans where there is room, else beside them or nowhere; the titles have them all."""
-    if len(lanes) > 16:
+    if len(lanes) > MAX_LABELLED:
         return []
     assert x.ends is not None
     start, end = (number_on(value, x) for value in x.ends)
     px = (FULL - (20 if beside else 190)) / (end - start)  # of one on the axis
-    places: dict[str, list[dict[str, Any]]] = {"inside": [], "right": [], "left": []}
+    left: list[dict[str, Any]] = []
+    right: list[dict[str, Any]] = []  # of a place, as words inside of a span are right of its start
     for number, lane in enumerate(lanes):
         for span in lane.spans:
             width = (len(span.label) * LETTER + 8) / px
-            row = {"y": number + 0.5, "label": span.label, "c": "var(--ink)"}
+            row = {"y": number + 0.5, "text": span.label, "color": "var(--ink)"}
             if number_on(span.end, x) - number_on(span.start, x) > width:
-                places["inside"].append({**row, "x": span.start, "c": span.ink})
+                right.append({**row, "x": span.start, "color": _ink(span.colour)})
             elif beside and number_on(span.end, x) + width <= end:
-                places["right"].append({**row, "x": span.end})
+                right.append({**row, "x": span.end})
             elif beside:
-                places["left"].append({**row, "x": span.start})
+                left.append({**row, "x": span.start})
     return [
-        chart_of(rows)
-        .mark_text(
-            align="right" if place == "left" else "left", dx=-6 if place == "left" else 6, fontSize=13, aria=False
-        )
-        .encode(x=x_axis(x), y=y, text="label:N", color=own_colour())
-        for place, rows in places.items()
+        layer("text", rows, x, y, align=align, dx=dx, fontSize=13, aria=False)
+        for rows, align, dx in ((right, "left", 6), (left, "right", -6))
         if rows
     ]
 
@@ -147,8 +145,15 @@ def _density(columns: Sequence[Density], x: Axis, y: alt.Y) -> list[alt.Chart]:
         it.share / (number_on(it.end, x) - number_on(it.start, x)) if it.end > it.start else 0.0 for it in columns
     ]
     rows = [
-        {"x": it.start, "x2": it.end, "y": -0.3, "y2": -0.3 - 3 * height / max(heights), "t": it.title}
+        {"x": it.start, "x2": it.end, "y": -0.3, "y2": -0.3 - 3 * height / max(heights), "description": it.title}
         for it, height in zip(columns, heights, strict=True)
         if height
     ]
-    return [rects(rows, x, y, color=_DENSITY, stroke="var(--paper)").encode(description="t:N")] if rows else []
+    return [layer("rect", rows, x, y, color=_DENSITY, stroke="var(--paper)")] if rows else []
+
+
+def _ink(colour: str) -> str:
+    """The colour in which text is legible on `colour`, by relative luminance (WCAG 2.2)."""
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return "#1d2733" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra.plan.transition import Role
-from libra.records.roles import role_of
+from libra.records.schema import role_of
 from libra.report.words import count, duration, plain
 
 if TYPE_CHECKING:  # a run needs no simulator
@@ -49,14 +48,14 @@ class RunView:
     name: str
     step: int
     steps: int
-    reward: float | None  # mean over the last `reward_steps`
-    reward_steps: int
-    tokens_per_second: float | None
-    staleness_mean: float | None
-    staleness_max: int | None
-    workers: tuple[tuple[str, str, str], ...]  # (id, role, detail)
-    last_decision: str  # empty: none yet
-    phase: str
+    reward: float | None = None  # mean over the last `reward_steps`
+    reward_steps: int = 0
+    tokens_per_second: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    workers: tuple[tuple[str, str, str], ...] = ()  # (id, role, detail)
+    last_decision: str = ""  # empty: none yet
+    phase: str = ""
     messages: tuple[str, ...] = ()  # the latest few
 
 
@@ -103,10 +102,11 @@ class PlainDisplay:
             self._write(view)
 
     def line(self, text: str) -> None:
+        self._latest = None  # whatever was not shown yet is of before: it may not follow
         write_line(self._stream, f"{duration(self._clock() - self._began)}  {text}")
 
     def close(self) -> None:
-        if self._latest is not None and self._latest is not self._shown:
+        if self._latest is not None:
             self._write(self._latest)
 
     def _write(self, view: RunView) -> None:
@@ -207,68 +207,35 @@ def _bar(step: int, steps: int, width: int = 24) -> tuple[tuple[str, str], tuple
 
 
 class SimulationProgress:
-    """Told a `Elapsed` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
+    """Told an `Elapsed` now and then, it shows one: a moving line on a terminal, a line each ten seconds elsewhere.
 
     `clock` gives seconds. A context manager: at its end the terminal is as it was.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
         live = stream.isatty()
-        self._display: _Spinner | _Lines = _Spinner(stream) if live else _Lines(stream)
+        self._stream = stream
+        self._status = Status("", console=Console(file=stream)) if live else None
         self._pace = REFRESH_SECONDS if live else LOG_SECONDS
         self._clock = clock
         self._due = clock() + (FIRST_SECONDS if live else LOG_SECONDS)
 
     def __call__(self, moment: Elapsed) -> None:
         now = self._clock()
-        if now >= self._due:
-            self._due = now + self._pace
-            self._display.show(progress_words(moment))
+        if now < self._due:
+            return
+        self._due = now + self._pace
+        ended = f"{count(moment.ended)} of {count(moment.arrived)} requests that came have ended"
+        words = f"simulated {duration(moment.seconds)}: {ended}"
+        if self._status is None:
+            write_line(self._stream, words)
+        else:
+            self._status.update(words)
+            self._status.start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display.close()
-
-
-def progress_words(moment: Elapsed) -> str:
-    """
-    >>> from libra.sim.simulate import Elapsed
-    >>> progress_words(Elapsed(seconds=61.2, arrived=1500, ended=1400))
-    'simulated 1 min 01 s: 1,400 of 1,500 requests that came have ended'
-    """
-    return (
-        f"simulated {duration(moment.seconds)}: {count(moment.ended)} of {count(moment.arrived)} requests that came"
-        " have ended"
-    )
-
-
-class _Spinner:
-    def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream)
-        self._status: Status | None = None
-
-    def show(self, text: str) -> None:
-        if self._status is None:
-            self._status = Status(text, console=self._console)
-            self._status.start()
-        else:
-            self._status.update(text)
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-class _Lines:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def show(self, text: str) -> None:
-        write_line(self._stream, text)
-
-    def close(self) -> None:
-        pass

@@ -1,4 +1,4 @@
-"""What all pages share: figures and tiles, and the templates that they are put in.
+"""What all pages share: colours, tiles, and the templates that facts are put in.
 
 A page needs nothing but itself: no script, no address, no font to fetch. Everything that is not markup already is
 escaped, so nothing that a run wrote can end up as a tag.
@@ -12,24 +12,44 @@ from json import dumps
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
+from libra.plan.transition import Role
+from libra.records.causes import Cause
 from libra.report import words
 
-Legend = tuple[tuple[str, str], ...]  # (name, colour)
+# One colour for each role and each cause, wherever a person sees it: what makes tokens or gradients is in full colour,
+# what waits is pale, what changes or fails has the colour of that role. Those of roles are from the palette of Okabe
+# and Ito (2008), told apart by all eyes.
+ROLES: dict[Role, str] = {
+    Role.TRAIN: "#e69f00",
+    Role.ROLLOUT: "#56b4e9",
+    Role.JOINING: "#f0e442",
+    Role.DRAINING: "#cc79a7",
+    Role.IDLE: "#d5dae0",
+    Role.FAILED: "#d55e00",
+}
+BUCKETS = ("#56b4e9", "#0072b2", "#003f63")  # of engines that serve one: a hue, differing in lightness
 
-_NONE = Markup("")
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A chart with something in it, or without one a note that says what is missing and why."""
-
-    title: str
-    note: str
-    chart: Markup = _NONE
-    legend: Legend = ()
-    wide: bool = False
+CAUSES: dict[Cause, str] = {
+    Cause.GENERATING: ROLES[Role.ROLLOUT],
+    Cause.COMPUTING: ROLES[Role.TRAIN],
+    Cause.EXCHANGING: "#8c5a00",
+    Cause.PUBLISHING: "#b5532a",
+    Cause.LOADING: "#0072b2",
+    Cause.CHECKPOINTING: "#5b4b8a",
+    Cause.REDOING: "#8e1b2e",
+    Cause.ROLLOUT_BOUND: "#f6dda0",
+    Cause.REPLICA_BOUND: "#dcb887",
+    Cause.TRAINING_BOUND: "#bcdaf0",
+    Cause.TOOL_BOUND: "#addac6",
+    Cause.NO_WORK: "#d3c8e3",
+    Cause.BOUNDARY: "#cdc5aa",
+    Cause.STARTING: ROLES[Role.JOINING],
+    Cause.MOVING: ROLES[Role.DRAINING],
+    Cause.FAILED: ROLES[Role.FAILED],
+    Cause.IDLE: ROLES[Role.IDLE],
+    Cause.EVALUATING: "#8a949e",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,14 @@ class Tile:
     value: str
     detail: str
     alarming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Words of a cell with a bar before them, `part` of 0 to 1 of its longest."""
+
+    words: str
+    part: float
 
 
 def render(template: str, title: str, **facts: Any) -> str:

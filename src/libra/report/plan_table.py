@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.table import Column, Table
 
-from libra.lengths import TrajectoryClass
-from libra.plan.explain.explanation import Bound
-from libra.plan.explain.idle import IdleDevices
+from libra.plan.explain.explanation import Bound, PoolView
 from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
+from libra.report.tables import number
 from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, plain, plural
 
 _PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
 
 
-def plan_tables(plan: Plan, bound: Bound, idle: Sequence[IdleDevices]) -> tuple[Table, ...]:
+def plan_tables(plan: Plan, bound: Bound, pools: Sequence[PoolView]) -> tuple[Table, ...]:
     """Who does what and who nothing, how long a step takes and why, what is proven, and for which work."""
+    idle = [pool for pool in pools if pool.idle]
     tables = (_allocation(plan), *([_idle(idle)] if idle else []))
     return (*tables, _step(plan, bound), _proof(plan), _workload(plan))
 
 
 def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...]:
-    """What a reader must know of the log before believing the plan: one sentence each, none for a complete log."""
+    """What a reader must know before believing the plan: one sentence each."""
     notes = []
     slots = isinstance(plan.request, SlotRequest)
     if evidence.unfinished:
@@ -57,35 +57,41 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
             f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
             " episodes is most of a step: where calls waited for people, cut them with --longest-tool-call SECONDS"
         )
+    staleness = 0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.staleness
+    if staleness and bound.by == "latency":
+        # Batches end in order: those held by one long trajectory end together, and start together from then on.
+        mean, short = plan.predicted.step, plan.predicted.training
+        long = max(mean, (1 + staleness) * mean - staleness * short)
+        notes.append(
+            f"{duration(mean)} is the mean of steps that alternate: batches wait for the longest episodes of those"
+            f" before them, so steps may take from {duration(short)} to {duration(long)}; a limit on the seconds of an"
+            " episode, or more staleness, shortens them"
+        )
     return tuple(notes)
 
 
 def _allocation(plan: Plan) -> Table:
-    table = Table(title="Allocation")
-    table.add_column("role")
-    table.add_column("count", justify="right")
-    table.add_column("each", overflow="fold")
-    table.add_column("max_num_seqs", justify="right", overflow="fold")
-    table.add_column("final context, tokens", justify="right")
-    if plan.placement:
-        table.add_column("devices", justify="right")
-        table.add_column("where")
+    table = Table(
+        "role",
+        number("count"),
+        Column("each", overflow="fold"),
+        number("max_num_seqs", overflow="fold"),
+        number("final context, tokens"),
+        *((number("devices"), "where") if plan.placement else ()),
+        title="Allocation",
+    )
+
+    def add(bucket: int | None, role: str, count: int, each: str, max_num_seqs: str, span: str) -> None:
+        groups = [group for group in plan.placement if group.bucket == bucket]
+        where = (f"{sum(group.devices for group in groups):,}", cell(_where(groups))) if plan.placement else ()
+        table.add_row(role, f"{count:,}", cell(each), max_num_seqs, span, *where)
+
     replica = "one device" if plan.layout is None else plan.layout.family
-    _add(table, plan, None, "training replicas", plan.allocation.replicas, replica, "-", "-")
+    add(None, "training replicas", plan.allocation.replicas, replica, "-", "-")
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
-        _add(table, plan, index, "engines", bucket.engines, bucket.shape, str(max_num_seqs), span)
+        add(index, "engines", bucket.engines, bucket.shape, str(max_num_seqs), span)
     return table
-
-
-def _add(
-    table: Table, plan: Plan, bucket: int | None, role: str, count: int, each: str, max_num_seqs: str, span: str
-) -> None:
-    row = [role, f"{count:,}", cell(each), max_num_seqs, span]
-    if plan.placement:
-        groups = [group for group in plan.placement if group.bucket == bucket]
-        row += [f"{sum(group.devices for group in groups):,}", cell(_where(groups))]
-    table.add_row(*row)
 
 
 def _where(groups: Sequence[DeviceGroup]) -> str:
@@ -103,11 +109,14 @@ def _where(groups: Sequence[DeviceGroup]) -> str:
 def _step(plan: Plan, bound: Bound) -> Table:
     """The parts that the step adds up to, the largest first."""
     step, several = plan.predicted.step, len(bound.parts) > 1
-    table = Table(title=f"One optimiser step, predicted: {duration(step)}", show_footer=several)
-    table.add_column("what it goes to", footer="the step")
-    table.add_column("seconds", justify="right", footer=f"{step:,.4f}")
-    table.add_column("share", justify="right")
-    table.add_column("")
+    table = Table(
+        Column("what it goes to", footer="the step"),
+        number("seconds", footer=f"{step:,.4f}"),
+        number("share"),
+        "",
+        title=f"One optimiser step, predicted: {duration(step)}",
+        show_footer=several,
+    )
     for name, seconds in bound.parts:
         share = percent(seconds / step) if step > 0 else "-"
         table.add_row(BOTTLENECK_WORDS[name], f"{seconds:,.4f}", share, "bottleneck" if name == bound.by else "")
@@ -117,20 +126,15 @@ def _step(plan: Plan, bound: Bound) -> Table:
     return table
 
 
-def _idle(idle: Sequence[IdleDevices]) -> Table:
-    table = Table(title="Idle devices")
-    table.add_column("pool")
-    table.add_column("devices", justify="right")
-    table.add_column("why")
-    for each in idle:
-        table.add_row(cell(each.pool), f"{each.devices:,}", cell(each.reason))
+def _idle(pools: Sequence[PoolView]) -> Table:
+    table = Table("pool", number("devices"), "why", title="Idle devices")
+    for pool in pools:
+        table.add_row(cell(pool.name), f"{pool.idle:,}", cell(pool.why_idle))
     return table
 
 
 def _proof(plan: Plan) -> Table:
-    table = Table(title="Proof", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = Table("", number(""), title="Proof", show_header=False)
     table.add_row("solver status", plan.proof.status)
     table.add_row("no step can be shorter than", f"{plan.proof.bound:,.4f} s")
     table.add_row("gap to that bound", percent(plan.proof.gap, 2))
@@ -148,21 +152,11 @@ def _workload(plan: Plan) -> Table:
         trajectories, classes = request.recipe.batch, request.classes
     generated = trajectories * sum(cls.share * cls.generated for cls in classes)
     rate = f", {generated / plan.predicted.step:,.0f} generated tokens/s" if plan.predicted.step > 0 else ""
-    table = Table(title=f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes{rate}")
-    for column in ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds", "served by"):
-        table.add_column(column, justify="left" if column == "served by" else "right")
+    columns = ("longest, tokens", "share", "generated", "prefilled", "turns", "tool seconds")
+    title = f"Work of a step: {plural(trajectories, 'trajectory', 'trajectories')}, in classes{rate}"
+    table = Table(*map(number, columns), "served by", title=title)
     for cls in classes:
-        table.add_row(
-            f"{cls.peak_context:,}",
-            percent(cls.share),
-            plain(cls.generated),
-            plain(cls.prefill),
-            plain(cls.turns),
-            plain(cls.tool_seconds),
-            cell(_serving_shape(plan, cls)),
-        )
+        peak, work = cls.peak_context, (cls.generated, cls.prefill, cls.turns, cls.tool_seconds)
+        shape = next(bucket.shape for bucket in plan.allocation.buckets if bucket.above < peak <= bucket.up_to)
+        table.add_row(f"{peak:,}", percent(cls.share), *map(plain, work), cell(shape))
     return table
-
-
-def _serving_shape(plan: Plan, cls: TrajectoryClass) -> str:
-    return next(bucket.shape for bucket in plan.allocation.buckets if bucket.above < cls.peak_context <= bucket.up_to)

@@ -1,6 +1,6 @@
-"""The charts of a run that has made steps.
+"""The figures of a run that has made steps.
 
-A decision has the same name, `D1`, `D2`, ..., in every chart and in the table of decisions.
+A decision has the same name, `D1`, `D2`, ..., in every figure and in the table of decisions.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ from collections.abc import Mapping, Sequence
 
 from libra.plan.transition import Role
 from libra.records.causes import WAITED_FOR, Cause, total
-from libra.records.roles import styles
 from libra.records.run_log import RunLog
-from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, StepRecord
+from libra.records.schema import DecisionRecord, EventRecord, PeriodRecord, StepRecord, styles
 from libra.report.charts import (
     MAX_COLUMNS,
     MAX_POINTS,
-    Layer,
+    Figure,
     Pair,
     Series,
+    column_figure,
     group_size,
-    line_chart,
-    notes_fit,
-    paired_bars,
-    stacked_chart,
+    line_figure,
+    pair_figure,
     time_unit,
 )
-from libra.report.colours import BUCKETS, CAUSES, ROLES, ink
-from libra.report.lanes import Bar, Lane, lane_chart
-from libra.report.page import Figure
-from libra.report.vega import ALARM, FULL, HALF, Axis, Marker, ends
+from libra.report.lanes import Lane, LaneSpan, lane_figure
+from libra.report.page import BUCKETS, CAUSES, ROLES
+from libra.report.vega import ALARM, Axis, Marker, ends
 from libra.report.words import BOTTLENECK_WORDS, duration, percent, plural, signed_percent
 
 _QUANTILES = (
@@ -50,20 +47,14 @@ _PARTS = (  # of a step: the trainer's seconds add up to it
 _MARKED_LOSSES = 12  # more would hide what they are drawn over
 
 
-def learning_figures(log: RunLog) -> tuple[Figure, ...]:
-    return _rewards(log), _lengths(log)
-
-
-def speed_figures(log: RunLog) -> tuple[Figure, ...]:
-    return _tokens(log), _seconds(log), _predictions(log)
-
-
-def device_figures(log: RunLog) -> tuple[Figure, ...]:
-    return _devices(log), _devices_over_time(log)
-
-
-def role_figures(log: RunLog) -> tuple[Figure, ...]:
-    return (_roles(log),)
+def run_figures(log: RunLog) -> dict[str, tuple[Figure, ...]]:
+    """By the chapters of the page."""
+    return {
+        "learning": (_rewards(log), _lengths(log)),
+        "speed": (_tokens(log), _seconds(log), _predictions(log)),
+        "devices": (_devices(log), _devices_over_time(log)),
+        "roles": (_roles(log),),
+    }
 
 
 def named_decisions(log: RunLog) -> list[tuple[str, DecisionRecord]]:
@@ -106,22 +97,26 @@ def running_mean(values: Sequence[float], window: int, parts: Sequence[str]) -> 
 
 def _rewards(log: RunLog) -> Figure:
     scale, axis = _time_axis(log)
-    evaluations = log.summary.evaluations if log.summary else ()
-    markers = [_evaluation_marker(evaluation, log.steps, scale) for evaluation in evaluations]
+    markers = []
+    for it in log.summary.evaluations if log.summary else ():
+        times = [step.time for step in log.steps if step.step <= it.step]
+        title = (
+            f"{it.name}, after step {it.step}: sampled {percent(it.sampled_accuracy)}, greedy"
+            f" {percent(it.greedy_accuracy)} of {plural(it.questions, 'question')}"
+        )
+        markers.append(Marker(times[-1] / scale if times else 0.0, percent(it.sampled_accuracy, 0), title))
     points = [(step.time / scale, step.reward_mean) for step in log.steps]
     series = _with_running_mean("mean reward of a step", _REWARD, points, [""] * len(points))
     note = "Dashed lines: accuracy on held-out questions (sampled)." if markers else "No accuracy was recorded."
-    return _lines("Reward", note + _thinned(log, MAX_POINTS), series, axis, "mean reward of a trajectory", markers)
+    note += _thinned(log, MAX_POINTS)
+    return line_figure("Reward", note, series, axis, Axis("mean reward of a trajectory"), markers)
 
 
 def _lengths(log: RunLog) -> Figure:
-    series = [
-        Series(name, colour, [(step.step, getattr(step, field)) for step in log.steps])
-        for name, field, colour in _QUANTILES
-    ]
+    series = [Series(name, colour, _by_step(log, field)) for name, field, colour in _QUANTILES]
     note = "Final context of the trajectories trained on." + _thinned(log, MAX_POINTS)
     axis = Axis("optimiser step", ends(log.steps[0].step, log.steps[-1].step))
-    return _lines("Length of trajectories", note, series, axis, "tokens", [])
+    return line_figure("Length of trajectories", note, series, axis, Axis("tokens"))
 
 
 def _tokens(log: RunLog) -> Figure:
@@ -135,19 +130,19 @@ def _tokens(log: RunLog) -> Figure:
     else:
         note += f" The {plural(len(log.losses), 'loss', 'losses')} of workers are not marked."
     note += _thinned(log, MAX_POINTS)
-    return _lines("Generation speed", note, series, axis, "generated tokens per second", markers)
+    return line_figure("Generation speed", note, series, axis, Axis("generated tokens per second"), markers)
 
 
 def _seconds(log: RunLog) -> Figure:
-    """The engines work beside the trainer, so their seconds are a line, not a layer."""
-    layers = [Layer(name, colour, [getattr(step, field) for step in log.steps]) for name, field, colour in _PARTS]
-    known = [sum(layer.values[index] for layer in layers) for index in range(len(log.steps))]
-    others = [max(0.0, step.step_seconds - seconds) for step, seconds in zip(log.steps, known, strict=True)]
-    layers = [layer for layer in (*layers, Layer("other", _OTHER, others)) if any(layer.values)]
-    busiest = [(step.step, step.generate_seconds) for step in log.steps]
-    overlay = Series("busiest engine generates (meanwhile)", _MEASURED, busiest)
+    """The engines work beside the trainer, so their seconds are a line, not a part of the column."""
+    parts = [Series(name, colour, _by_step(log, field)) for name, field, colour in _PARTS]
+    known = [sum(seconds for _, seconds in column) for column in zip(*(part.points for part in parts), strict=True)]
+    other = [(it.step, max(0.0, it.step_seconds - seconds)) for it, seconds in zip(log.steps, known, strict=True)]
+    parts = [part for part in (*parts, Series("other", _OTHER, other)) if any(seconds for _, seconds in part.points)]
+    busiest = Series("busiest engine generates (meanwhile)", _MEASURED, _by_step(log, "generate_seconds"))
     note = "Columns: the trainer's time. Line: engines, which work beside it." + _thinned(log, MAX_COLUMNS, "column")
-    return _columns("Where a step's seconds go", note, log, layers, overlay, Axis("seconds of one step"))
+    title, y = "Where a step's seconds go", Axis("seconds of one step")
+    return column_figure(title, note, parts, _step_axis(log), y, _decision_markers(log), overlay=busiest)
 
 
 def _predictions(log: RunLog) -> Figure:
@@ -155,12 +150,11 @@ def _predictions(log: RunLog) -> Figure:
     if not log.periods:
         why = "No planning period was completed, so no prediction can be held against a measurement."
         return Figure(title, why, wide=True)
-    pairs = [_pair(period) for period in log.periods]
-    note = f"{'Above' if notes_fit(pairs) else 'Under the pointer on'} each pair: error of the prediction in %."
+    note = "Above each pair where there is room, or under the pointer: error of the prediction in %."
     if any(period.switching for period in log.periods):
         note += " Pale: a worker changed role in that period, which no prediction covers."
-    chart = paired_bars(pairs, (_PREDICTED, _MEASURED), "steps of the planning period", Axis("seconds of one step"))
-    return Figure(title, note, chart, (("predicted", _PREDICTED), ("measured", _MEASURED)), wide=True)
+    sides, y = (("predicted", _PREDICTED), ("measured", _MEASURED)), Axis("seconds of one step")
+    return pair_figure(title, note, [_pair(it) for it in log.periods], sides, "steps of the planning period", y)
 
 
 def _pair(period: PeriodRecord) -> Pair:
@@ -171,14 +165,9 @@ def _pair(period: PeriodRecord) -> Pair:
         f"measured {duration(period.measured_seconds)} ({signed_percent(period.relative_error, 1)}); "
         f"predicted bottleneck: {BOTTLENECK_WORDS[period.predicted_bottleneck]}"
     )
-    return Pair(
-        label=steps,
-        left=period.predicted_seconds,
-        right=period.measured_seconds,
-        note="" if period.switching else f"{100 * period.relative_error:+.0f}",
-        title=title + ("; a worker changed role in it" if period.switching else ""),
-        faded=period.switching,
-    )
+    title += "; a worker changed role in it" if period.switching else ""
+    note = "" if period.switching else f"{100 * period.relative_error:+.0f}"
+    return Pair(steps, period.predicted_seconds, period.measured_seconds, note, title, faded=period.switching)
 
 
 def _devices(log: RunLog) -> Figure:
@@ -192,8 +181,8 @@ def _devices(log: RunLog) -> Figure:
     lanes = [Lane(name, _shares(name, causes)) for name, causes in (("all devices", everybody), *workers.items())]
     waits = (f"{cause.words.capitalize()}: {cause.meaning}." for cause in everybody if cause in WAITED_FOR)
     note = " ".join(("Full colours make tokens or gradients, or are needed for it; pale ones wait.", *waits))
-    chart = lane_chart(lanes, Axis("% of the time in which steps were made", (0.0, 100.0)))
-    return Figure(title, note, chart, tuple((cause.words, CAUSES[cause]) for cause in everybody), wide=True)
+    legend = tuple((cause.words, CAUSES[cause]) for cause in everybody)
+    return lane_figure(title, note, lanes, Axis("% of the time in which steps were made", (0.0, 100.0)), legend)
 
 
 def _devices_over_time(log: RunLog) -> Figure:
@@ -201,17 +190,14 @@ def _devices_over_time(log: RunLog) -> Figure:
     sums = [total(step.device_seconds.values()) for step in log.steps]
     if not any(sums):
         return Figure(title, "The steps do not say what the time of devices went to.", wide=True)
-    wholes = [sum(row.values()) or 1.0 for row in sums]
-    layers = [
-        Layer(
-            cause.words,
-            CAUSES[cause],
-            [100 * row.get(cause, 0.0) / whole for row, whole in zip(sums, wholes, strict=True)],
-        )
-        for cause in total(sums)
-    ]
+    parts = []
+    for cause in total(sums):
+        shares = [100 * row.get(cause, 0.0) / (sum(row.values()) or 1.0) for row in sums]
+        points = [(step.step, share) for step, share in zip(log.steps, shares, strict=True)]
+        parts.append(Series(cause.words, CAUSES[cause], points))
     note = _marker_note(log) + _thinned(log, MAX_COLUMNS, "column")
-    return _columns(title, note, log, layers, None, Axis("% of the device time of a step", (0.0, 100.0)), wide=True)
+    y = Axis("% of the device time of a step", (0.0, 100.0))
+    return column_figure(title, note, parts, _step_axis(log), y, _decision_markers(log), wide=True)
 
 
 def _roles(log: RunLog) -> Figure:
@@ -221,54 +207,28 @@ def _roles(log: RunLog) -> Figure:
     if not workers:
         return Figure(title, "The steps name no workers, so there is no one to show.", wide=True)
     colours = styles((role for step in log.steps for role in step.roles.values()), ROLES, BUCKETS)
-    lanes = [
-        Lane(
-            worker,
-            [
-                Bar(
-                    start / scale,
-                    end / scale,
-                    role.removeprefix("rollout:"),
-                    f"{worker}: {role}, {duration(start)} – {duration(end)}",
-                    colours[role],
-                    ink(colours[role]),
-                )
-                for role, start, end in role_spans(log.steps, worker)
-            ],
-            [(event.time / scale, _loss(event)) for event in log.losses if event.worker == worker],
-        )
-        for worker in workers
-    ]
+    lanes = []
+    for worker in workers:
+        bars = []
+        for role, start, end in role_spans(log.steps, worker):
+            words = f"{worker}: {role}, {duration(start)} – {duration(end)}"
+            bars.append(LaneSpan(start / scale, end / scale, role.removeprefix("rollout:"), words, colours[role]))
+        lost = [(event.time / scale, _loss(event)) for event in log.losses if event.worker == worker]
+        lanes.append(Lane(worker, bars, lost))
     legend = tuple((role.replace("rollout:", "rollout, "), colour) for role, colour in colours.items())
     note = "One lane a worker. " + _marker_note(log) + (" Crosses: it was lost." if log.losses else "")
-    return Figure(title, note, lane_chart(lanes, axis, _decision_markers(log, scale)), legend, wide=True)
+    return lane_figure(title, note, lanes, axis, legend, _decision_markers(log, scale))
 
 
-def _shares(name: str, causes: Mapping[Cause, float]) -> list[Bar]:
+def _shares(name: str, causes: Mapping[Cause, float]) -> list[LaneSpan]:
     """A bar of 100 %, a part for each cause."""
     whole, at, spans = sum(causes.values()), 0.0, []
     for cause, seconds in causes.items():
-        share, colour = seconds / whole, CAUSES[cause]
+        share = seconds / whole
         title = f"{name}: {percent(share)} {cause.words} ({cause.meaning}), {duration(seconds)}"
-        spans.append(Bar(at, at + 100 * share, percent(share, 0), title, colour, ink(colour)))
+        spans.append(LaneSpan(at, at + 100 * share, percent(share, 0), title, CAUSES[cause]))
         at += 100 * share
     return spans
-
-
-def _lines(title: str, note: str, series: list[Series], x: Axis, y_label: str, markers: Sequence[Marker]) -> Figure:
-    legend = tuple((one.name + (" (dots)" if one.dots else ""), one.colour) for one in series)
-    return Figure(title, note, line_chart(series, x, Axis(y_label), markers), legend)
-
-
-def _columns(
-    title: str, note: str, log: RunLog, layers: list[Layer], overlay: Series | None, y: Axis, wide: bool = False
-) -> Figure:
-    """A column a step."""
-    steps = [float(step.step) for step in log.steps]
-    x = Axis("optimiser step", (steps[0] - 0.5, steps[-1] + 0.5))
-    chart = stacked_chart(steps, layers, overlay, x, y, _decision_markers(log, None), FULL if wide else HALF)
-    lines = [] if overlay is None else [(overlay.name, overlay.colour)]
-    return Figure(title, note, chart, (*((layer.name, layer.colour) for layer in layers), *lines), wide)
 
 
 def _with_running_mean(name: str, colour: str, points: list[tuple[float, float]], parts: Sequence[str]) -> list[Series]:
@@ -280,16 +240,7 @@ def _with_running_mean(name: str, colour: str, points: list[tuple[float, float]]
     return [Series(name, colour, points, dots=True), Series(f"mean of {window} steps", colour, line)]
 
 
-def _evaluation_marker(evaluation: Evaluation, steps: Sequence[StepRecord], scale: float) -> Marker:
-    times = [step.time for step in steps if step.step <= evaluation.step]
-    title = (
-        f"{evaluation.name}, after step {evaluation.step}: sampled {percent(evaluation.sampled_accuracy)}, "
-        f"greedy {percent(evaluation.greedy_accuracy)} of {plural(evaluation.questions, 'question')}"
-    )
-    return Marker(times[-1] / scale if times else 0.0, percent(evaluation.sampled_accuracy, 0), title)
-
-
-def _decision_markers(log: RunLog, scale: float | None) -> list[Marker]:
+def _decision_markers(log: RunLog, scale: float | None = None) -> list[Marker]:
     """Taken decisions, on a time axis of this scale, or on the step axis if it is None."""
     return [
         Marker(
@@ -323,3 +274,12 @@ def _time_axis(log: RunLog) -> tuple[float, Axis]:
     start, end = min(0.0, first.time - first.step_seconds), log.steps[-1].time
     scale, unit = time_unit(end - start)
     return scale, Axis(f"time since the RL loop began ({unit})", (start / scale, end / scale))
+
+
+def _step_axis(log: RunLog) -> Axis:
+    """Of columns."""
+    return Axis("optimiser step", (log.steps[0].step - 0.5, log.steps[-1].step + 0.5))
+
+
+def _by_step(log: RunLog, field: str) -> list[tuple[float, float]]:
+    return [(step.step, getattr(step, field)) for step in log.steps]

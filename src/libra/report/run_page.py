@@ -6,15 +6,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra.records.run_log import RunLog, outcomes, read_run
+from libra.records.schema import StepRecord
 from libra.report.page import flatten, render
-from libra.report.run_figures import device_figures, learning_figures, named_decisions, role_figures, speed_figures
+from libra.report.run_figures import named_decisions, run_figures
 from libra.report.run_verdict import edges, headline, notices, tiles, why_nothing_was_decided
 from libra.report.words import count, duration, percent, plain
+
+_HEALTH: tuple[tuple[str, Callable[[StepRecord], float], Callable[[float], str], str], ...] = (
+    ("Reward", lambda s: s.reward_mean, plain, "of a trajectory"),
+    ("Turns", lambda s: s.turns_mean, plain, "of a trajectory"),
+    (
+        "Groups without signal",
+        lambda s: s.groups_without_signal / max(1, s.groups),
+        percent,
+        "all samples of a prompt earned the same",
+    ),
+    ("Staleness", lambda s: s.staleness_mean, plain, "versions between generation and training"),
+    ("Largest staleness", lambda s: s.staleness_max, plain, "versions"),
+    ("Behaviour weight", lambda s: s.behaviour_weight_mean, plain, "min(π_prox/μ, 2); 1 where data are fresh"),
+    ("Moved since generation", lambda s: s.prox_gap_mean, plain, "mean |log π_prox − log μ| of a token"),
+    ("Clipped", lambda s: s.clip_share, percent, "tokens whose probability ratio left the trust region"),
+    ("Gradient norm", lambda s: s.grad_norm, plain, "before clipping"),
+    ("Trained tokens", lambda s: s.trained_tokens, count, "in one step"),
+    ("Weight load", lambda s: s.load_seconds, duration, "of one engine"),
+)
 
 
 def render_report(run_directory: Path) -> str:
     """The page for a run directory, finished or not. Raises what `read_run` raises."""
     log = read_run(run_directory)
+    nothing = {"learning": (), "speed": (), "devices": (), "roles": ()}
     return render(
         "run.html",
         log.name,
@@ -22,10 +43,7 @@ def render_report(run_directory: Path) -> str:
         headline=headline(log),
         notices=notices(log),
         tiles=tiles(log),
-        learning=learning_figures(log) if log.steps else (),
-        speed=speed_figures(log) if log.steps else (),
-        devices=device_figures(log) if log.steps else (),
-        roles=role_figures(log) if log.steps else (),
+        **(run_figures(log) if log.steps else nothing),
         taken=[(name, outcome) for (name, _), outcome in zip(named_decisions(log), outcomes(log), strict=True)],
         why_not="" if log.taken else why_nothing_was_decided(log),
         health=_health(log) if log.steps else (),
@@ -35,7 +53,6 @@ def render_report(run_directory: Path) -> str:
         events=[
             (duration(event.time), event.kind.replace("_", " "), event.worker or "–", event.text)
             for event in log.events
-            if event.kind != "weights"  # there is one a step and engine
         ],
         run_with=_run_with(log),
         settings=list(flatten(log.config)),
@@ -43,57 +60,25 @@ def render_report(run_directory: Path) -> str:
 
 
 def _evaluations(log: RunLog) -> list[tuple[str, ...]]:
-    return [
-        (
-            evaluation.name,
-            count(evaluation.step),
-            count(evaluation.questions),
-            percent(evaluation.sampled_accuracy),
-            percent(evaluation.greedy_accuracy),
-            plain(evaluation.turns_mean),
-        )
-        for evaluation in (log.summary.evaluations if log.summary else ())
-    ]
+    rows: list[tuple[str, ...]] = []
+    for it in log.summary.evaluations if log.summary else ():
+        accuracies = percent(it.sampled_accuracy), percent(it.greedy_accuracy)
+        rows.append((it.name, count(it.step), count(it.questions), *accuracies, plain(it.turns_mean)))
+    return rows
 
 
 def _run_with(log: RunLog) -> list[tuple[str, str]]:
     if log.summary is None:
         return []
     summary = log.summary
-    known = {"seed": str(summary.seed), "allocation mode": summary.allocation_mode, **summary.versions}
-    if summary.arithmetic is not None:
-        known = {"arithmetic": summary.arithmetic, **known}
-    return list(known.items())
+    known = {"arithmetic": summary.arithmetic, "seed": str(summary.seed), "allocation mode": summary.allocation_mode}
+    return [(name, value) for name, value in {**known, **summary.versions}.items() if value is not None]
 
 
 def _health(log: RunLog) -> list[tuple[str, str, str, str]]:
     """Training quantities at both ends of the run; what moved is what to look at."""
-    steps = log.steps
-    numbers: list[tuple[str, list[float], Callable[[float], str], str]] = [
-        ("Reward", [s.reward_mean for s in steps], plain, "of a trajectory"),
-        ("Turns", [s.turns_mean for s in steps], plain, "of a trajectory"),
-        (
-            "Groups without signal",
-            [s.groups_without_signal / max(1, s.groups) for s in steps],
-            percent,
-            "all samples of a prompt earned the same",
-        ),
-        ("Staleness", [s.staleness_mean for s in steps], plain, "versions between generation and training"),
-        ("Largest staleness", [float(s.staleness_max) for s in steps], plain, "versions"),
-        (
-            "Behaviour weight",
-            [s.behaviour_weight_mean for s in steps],
-            plain,
-            "min(π_prox/μ, 2); 1 where data are fresh",
-        ),
-        ("Moved since generation", [s.prox_gap_mean for s in steps], plain, "mean |log π_prox − log μ| of a token"),
-        ("Clipped", [s.clip_share for s in steps], percent, "tokens whose probability ratio left the trust region"),
-        ("Gradient norm", [s.grad_norm for s in steps], plain, "before clipping"),
-        ("Trained tokens", [float(s.trained_tokens) for s in steps], count, "in one step"),
-        ("Weight load", [s.load_seconds for s in steps], duration, "of one engine"),
-    ]
     rows = []
-    for name, values, write, hint in numbers:
-        first, last = edges(values)
+    for name, value, write, hint in _HEALTH:
+        first, last = edges([value(step) for step in log.steps])
         rows.append((name, write(first), write(last), hint))
     return rows

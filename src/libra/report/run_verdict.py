@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from libra.plan.problem import Bottleneck
 from libra.records.causes import WAITED_FOR, WORK, total
-from libra.records.run_log import DecisionOutcome, RunLog, outcomes, prediction_error
+from libra.records.run_log import RunLog, outcomes, prediction_error
 from libra.records.schema import Evaluation, PeriodRecord, StepRecord
 from libra.report.page import Tile
 from libra.report.words import BOTTLENECK_WORDS, count, duration, percent, plain, plural, signed_duration, size
@@ -26,16 +26,34 @@ def headline(log: RunLog) -> str:
 
 
 def tiles(log: RunLog) -> tuple[Tile, ...]:
-    made = [_accuracy_tile(log), _steps_tile(log)]
-    if log.steps:
-        rate = tokens_per_second(log.steps)
+    steps, summary = log.steps, log.summary
+    state = "interrupted" if summary is None else "finished" if summary.finished else "ended early"
+    lasted = f"{state} after {duration(wall_seconds(log))}"
+    made = [_accuracy_tile(log), Tile("Steps", count(len(steps)), lasted, alarming=state != "finished")]
+    if steps:
+        rate, tokens = count(tokens_per_second(steps)), count(sum(step.generated_tokens for step in steps))
+        before, after = (duration(seconds) for seconds in edges([step.step_seconds for step in steps]))
+        waited = f"trainer waited {percent(wait_share(steps), 0)} of the time"
+        bound = "not predicted"
+        if found := predicted_bottleneck(log.periods):
+            bound, waited = BOTTLENECK_WORDS[found[0]], f"predicted for {percent(found[1], 0)} of the time; {waited}"
         made += [
-            Tile("Generated", f"{count(rate)} tokens/s", f"{count(sum(s.generated_tokens for s in log.steps))} in all"),
-            _speed_tile(log),
-            _bottleneck_tile(log),
+            Tile("Generated", f"{rate} tokens/s", f"{tokens} in all"),
+            Tile("Seconds of a step", f"{before} → {after}", "measured; means of the first and the last tenth"),
+            Tile("Bottleneck", bound, waited),
         ]
-    made += [_decisions_tile(log), _prediction_tile(log), _losses_tile(log), _memory_tile(log), _gap_tile(log)]
-    return tuple(made)
+    named = {event.worker or "unnamed" for event in log.losses} | set(summary.lost_workers if summary else ())
+    lost = Tile("Workers lost", str(len(named) or "none"), ", ".join(sorted(named)), alarming=bool(named))
+    made += [_decisions_tile(log), _prediction_tile(log), lost]
+    memory, gap = "Peak memory", "Largest log-prob gap"
+    if summary is None:
+        return (*made, *(Tile(label, "unknown", "the run wrote no summary") for label in (memory, gap)))
+    compared = "never compared" if summary.logprob_gap is None else plain(summary.logprob_gap)
+    return (
+        *made,
+        Tile(memory, size(summary.peak_memory_bytes), "all processes together"),
+        Tile(gap, compared, "maximum over tokens, engine against trainer"),
+    )
 
 
 def notices(log: RunLog) -> tuple[str, ...]:
@@ -163,22 +181,24 @@ def _devices(log: RunLog) -> str:
     return f"{said}; what they waited for most was {WAITED_FOR[most]} ({percent(waits[most] / whole, 0)})."
 
 
+def _net(log: RunLog) -> tuple[int, float, str]:
+    """Of the taken decisions that can be judged: how many, what they saved in all, and how wrong that may be."""
+    known = [it for it in outcomes(log) if it.net_seconds is not None]
+    errors = [it.error_seconds for it in known if it.error_seconds is not None]
+    error = f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"
+    return len(known), sum(it.net_seconds or 0.0 for it in known), error
+
+
 def _decided(log: RunLog) -> str:
     if not log.taken:
         return "The allocation never changed."
-    known = [outcome for outcome in outcomes(log) if outcome.net_seconds is not None]
+    judged, net, error = _net(log)
     changed = f"Libra changed the allocation {'once' if len(log.taken) == 1 else f'{len(log.taken)} times'}"
-    if not known:
+    if not judged:
         return f"{changed}; what that gained is not known."
-    net = sum(outcome.net_seconds or 0.0 for outcome in known)
-    which = ", which" if len(known) == len(log.taken) else f"; the {len(known)} that could be judged"
+    which = ", which" if judged == len(log.taken) else f"; the {judged} that could be judged"
     verb = "saved" if net >= 0 else "cost"
-    return f"{changed}{which} {verb} an estimated {duration(abs(net))}{_error(known)}, switching paid."
-
-
-def _error(known: Sequence[DecisionOutcome]) -> str:
-    errors = [outcome.error_seconds for outcome in known if outcome.error_seconds is not None]
-    return f" (± {duration(sum(errors))})" if len(errors) == len(known) else " (error unknown)"
+    return f"{changed}{which} {verb} an estimated {duration(abs(net))}{error}, switching paid."
 
 
 def _accuracy_tile(log: RunLog) -> Tile:
@@ -191,29 +211,14 @@ def _accuracy_tile(log: RunLog) -> Tile:
     return Tile("Accuracy, sampled", value, f"{greedy}; {plural(last.questions, 'question')}")
 
 
-def _steps_tile(log: RunLog) -> Tile:
-    state = "interrupted" if log.summary is None else "finished" if log.summary.finished else "ended early"
-    return Tile("Steps", count(len(log.steps)), f"{state} after {duration(wall_seconds(log))}", state != "finished")
-
-
-def _bottleneck_tile(log: RunLog) -> Tile:
-    waited = f"trainer waited {percent(wait_share(log.steps), 0)} of the time"
-    found = predicted_bottleneck(log.periods)
-    if found is None:
-        return Tile("Bottleneck", "not predicted", waited)
-    return Tile("Bottleneck", BOTTLENECK_WORDS[found[0]], f"predicted for {percent(found[1], 0)} of the time; {waited}")
-
-
 def _decisions_tile(log: RunLog) -> Tile:
     value = f"{len(log.taken)} taken, {len(log.refused)} not"
     if not log.taken:
         return Tile("Decisions", value, "the first allocation stayed")
-    known = [outcome for outcome in outcomes(log) if outcome.net_seconds is not None]
-    unknown = len(log.taken) - len(known)
-    if not known:
-        return Tile("Decisions", value, "gain not known")
-    gain = f"net gain, estimated: {signed_duration(sum(it.net_seconds or 0.0 for it in known))}{_error(known)}"
-    return Tile("Decisions", value, f"{gain}; {unknown} not known" if unknown else gain)
+    judged, net, error = _net(log)
+    gain = f"net gain, estimated: {signed_duration(net)}{error}" if judged else "gain not known"
+    unknown = len(log.taken) - judged
+    return Tile("Decisions", value, f"{gain}; {unknown} not known" if judged and unknown else gain)
 
 
 def _prediction_tile(log: RunLog) -> Tile:
@@ -222,29 +227,3 @@ def _prediction_tile(log: RunLog) -> Tile:
         return Tile("Prediction error", "unknown", "no period without a role change")
     settled = sum(not period.switching for period in log.periods)
     return Tile("Prediction error", percent(error), f"of step time, mean over {plural(settled, 'settled period')}")
-
-
-def _losses_tile(log: RunLog) -> Tile:
-    named = {event.worker or "unnamed" for event in log.losses} | set(log.summary.lost_workers if log.summary else ())
-    if not named:
-        return Tile("Workers lost", "none", "")
-    return Tile("Workers lost", str(len(named)), ", ".join(sorted(named)), alarming=True)
-
-
-def _speed_tile(log: RunLog) -> Tile:
-    before, after = (duration(seconds) for seconds in edges([step.step_seconds for step in log.steps]))
-    return Tile("Seconds of a step", f"{before} → {after}", "measured; means of the first and the last tenth")
-
-
-def _memory_tile(log: RunLog) -> Tile:
-    if log.summary is None:
-        return Tile("Peak memory", "unknown", "the run wrote no summary")
-    return Tile("Peak memory", size(log.summary.peak_memory_bytes), "all processes together")
-
-
-def _gap_tile(log: RunLog) -> Tile:
-    label, detail = "Largest log-prob gap", "maximum over tokens, engine against trainer"
-    if log.summary is None:
-        return Tile(label, "unknown", "the run wrote no summary")
-    gap = log.summary.logprob_gap
-    return Tile(label, "never compared", detail) if gap is None else Tile(label, plain(gap), detail)

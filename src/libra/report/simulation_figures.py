@@ -5,29 +5,18 @@ What does not fit on a chart is said in its note.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.report.charts import MAX_POINTS, Series, line_chart, time_unit
-from libra.report.page import Figure, Legend
+from libra.report.charts import MAX_POINTS, Figure, Series, line_figure, time_unit
 from libra.report.simulation_view import SimulationView
-from libra.report.vega import FULL, HALF, Axis, Marker
+from libra.report.vega import Axis, Marker
 from libra.report.words import count, fine_duration
 from libra.sim.clock import TICKS, seconds
-from libra.sim.outcome.metrics import (
-    Spread,
-    latency_ticks,
-    queueing_ticks,
-    spread,
-    tpot_ticks,
-    trajectory_ticks,
-    ttft_prefill_ticks,
-    ttft_ticks,
-)
+from libra.sim.outcome.metrics import Durations, Spread, durations, spread
 
-Durations = NDArray[np.int64] | NDArray[np.float64]
 Rows = NDArray[np.float64]  # [engine, bin]
 
 COLOURS = ("var(--blue)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -41,17 +30,17 @@ _SHARES = Axis("share that takes no longer (%)", (0.0, 100.0))
 
 def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
     """A cumulative distribution for each latency that there is."""
-    requests = view.result.requests
-    first = [("TTFT", ttft_ticks(requests)), ("queueing", queueing_ticks(requests))]
+    took = durations(view.result.requests)
+    first = [("TTFT", took["ttft"]), ("queueing", took["queueing"])]
     if view.metrics.ttft != view.metrics.ttft_prefill:
-        first.insert(1, ("TTFT at prefill end", ttft_prefill_ticks(requests)))
+        first.insert(1, ("TTFT at prefill end", took["ttft_prefill"]))
     shown: list[tuple[str, Sequence[tuple[str, Durations]]]] = [
         ("Time to first token", first),
-        ("Time per output token", [("TPOT", tpot_ticks(requests))]),
-        ("End to end", [("end to end", latency_ticks(requests))]),
+        ("Time per output token", [("TPOT", took["tpot"])]),
+        ("End to end", [("end to end", took["latency"])]),
     ]
     if view.metrics.trajectories:
-        shown.append(("Trajectories", [("first arrival to last finish", trajectory_ticks(requests))]))
+        shown.append(("Trajectories", [("first arrival to last finish", took["trajectory_latency"])]))
     drawn = [(title, curves) for title, curves in shown if len(curves[0][1])]
     # Two in a line; of an odd number the last one has a line to itself.
     wide = len(drawn) if len(drawn) % 2 else 0
@@ -61,10 +50,10 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 def time_figures(view: SimulationView) -> tuple[Figure, ...]:
-    """What came and went, and what the engines held, over time. The engines' part is there if somebody watched."""
+    """What came and went, and, if somebody watched, what the engines held."""
     result = view.result
     if not result.makespan:
-        return ()
+        return (Figure("Over time", "Everything happened at one instant."),)
     edges = np.unique(
         np.linspace(result.start, result.start + result.makespan, MAX_POINTS + 1).round().astype(np.int64)
     )
@@ -75,20 +64,34 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
     names = [engine.name for engine in result.engines]
     markers = _pauses(view, scale)
 
-    def over_time(title: str, label: str, values: Rows, note: str = "") -> Figure:
-        return _engines_figure(title, label, names, middles, values, x_axis, markers, note)
+    def of_engines(title: str, label: str, values: Rows, more: str = "") -> Figure:
+        """A line an engine; of many engines the extremes and the mean."""
+        stretches = f"means over {count(len(middles))} stretches of equal length."
+        if len(names) <= _MOST_LINES:
+            lines, note = dict(zip(names, values, strict=True)), stretches.capitalize()
+        else:
+            lines = {"largest": values.max(axis=0), "mean": values.mean(axis=0), "smallest": values.min(axis=0)}
+            note = f"Over {count(len(names))} engines, of each its {stretches}"
+        note += more + (" Dashed: engines stopped for new weights." if markers else "")
+        series = [
+            Series(name, colour, list(zip(middles.tolist(), line.tolist(), strict=True)))
+            for (name, line), colour in zip(lines.items(), COLOURS, strict=False)
+        ]
+        return line_figure(title, note, series, x_axis, Axis(label), markers)
 
+    waiting = _waiting(view, edges)
     figures = [
         _flow_figure(view, edges, since, x_axis),
-        over_time(
-            "Waiting requests", "requests not yet in a batch", _waiting(view, edges), "Preempted ones are not counted."
-        ),
+        of_engines("Waiting requests", "requests not yet in a batch", waiting, " Preempted ones are not counted."),
     ]
     if result.series:
         running, _, held = np.array([series.over(edges) for series in result.series]).swapaxes(0, 1)
         blocks = np.array([[engine.config.kv_blocks] for engine in result.engines])
-        figures.append(over_time("Running requests", "requests in the batch", running))
-        figures.append(over_time("KV held", "KV blocks held (%)", 100 * held / blocks))
+        figures.append(of_engines("Running requests", "requests in the batch", running))
+        figures.append(of_engines("KV held", "KV blocks held (%)", 100 * held / blocks))
+    else:
+        why = "Nobody watched the engines: give the simulation a watcher."
+        figures.append(Figure("Requests and KV of the engines", why))
     return tuple(figures)
 
 
@@ -133,12 +136,7 @@ def _distribution(title: str, curves: Sequence[tuple[str, Durations]], *, wide: 
     ]
     beyond = "" if limit == found.max else f" Up to {fine_duration(found.max)}, beyond the chart."
     note = f"Mean {fine_duration(found.mean)}, P50 {fine_duration(found.p50)}, P99 {fine_duration(found.p99)}.{beyond}"
-    drawn = line_chart([one for one in series if one.points], x_axis, _SHARES, markers, FULL if wide else HALF)
-    return Figure(title, note, drawn, _legend(series), wide)
-
-
-def _legend(series: Sequence[Series]) -> Legend:
-    return tuple((one.name, one.colour) for one in series) if len(series) > 1 else ()
+    return line_figure(title, note, series, x_axis, _SHARES, markers, wide)
 
 
 def _cumulative(values: Durations) -> list[tuple[float, float]]:
@@ -158,57 +156,18 @@ def _fine_unit(longest: float) -> tuple[float, str]:
 
 def _flow_figure(view: SimulationView, edges: NDArray[np.int64], since: NDArray[np.float64], x_axis: Axis) -> Figure:
     requests = view.result.requests
-    curves = (
+    series = []
+    for name, colour, ticks in (
         ("arrived", _NEUTRAL, np.sort(requests.arrival)),
         ("finished", COLOURS[0], np.sort(requests.finish[requests.ended("finished")])),
-    )
-    series = [
-        Series(
-            name,
-            colour,
-            list(zip(since[1:].tolist(), np.searchsorted(ticks, edges[1:], "right").tolist(), strict=True)),
-        )
-        for name, colour, ticks in curves
-    ]
+    ):
+        so_far = np.searchsorted(ticks, edges[1:], "right")
+        series.append(Series(name, colour, list(zip(since[1:].tolist(), so_far.tolist(), strict=True))))
     note = "Between the two lines: requests that queue, run, or will not finish."
     if view.tail is not None and not view.result.partial:
         last = fine_duration(view.tail * view.metrics.makespan)
         note += f" The last tenth of those that finish takes {last}."
-    return Figure("Arrived and finished", note, line_chart(series, x_axis, Axis("requests so far")), _legend(series))
-
-
-def _engines_figure(
-    title: str,
-    label: str,
-    names: Sequence[str],
-    middles: NDArray[np.float64],
-    values: Rows,
-    x_axis: Axis,
-    markers: Sequence[Marker],
-    more: str,
-) -> Figure:
-    lines: list[tuple[str, NDArray[np.float64]]]
-    if len(names) <= _MOST_LINES:
-        lines = list(zip(names, values, strict=True))
-        note = f"Means over {count(len(middles))} stretches of equal length."
-    else:
-        of_all: list[tuple[str, Callable[..., NDArray[np.float64]]]] = [
-            ("largest", np.max),
-            ("mean", np.mean),
-            ("smallest", np.min),
-        ]
-        lines = [(name, function(values, axis=0)) for name, function in of_all]
-        note = (
-            f"Over {count(len(names))} engines, of each its means over {count(len(middles))} stretches of equal length."
-        )
-    note += f" {more}" if more else ""
-    if markers:
-        note += " Dashed: engines stopped for new weights."
-    series = [
-        Series(name, colour, list(zip(middles.tolist(), line.tolist(), strict=True)))
-        for (name, line), colour in zip(lines, COLOURS, strict=False)
-    ]
-    return Figure(title, note, line_chart(series, x_axis, Axis(label), markers), _legend(series))
+    return line_figure("Arrived and finished", note, series, x_axis, Axis("requests so far"))
 
 
 def _pauses(view: SimulationView, scale: float) -> list[Marker]:

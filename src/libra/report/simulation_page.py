@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import NamedTuple
 
-from libra.report.page import Figure, Tile, flatten, render
+from libra.report.page import Bar, Tile, flatten, render
 from libra.report.simulation_figures import latency_figures, time_figures
 from libra.report.simulation_table import (
     ENGINE_NUMBERS,
@@ -26,13 +25,6 @@ MOST_ENGINES = 64  # rows of the page's table of engines
 _LONGEST_VALUE = 300  # letters of a setting: a list of arrival times may be millions
 
 
-class _Cell(NamedTuple):
-    """`part` is the length of the bar before the words, of 1."""
-
-    words: str
-    part: float = 0.0
-
-
 def simulation_page(view: SimulationView, title: str) -> str:
     """The page; `title` names what was simulated."""
     engines, left_out = shown_engines(view, MOST_ENGINES)
@@ -50,7 +42,7 @@ def simulation_page(view: SimulationView, title: str) -> str:
             for name, spread in shown_spreads(view)
         ],
         phases=_phases(view),
-        over_time=_over_time(view),
+        over_time=time_figures(view),
         engine_columns=("Engine", "Bucket", *(_capital(DEFINITIONS[key].name) for key in ENGINE_NUMBERS)),
         engines=[_engine(engine) for engine in engines],
         left_out=left_out,
@@ -64,22 +56,18 @@ def simulation_page(view: SimulationView, title: str) -> str:
 
 def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
     metrics = view.metrics
-    ended = [
-        f"{count(getattr(metrics, status))} {status}"
-        for status in ("cancelled", "refused", "unfinished")
-        if getattr(metrics, status)
-    ]
+    lost = {status: getattr(metrics, status) for status in ("cancelled", "refused", "unfinished")}
+    ended = ", ".join(f"{count(number)} {status}" for status, number in lost.items() if number)
     busiest = max(view.engines, key=lambda engine: engine.busy_share or 0.0)
+    until = "time limit" if view.result.partial else "last end"
     peak = f"peak {worded(metrics.kv_peak_share, 'share')}, " if metrics.kv_peak_share is not None else ""
-    partial = view.result.partial
-    made = [
-        Tile(
-            "Makespan", fine_duration(metrics.makespan), f"first arrival to {'time limit' if partial else 'last end'}"
-        ),
+    whole = ("Trajectory", "trajectory_latency") if metrics.trajectories else ("End to end", "latency")
+    return (
+        Tile("Makespan", fine_duration(metrics.makespan), f"first arrival to {until}"),
         Tile(
             "Finished",
             f"{count(metrics.finished)} of {count(metrics.requests)}",
-            ", ".join(ended) or worded(metrics.request_rate, "requests/s"),
+            ended or worded(metrics.request_rate, "requests/s"),
             alarming=bool(metrics.refused or metrics.unfinished),
         ),
         Tile(
@@ -100,12 +88,8 @@ def headline_tiles(view: SimulationView) -> tuple[Tile, ...]:
             f"{peak}{plural(metrics.preemptions, 'preemption')}",
             alarming=metrics.preemptions > metrics.finished,
         ),
-    ]
-    if metrics.trajectories:
-        made.append(_spread_tile(view, "Trajectory", "trajectory_latency"))
-    else:
-        made.append(_spread_tile(view, "End to end", "latency"))
-    return tuple(made)
+        _spread_tile(view, *whole),
+    )
 
 
 def _spread_tile(view: SimulationView, label: str, key: str) -> Tile:
@@ -115,34 +99,17 @@ def _spread_tile(view: SimulationView, label: str, key: str) -> Tile:
     return Tile(f"{label}, P50", fine_duration(found.p50), f"P99 {fine_duration(found.p99)}")
 
 
-def _phases(view: SimulationView) -> list[tuple[_Cell, ...]]:
+def _phases(view: SimulationView) -> list[tuple[str | Bar, ...]]:
     longest = max((phase.seconds for phase in view.phases), default=0.0) or 1.0
-    return [
-        (
-            _Cell(phase.name),
-            _Cell(fine_duration(phase.seconds), phase.seconds / longest),
-            _Cell(percent(phase.share)),
-        )
-        for phase in view.phases
-    ]
+    return [(it.name, Bar(fine_duration(it.seconds), it.seconds / longest), percent(it.share)) for it in view.phases]
 
 
-def _engine(engine: EngineMetrics) -> list[_Cell]:
-    cells = [_Cell(engine.name), _Cell(str(engine.bucket))]
+def _engine(engine: EngineMetrics) -> list[str | Bar]:
+    cells: list[str | Bar] = [engine.name, str(engine.bucket)]
     for key, words in zip(ENGINE_NUMBERS, engine_cells(engine), strict=True):
         # Half as long as other bars: there are many columns.
-        cells.append(_Cell(words, (engine.busy_share or 0.0) / 2 if key == "busy_share" else 0.0))
+        cells.append(Bar(words, (engine.busy_share or 0.0) / 2) if key == "busy_share" else words)
     return cells
-
-
-def _over_time(view: SimulationView) -> tuple[Figure, ...]:
-    figures = time_figures(view)
-    if not figures:
-        return (Figure("Over time", "Everything happened at one instant."),)
-    if not view.result.series:
-        why = "Nobody watched the engines: give the simulation a watcher."
-        return (*figures, Figure("Requests and KV of the engines", why))
-    return figures
 
 
 def _settings(view: SimulationView) -> Iterator[tuple[str, str]]:

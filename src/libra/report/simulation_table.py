@@ -7,12 +7,12 @@ where some say less than in 100.
 from __future__ import annotations
 
 from rich.cells import cell_len
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from libra.report.simulation_view import SimulationView
-from libra.report.words import MISSING, fine_duration, percent, worded
-from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
+from libra.report.tables import number, whole
+from libra.report.words import MISSING, cell, fine_duration, percent, worded
+from libra.sim.outcome.definitions import DEFINITIONS
 from libra.sim.outcome.metrics import EngineMetrics, Spread
 
 MOST_ENGINES = 40  # rows of the terminal's table of engines
@@ -56,21 +56,8 @@ _FRAME = 3  # characters that a column takes besides its text
 def simulation_tables(view: SimulationView, width: int = 100) -> tuple[Table, ...]:
     """The numbers, latencies, what did not finish (left out where all did), and the engines; for a rich console of so
     many columns."""
-    tables = [_numbers(view), _latencies(view)]
-    if view.endings:
-        tables.append(_endings(view))
-    return (*tables, _engines(view, width))
-
-
-def definitions_table() -> Table:
-    """What every number means."""
-    table = Table(title="Definitions", caption=COMPLETED)
-    table.add_column("metric", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    table.add_column("meaning")
-    for definition in DEFINITIONS.values():
-        table.add_row(definition.name, definition.unit, definition.text)
-    return table
+    endings = [_endings(view)] if view.endings else []
+    return (_numbers(view), _latencies(view), *endings, _engines(view, width))
 
 
 def shown_numbers(view: SimulationView) -> list[tuple[str, str]]:
@@ -111,19 +98,14 @@ def engine_cells(engine: EngineMetrics) -> list[str]:
 
 
 def _numbers(view: SimulationView) -> Table:
-    table = Table(title="Simulation", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = Table("", number(""), title="Simulation", show_header=False)
     for name, value in shown_numbers(view):
         table.add_row(name, value)
     return table
 
 
 def _latencies(view: SimulationView) -> Table:
-    table = Table(title="Latencies of finished requests")
-    table.add_column("")
-    for column in PERCENTILES:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table("", *map(whole, PERCENTILES), title="Latencies of finished requests")
     for name, spread in shown_spreads(view):
         table.add_row(name, *(fine_duration(getattr(spread, column)) for column in PERCENTILES))
     if view.phases:
@@ -134,12 +116,10 @@ def _latencies(view: SimulationView) -> Table:
 
 
 def _endings(view: SimulationView) -> Table:
-    table = Table(title="What did not finish, and why")
-    table.add_column("status", no_wrap=True)
-    table.add_column("requests", justify="right", no_wrap=True)
-    table.add_column("why")
+    columns = (Column("status", no_wrap=True), whole("requests"), "why")
+    table = Table(*columns, title="What did not finish, and why")
     for ending in view.endings:
-        table.add_row(ending.status, f"{ending.count:,}", escape(ending.reason))
+        table.add_row(ending.status, f"{ending.count:,}", cell(ending.reason))
     return table
 
 
@@ -149,8 +129,8 @@ def _engines(view: SimulationView, width: int) -> Table:
     if len({engine.bucket for engine in view.engines}) > 1:
         columns["bucket"] = [str(engine.bucket) for engine in shown]
     cells = [engine_cells(engine) for engine in shown]
-    for number, key in enumerate(ENGINE_NUMBERS):
-        columns[_header(key)] = [row[number] for row in cells]
+    for place, key in enumerate(ENGINE_NUMBERS):
+        columns[_header(key)] = [row[place] for row in cells]
     spared = []
     for key in _SPARED_FIRST:
         if _width(columns) <= width:
@@ -161,7 +141,7 @@ def _engines(view: SimulationView, width: int) -> Table:
     for header in columns:
         table.add_column(header, justify="left" if header == "engine" else "right", no_wrap=True, overflow="fold")
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*map(cell, row))
     if spared:
         table.caption = f"A wider terminal also shows {', '.join(spared)}"
     return table

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -19,9 +20,8 @@ from numpy.typing import NDArray
 
 from libra.records.trace import MAX_EVENTS, TraceFile
 from libra.sim.clock import TICKS
-from libra.sim.outcome.engine_series import EngineSeries
-from libra.sim.outcome.request_columns import ENDS
-from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.occupancy import EngineSeries
+from libra.sim.outcome.result import ENDS, SimulationResult
 
 _COUNTERS = 0.4  # of the events at most
 _NANOSECOND = TICKS // 10**9
@@ -40,7 +40,7 @@ _COLOURS = {
 def write_simulation_trace(result: SimulationResult, path: Path | str, max_events: int = MAX_EVENTS) -> None:
     """Write the trace, its events in no particular order of time: the viewers sort them. Counters and pauses are there
     if somebody watched."""
-    with TraceFile(path, max_events) as trace:
+    with closing(TraceFile(path, max_events)) as trace:
         for group, engine in enumerate(result.engines, start=1):
             trace.name_group(group, engine.name, group)
         if (result.requests.engine < 0).any():

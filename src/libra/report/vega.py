@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,38 +103,52 @@ def marker_layers(markers: Sequence[Marker], x: Axis, width: int) -> list[alt.Ch
     rows, labels, free_from = [], [], [-math.inf, -math.inf]
     for marker in sorted(markers, key=lambda marker: marker.x):
         at = min(max(marker.x, low), high)
-        rows.append({"x": at, "c": marker.colour, "t": marker.title})
+        rows.append({"x": at, "color": marker.colour, "description": marker.title})
         half = len(marker.label) * LETTER * 1.2 / 2  # they are bold
         row = next((row for row in (0, 1) if at * px - half >= free_from[row]), None)
         if row is not None:
-            labels.append({"x": at, "y": -10 - 16 * row, "label": marker.label, "c": marker.colour})
+            labels.append({"x": at, "row": row, "text": marker.label, "color": marker.colour})
             free_from[row] = at * px + half + 4
-    lines = chart_of(rows).mark_rule(strokeDash=[4, 3], aria=False).encode(x=x_axis(x), color=own_colour())
-    to_point_at = chart_of(rows).mark_rule(strokeWidth=9, opacity=0).encode(x=x_axis(x), description="t:N")
-    words = [
-        chart_of([label for label in labels if label["y"] == y])
-        .mark_text(fontWeight=600, fontSize=13, aria=False)
-        .encode(x=x_axis(x), y=alt.value(y), text="label:N", color=own_colour())
-        for y in (-10, -26)
-    ]
+    lines = layer("rule", rows, x, strokeDash=[4, 3], aria=False)
+    to_point_at = layer("rule", rows, x, strokeWidth=9, opacity=0)
+    words = []
+    for row, y in enumerate((-10, -26)):
+        its = [label for label in labels if label["row"] == row]
+        words.append(layer("text", its, x, y=y, fontWeight=600, fontSize=13, aria=False))
     return [lines, to_point_at, *words]
 
 
-def chart_of(rows: Sequence[dict[str, Any]]) -> alt.Chart:
-    return alt.Chart(alt.InlineData(values=list(rows)))
+_CHANNELS = {
+    "x2": "x2:Q",
+    "y2": "y2:Q",
+    "color": alt.Color("color:N", scale=None, legend=None),
+    "opacity": alt.Opacity("opacity:Q", scale=None, legend=None),
+    "text": "text:N",
+    "description": "description:N",
+}
 
 
-def own_colour() -> alt.Color:
-    return alt.Color("c:N", scale=None, legend=None)
+def layer(
+    mark: str, rows: Sequence[Mapping[str, Any]], x: Axis | alt.X, y: Axis | alt.Y | int | None = None, **look: Any
+) -> alt.Chart:
+    """A mark for each row, at its `x` and `y`, or all at `y` px; what else the rows hold of `_CHANNELS` it shows. The
+    description is what a mark says under the pointer."""
+    channels: dict[str, Any] = {name: _CHANNELS[name] for name in _CHANNELS if rows and name in rows[0]}
+    channels["x"] = _x(x) if isinstance(x, Axis) else x
+    if y is not None:
+        channels["y"] = alt.value(y) if isinstance(y, int) else _y(y) if isinstance(y, Axis) else y
+    chart = alt.Chart(alt.InlineData(values=list(rows)))
+    drawn: alt.Chart = getattr(chart, f"mark_{mark}")(**look).encode(**channels)
+    return drawn
 
 
-def x_axis(axis: Axis) -> alt.X:
+def _x(axis: Axis) -> alt.X:
     kind: dict[str, Any] = {"type": "log", "base": 2} if axis.logarithmic else {}
     shown = alt.Axis(grid=False, tickCount=6, labelOverlap="greedy", labelFlush=False, **_format(axis))
     return alt.X("x:Q", title=axis.label, axis=shown, scale=alt.Scale(**kind, **_ends(axis)))
 
 
-def y_axis(axis: Axis) -> alt.Y:
+def _y(axis: Axis) -> alt.Y:
     """The chart's title is the label: it is read without turning one's head."""
     shown = alt.Axis(domain=False, ticks=False, tickCount=5, labelPadding=6, **_format(axis))
     return alt.Y("y:Q", title=None, axis=shown, scale=alt.Scale(**_ends(axis)), stack=None)
@@ -151,11 +165,6 @@ def _format(axis: Axis) -> dict[str, Any]:
         "values": [2**power for power in range(64)],
         "labelExpr": "datum.value < 1024 ? datum.value : datum.value / 1024 + 'K'",
     }
-
-
-def rects(rows: Sequence[dict[str, Any]], x: Axis, y: alt.Y, **look: Any) -> alt.Chart:
-    drawn: alt.Chart = chart_of(rows).mark_rect(**look).encode(x=x_axis(x), x2="x2:Q", y=y, y2="y2:Q")
-    return drawn
 
 
 def number_on(value: float, axis: Axis) -> float:

@@ -1,30 +1,29 @@
-"""Routing rules to compare with: round robin, least loaded, and the less loaded of two drawn at random.
+"""Rules that look at loads alone: round robin, least loaded, the less loaded of two, shortest remaining first.
 
-Invariant: a turn goes only to an instance that holds its context and one more turn, whatever the rule; a rule sees the
-present fleet and remembers of a trajectory where its latest turn went, until it is finished or forgotten.
+Invariant: a turn goes only to an instance that holds its context and one more turn, whatever the rule; buckets are
+ignored.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
+from libra.route.live import Live, StickyPolicy
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
+from libra.route.tool_state import ToolState, payload_class, remainders
 from libra.trajectory import Trajectory
 
-FORMAT = 1
+MEMORY = 256  # samples: a mean over so many, and from then on exponentially forgotten at that rate
+MAX_ROWS = 4_096
 
 
 @dataclass(slots=True)
-class _Home:
-    """Where a trajectory's latest turn went."""
-
-    instance: str | None = None  # None: no instance could hold any of its turns yet
+class _Home(Live):
     position: int = 0  # of the instance in the fleet as last seen: looked at first, so a search is rare
-    prefix_there: bool = False  # that instance has not gone since
 
     def position_in(self, instances: Sequence[Instance]) -> int | None:
         if self.position < len(instances) and instances[self.position].id == self.instance:
@@ -32,61 +31,24 @@ class _Home:
         return next((position for position, it in enumerate(instances) if it.id == self.instance), None)
 
 
-class Baseline(ABC):
-    """What the rules share: eligibility, following the prefix, and letting go.
+class Baseline(StickyPolicy[_Home]):
+    """What these rules share: eligibility, and following the prefix.
 
     With `sticky`, a later turn of a trajectory goes where its previous turn went as long as that instance is there,
-    holds the prefix and is eligible; the rule is asked for all others, and is not told of those. Buckets are ignored.
+    holds the prefix and is eligible; the rule is asked for all others, and is not told of those.
     """
 
-    NAME: ClassVar[str]
-    REASON: ClassVar[str]
-
-    def __init__(self, *, sticky: bool = True) -> None:
-        self._sticky = sticky
-        self._homes: dict[str, _Home] = {}
-
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
-        return self._serve(self._homes.setdefault(request.trajectory_id, _Home()), request, fleet)
+        return self._serve(self._live.setdefault(request.trajectory_id, _Home()), request, fleet)
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        home = self._homes.get(request.trajectory_id)
-        if home is None:
-            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
-        return self._serve(home, request, fleet)
+        return self._serve(self._placed(request), request, fleet)
 
-    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        return None
+    def _row(self, live: _Home) -> tuple[str | None, bool]:
+        return live.instance, live.prefix_there
 
-    def finished(self, trajectory: Trajectory) -> None:
-        self.forget(trajectory.id)
-
-    def forget(self, trajectory_id: str) -> None:
-        self._homes.pop(trajectory_id, None)
-
-    def instance_gone(self, instance: str) -> None:
-        for home in self._homes.values():
-            if home.instance == instance:
-                home.prefix_there = False
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "policy": self.NAME,
-            "sticky": self._sticky,
-            "rule": self._rule(),
-            "live": [[id, home.instance, home.prefix_there] for id, home in self._homes.items()],
-        }
-
-    @classmethod
-    def restore(cls, snapshot: dict[str, Any]) -> Self:
-        require_snapshot(snapshot, cls.NAME, FORMAT)
-        policy = cls(sticky=snapshot["sticky"])
-        policy._resume(snapshot["rule"])
-        policy._homes = {
-            id: _Home(instance, prefix_there=prefix_there) for id, instance, prefix_there in snapshot["live"]
-        }
-        return policy
+    def _of_row(self, instance: str | None, prefix_there: bool) -> _Home:
+        return _Home(instance, prefix_there)
 
     def _serve(self, home: _Home, request: TurnRequest, fleet: Fleet) -> Placement | None:
         needed = request.context_tokens + fleet.turn_tokens
@@ -97,27 +59,12 @@ class Baseline(ABC):
             position, reason = self._choose(instances, needed), self.REASON
         if position is None:
             return None
-        chosen = instances[position]
-        placement = Placement(
-            instance=chosen.id,
-            bucket=chosen.bucket,
-            migrated=home.instance is not None and chosen.id != home.instance,
-            reason=reason,
-        )
-        home.instance, home.position, home.prefix_there = chosen.id, position, True
-        return placement
+        home.position = position
+        return self._goes(home, instances[position], reason)
 
     @abstractmethod
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
         """Position of one of the instances that hold `needed` tokens; None where there is none."""
-
-    @abstractmethod
-    def _rule(self) -> Any:
-        """What the rule itself remembers, as JSON values."""
-
-    @abstractmethod
-    def _resume(self, rule: Any) -> None:
-        """Remember this, which `_rule` gave."""
 
 
 class RoundRobin(Baseline):
@@ -142,7 +89,7 @@ class RoundRobin(Baseline):
     def _rule(self) -> int:
         return self._next
 
-    def _resume(self, rule: int) -> None:
+    def _resume_rule(self, rule: int) -> None:
         self._next = rule
 
 
@@ -155,12 +102,6 @@ class LeastLoaded(Baseline):
     def _choose(self, instances: Sequence[Instance], needed: int) -> int | None:
         eligible = _eligible(instances, needed)
         return min(eligible, key=lambda position: _load(instances[position]), default=None)
-
-    def _rule(self) -> Any:
-        return None
-
-    def _resume(self, rule: Any) -> None:
-        pass
 
 
 class TwoChoices(Baseline):
@@ -198,9 +139,109 @@ class TwoChoices(Baseline):
         version, numbers, gauss = self._random.getstate()
         return [version, list(numbers), gauss]
 
-    def _resume(self, rule: list[Any]) -> None:
+    def _resume_rule(self, rule: list[Any]) -> None:
         version, numbers, gauss = rule
         self._random.setstate((version, tuple(numbers), gauss))
+
+
+Row = tuple[str | None, ToolState | None]  # task (None: every task) and last tool state (None: no return yet)
+
+
+class RemainingTable:
+    """Mean remaining tokens by task and last tool state, generated and returned together.
+
+    A task or state that was never seen is answered for by all tasks with that state, or else by all there is. The rows
+    least recently updated are let go of.
+    """
+
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        if max_rows < 2:
+            raise ValueError(f"max_rows is {max_rows}; a sample takes 2, give 2 or more")
+        self._max_rows = max_rows
+        self._everything = (0, 0.0)  # samples, up to MEMORY, and their mean
+        self._rows: dict[Row, tuple[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, task: str, state: ToolState | None, remaining: int) -> None:
+        self._everything = _moved(self._everything, remaining)
+        for row in ((None, state), (task, state)):
+            before = self._rows.pop(row, (0, 0.0))
+            if len(self._rows) == self._max_rows:
+                del self._rows[next(iter(self._rows))]
+            self._rows[row] = _moved(before, remaining)
+
+    def mean(self, task: str, state: ToolState | None) -> float | None:
+        """None before any sample."""
+        for row in ((task, state), (None, state)):
+            if row in self._rows:
+                return self._rows[row][1]
+        return self._everything[1] if self._everything[0] else None
+
+    def snapshot(self) -> list[list[Any]]:
+        rows = [[task, state and list(state), *mean] for (task, state), mean in self._rows.items()]
+        return [list(self._everything), *rows]
+
+    def resume(self, snapshot: list[list[Any]]) -> None:
+        (count, mean), *rows = snapshot
+        self._everything = count, mean
+        self._rows = {(task, state and ToolState(*state)): (n, mean) for task, state, n, mean in rows}
+
+
+def _moved(before: tuple[int, float], sample: int) -> tuple[int, float]:
+    count = min(before[0] + 1, MEMORY)
+    return count, before[1] + (sample - before[1]) / count
+
+
+class ShortestRemaining(LeastLoaded):
+    """The `shortest-remaining-first` policy: the least loaded instance, and expected remaining tokens as priority.
+
+    It minimises the mean completion time where the expectation is right, and lets the longest wait. Before any
+    trajectory has finished, all turns have the same priority.
+    """
+
+    NAME = "shortest-remaining-first"
+
+    def __init__(self, *, sticky: bool = True) -> None:
+        super().__init__(sticky=sticky)
+        self._table = RemainingTable()
+        self._states: dict[str, ToolState] = {}  # last tool state of live trajectories that had one
+
+    def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
+        return self._ordered(request, super().place(request, fleet))
+
+    def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
+        placement = super().tool_returned(request, returned, fleet)
+        self._states[request.trajectory_id] = ToolState(
+            returned.tool, payload_class(returned.returned_tokens), returned.status
+        )
+        return self._ordered(request, placement)
+
+    def finished(self, trajectory: Trajectory) -> None:
+        for _, state, remaining in remainders(trajectory):
+            self._table.add(trajectory.task, state, remaining)
+        super().finished(trajectory)
+
+    def forget(self, trajectory_id: str) -> None:
+        self._states.pop(trajectory_id, None)
+        super().forget(trajectory_id)
+
+    def _ordered(self, request: TurnRequest, placement: Placement | None) -> Placement | None:
+        if placement is None:
+            return None
+        remaining = self._table.mean(request.task, self._states.get(request.trajectory_id))
+        return placement if remaining is None else replace(placement, priority=round(remaining))
+
+    def _rule(self) -> dict[str, Any]:
+        return {
+            "table": self._table.snapshot(),
+            "states": [[id, list(state)] for id, state in self._states.items()],
+        }
+
+    def _resume_rule(self, rule: dict[str, Any]) -> None:
+        self._table.resume(rule["table"])
+        self._states = {id: ToolState(*state) for id, state in rule["states"]}
 
 
 def _eligible(instances: Sequence[Instance], needed: int) -> list[int]:

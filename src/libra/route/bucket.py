@@ -6,16 +6,13 @@ bucket, else of the next longer bucket that has one, else of the nearest shorter
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
 
-from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
-from libra.trajectory import Trajectory
-
-FORMAT = 1
+from libra.route.live import Live, StickyPolicy
+from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest
 
 
 def bucket_of(final_context: float, limits: Sequence[int]) -> int:
@@ -42,15 +39,11 @@ def server(
 
 
 @dataclass(slots=True)
-class _Live:
-    """What is remembered of a trajectory between its turns."""
-
-    final_context: int  # tokens expected at its first turn, or attained since if those are more
-    instance: str | None = None  # served its latest turn; None: no instance could hold any of its turns yet
-    prefix_there: bool = False  # that instance has not gone since
+class _Live(Live):
+    final_context: int = 0  # tokens expected at its first turn, or attained since if those are more
 
 
-class Bucketed(ABC):
+class Bucketed(StickyPolicy[_Live]):
     """What the rules share that expect a final context once, before the first turn.
 
     A turn goes to the bucket of the expected final context, or of the context it has attained if that is more. So a
@@ -59,17 +52,10 @@ class Bucketed(ABC):
     to the least loaded.
     """
 
-    NAME: ClassVar[str]
-    REASON: ClassVar[str]
-
-    def __init__(self, *, sticky: bool = True) -> None:
-        self._sticky = sticky
-        self._live: dict[str, _Live] = {}
-
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.get(request.trajectory_id)
         if live is None:
-            live = self._live[request.trajectory_id] = _Live(self._expected(request))
+            live = self._live[request.trajectory_id] = _Live(final_context=self._expected(request))
         return self._serve(live, request, 0, fleet)
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
@@ -78,41 +64,11 @@ class Bucketed(ABC):
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         return self._serve(self._placed(request), request, generated_tokens, fleet)
 
-    def finished(self, trajectory: Trajectory) -> None:
-        self.forget(trajectory.id)
+    def _row(self, live: _Live) -> tuple[int, str | None, bool]:
+        return live.final_context, live.instance, live.prefix_there
 
-    def forget(self, trajectory_id: str) -> None:
-        self._live.pop(trajectory_id, None)
-
-    def instance_gone(self, instance: str) -> None:
-        for live in self._live.values():
-            if live.instance == instance:
-                live.prefix_there = False
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "policy": self.NAME,
-            "sticky": self._sticky,
-            "rule": self._rule(),
-            "live": [[id, it.final_context, it.instance, it.prefix_there] for id, it in self._live.items()],
-        }
-
-    @classmethod
-    def restore(cls, snapshot: dict[str, Any]) -> Self:
-        require_snapshot(snapshot, cls.NAME, FORMAT)
-        return cls(sticky=snapshot["sticky"])._resumed(snapshot)
-
-    def _resumed(self, snapshot: dict[str, Any]) -> Self:
-        self._live = {id: _Live(*live) for id, *live in snapshot["live"]}
-        self._resume(snapshot["rule"])
-        return self
-
-    def _placed(self, request: TurnRequest) -> _Live:
-        live = self._live.get(request.trajectory_id)
-        if live is None:
-            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
-        return live
+    def _of_row(self, final_context: int, instance: str | None, prefix_there: bool) -> _Live:
+        return _Live(instance, prefix_there, final_context)
 
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         live.final_context = max(live.final_context, request.context_tokens + generated)
@@ -128,16 +84,8 @@ class Bucketed(ABC):
         reason = "holds the prefix" if chosen.id == prefix_at else self.REASON
         if chosen.bucket != wanted:
             reason = f"{reason}; bucket {wanted} has no instance that holds it"
-        placement = Placement(
-            instance=chosen.id,
-            bucket=chosen.bucket,
-            migrated=live.instance is not None and chosen.id != live.instance,
-            reason=reason,
-            priority=self._priority(request, chosen),
-            ask_again=_outgrows(request.context_tokens, max(wanted, chosen.bucket), fleet.limits),
-        )
-        live.instance, live.prefix_there = chosen.id, True
-        return placement
+        ask_again = _outgrows(request.context_tokens, max(wanted, chosen.bucket), fleet.limits)
+        return self._goes(live, chosen, reason, self._priority(request, chosen), ask_again)
 
     def _load(self, instance: Instance) -> float:
         """What the least loaded has least of."""
@@ -149,14 +97,6 @@ class Bucketed(ABC):
     @abstractmethod
     def _expected(self, request: TurnRequest) -> int:
         """Final context in tokens, before the first turn; 0 or the context itself where nothing is known."""
-
-    @abstractmethod
-    def _rule(self) -> Any:
-        """What the rule itself remembers, as JSON values."""
-
-    @abstractmethod
-    def _resume(self, rule: Any) -> None:
-        """Remember this, which `_rule` gave."""
 
 
 def _outgrows(context_tokens: int, bucket: int, limits: Sequence[int]) -> int | None:
@@ -175,9 +115,3 @@ class AttainedService(Bucketed):
 
     def _expected(self, request: TurnRequest) -> int:
         return request.context_tokens
-
-    def _rule(self) -> None:
-        return None
-
-    def _resume(self, rule: None) -> None:
-        pass

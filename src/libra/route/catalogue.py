@@ -5,31 +5,31 @@ Invariant: a name means one rule, the same one that its snapshots name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from libra.route import cmlfq, published
-from libra.route.baselines import LeastLoaded, RoundRobin, TwoChoices
+from libra.route.baselines import LeastLoaded, RoundRobin, ShortestRemaining, TwoChoices
 from libra.route.bucket import AttainedService
-from libra.route.by_length import LengthByPrompt
 from libra.route.cmlfq import CMLFQ
+from libra.route.expected_length import LengthByPrompt, LengthPredictor
+from libra.route.live import LivePolicy, StickyPolicy
 from libra.route.policy import Policy
-from libra.route.predictor import LengthPredictor
 from libra.route.published import PublishedCMLFQ
-from libra.route.shortest import ShortestRemaining
 
-_MAKE: Mapping[str, Callable[[bool, int], Policy]] = {
-    RoundRobin.NAME: lambda sticky, seed: RoundRobin(sticky=sticky),
-    LeastLoaded.NAME: lambda sticky, seed: LeastLoaded(sticky=sticky),
-    TwoChoices.NAME: lambda sticky, seed: TwoChoices(sticky=sticky, seed=seed),
-    LengthByPrompt.NAME: lambda sticky, seed: LengthByPrompt(sticky=sticky),
-    LengthPredictor.NAME: lambda sticky, seed: LengthPredictor(sticky=sticky),
-    AttainedService.NAME: lambda sticky, seed: AttainedService(sticky=sticky),
-    ShortestRemaining.NAME: lambda sticky, seed: ShortestRemaining(sticky=sticky),
-    published.NAME: lambda sticky, seed: PublishedCMLFQ(),
-    cmlfq.NAME: lambda sticky, seed: CMLFQ(),
+_BY_NAME: dict[str, type[LivePolicy[Any]]] = {
+    policy.NAME: policy
+    for policy in (
+        RoundRobin,
+        LeastLoaded,
+        TwoChoices,
+        LengthByPrompt,
+        LengthPredictor,
+        AttainedService,
+        ShortestRemaining,
+        PublishedCMLFQ,
+        CMLFQ,
+    )
 }
-POLICIES = tuple(_MAKE)
+POLICIES = tuple(_BY_NAME)
 
 
 def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
@@ -38,14 +38,23 @@ def policy_named(name: str, *, sticky: bool = True, seed: int = 0) -> Policy:
     `sticky`: a later turn follows its trajectory's prefix where it can; `seed` is for the rules that draw. Raises
     ValueError for a name that is none of `POLICIES`, and where C-MLFQ, which follows prefixes always, is told not to.
     """
-    if name not in _MAKE:
-        raise ValueError(f"policy is {name!r}; choose one of {', '.join(POLICIES)}")
-    if name in (published.NAME, cmlfq.NAME) and not sticky:
+    kind = _kind(name)
+    if issubclass(kind, TwoChoices):
+        return kind(sticky=sticky, seed=seed)
+    if issubclass(kind, StickyPolicy):
+        return kind(sticky=sticky)
+    if not sticky:
         raise ValueError(f"{name} follows prefixes inside a bucket as part of its rule: leave sticky true")
-    return _MAKE[name](sticky, seed)
+    return kind()
 
 
 def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
     """The policy `name` as it was when it gave `snapshot`. Raises ValueError as `policy_named`, and if the snapshot is
     of another policy or format."""
-    return type(policy_named(name)).restore(snapshot)
+    return _kind(name).restore(snapshot)
+
+
+def _kind(name: str) -> type[LivePolicy[Any]]:
+    if name not in _BY_NAME:
+        raise ValueError(f"policy is {name!r}; choose one of {', '.join(POLICIES)}")
+    return _BY_NAME[name]

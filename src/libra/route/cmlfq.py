@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from libra.route.causal_tree import ToolState, payload_class
 from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS
-from libra.route.hierarchy import RECENT, Hierarchy, state_of
-from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest, require_snapshot
+from libra.route.hierarchy import RECENT, Hierarchy
+from libra.route.live import Live, LivePolicy
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
 from libra.route.remaining import Remaining
 from libra.route.service_cost import MigrationCost, Offer, offers_of, service_cost
+from libra.route.tool_state import ToolState, payload_class, state_of
 from libra.trajectory import Trajectory
-
-NAME = "cmlfq"
-FORMAT = 1
 
 STAYS = "holds the prefix, and a move would cost more than it saves"
 MOVES = "a move saves more than it costs"
@@ -34,16 +32,12 @@ _SURPRISE = 2.0
 
 
 @dataclass(slots=True)
-class _Live:
-    """What is remembered of a trajectory between its turns."""
-
-    instance: str | None = None  # served its latest turn; None: no instance could hold any of its turns yet
-    prefix_there: bool = False  # that instance has not gone since
+class _Live(Live):
     recent: tuple[ToolState, ...] = ()  # latest tool returns
     returns: int = 0  # of tools, so far
 
 
-class CMLFQ:
+class CMLFQ(LivePolicy[_Live]):
     """The `cmlfq` policy.
 
     What remains of a trajectory is predicted from its tool returns (`Hierarchy`): a distribution, so of each bucket it
@@ -62,6 +56,8 @@ class CMLFQ:
     less the predicted service time of what remains. Where all are due at once, the longest remaining is first.
     """
 
+    NAME = "cmlfq"
+
     def __init__(
         self,
         migration: MigrationCost | None = None,
@@ -70,9 +66,9 @@ class CMLFQ:
         max_contexts: int = MAX_CONTEXTS,
     ) -> None:
         """`half_life` is in trajectories, `max_contexts` bounds the memory; see `Evidence`."""
+        super().__init__()
         self._migration = MigrationCost() if migration is None else migration
         self._hierarchy = Hierarchy(half_life, max_contexts)
-        self._live: dict[str, _Live] = {}
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.get(request.trajectory_id)
@@ -102,45 +98,28 @@ class CMLFQ:
 
     def finished(self, trajectory: Trajectory) -> None:
         self._hierarchy.learn(trajectory)
-        self._live.pop(trajectory.id, None)
+        super().forget(trajectory.id)
 
     def forget(self, trajectory_id: str) -> None:
         self._hierarchy.ended(trajectory_id)
-        self._live.pop(trajectory_id, None)
-
-    def instance_gone(self, instance: str) -> None:
-        for live in self._live.values():
-            if live.instance == instance:
-                live.prefix_there = False
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "policy": NAME,
-            "migration": [self._migration.fixed_seconds, self._migration.seconds_per_token],
-            "hierarchy": self._hierarchy.snapshot(),
-            "live": [
-                [id, live.instance, live.prefix_there, [list(state) for state in live.recent], live.returns]
-                for id, live in self._live.items()
-            ],
-        }
+        super().forget(trajectory_id)
 
     @classmethod
-    def restore(cls, snapshot: dict[str, Any]) -> Self:
-        require_snapshot(snapshot, NAME, FORMAT)
-        policy = cls(MigrationCost(*snapshot["migration"]))
-        policy._hierarchy = Hierarchy.restore(snapshot["hierarchy"])
-        policy._live = {
-            id: _Live(instance, prefix_there, tuple(state_of(*state) for state in recent), returns)
-            for id, instance, prefix_there, recent, returns in snapshot["live"]
-        }
-        return policy
+    def _made_of(cls, snapshot: dict[str, Any]) -> Self:
+        return cls(MigrationCost(*snapshot["migration"]))
 
-    def _placed(self, request: TurnRequest) -> _Live:
-        live = self._live.get(request.trajectory_id)
-        if live is None:
-            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
-        return live
+    def _learned(self) -> dict[str, Any]:
+        migration = [self._migration.fixed_seconds, self._migration.seconds_per_token]
+        return {"migration": migration, "hierarchy": self._hierarchy.snapshot()}
+
+    def _resume(self, snapshot: dict[str, Any]) -> None:
+        self._hierarchy = Hierarchy.restore(snapshot["hierarchy"])
+
+    def _row(self, live: _Live) -> list[Any]:
+        return [live.instance, live.prefix_there, [list(state) for state in live.recent], live.returns]
+
+    def _of_row(self, instance: str | None, prefix_there: bool, recent: list[Any], returns: int) -> _Live:
+        return _Live(instance, prefix_there, tuple(state_of(*state) for state in recent), returns)
 
     def _serve(self, live: _Live, request: TurnRequest, generated: int, fleet: Fleet) -> Placement | None:
         """Place a turn that has generated so many tokens, and remember where."""
@@ -164,18 +143,8 @@ class CMLFQ:
             chosen, reason = home, BLIND_STAYS
         else:
             chosen, reason = min(offers, key=lambda offer: (offer.load_tokens, offer.instance.id)), BLIND
-        instance = chosen.instance
-        id = instance.id
-        placement = Placement(
-            id,
-            instance.bucket,
-            live.instance is not None and id != live.instance,
-            reason,
-            _slack(request, remaining, chosen.told_seconds),
-            None if chosen.onward is None else _ask_again(chosen.reach - context, generated, remaining),
-        )
-        live.instance, live.prefix_there = id, True
-        return placement
+        ask_again = None if chosen.onward is None else _ask_again(chosen.reach - context, generated, remaining)
+        return self._goes(live, chosen.instance, reason, _slack(request, remaining, chosen.told_seconds), ask_again)
 
     def _cheapest(self, remaining: Remaining, context: int, offers: Sequence[Offer], home: Offer | None) -> Offer:
         """The cheapest offer; ties stay, then go by load and id.

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 
-from libra.route.causal_tree import PayloadClass, ToolState, payload_class
-from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS, Context, ReturnEvidence
+from libra.route.evidence import HALF_LIFE, MAX_CONTEXTS, Context, ReturnEvidence, Running
 from libra.route.policy import TurnRequest
-from libra.route.remaining import BINS, Histogram, Remaining, bin_of
-from libra.route.running import Running, redistributed
-from libra.trajectory import ToolStatus, Trajectory
+from libra.route.remaining import BINS, Histogram, Remaining, bin_of, redistributed
+from libra.route.tool_state import ToolState, remainders, require_finished
+from libra.trajectory import Trajectory
 
 # Trajectories of evidence of its own with which a context weighs as much as all that is more general.
 SHRINKAGE = 4.0
@@ -32,12 +30,6 @@ RECENT = 3  # tool-return states that are looked at
 _ALONE: tuple[Mapping[int, float], ...] = tuple({bin_: 1.0} for bin_ in range(BINS))  # all in one bin
 
 _FIRST_OF_A_RETURN = 2  # the contexts before it are of all moments of a trajectory, the others of one
-
-
-@lru_cache(maxsize=4096)
-def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
-    """The state of a tool return: one object for all that are alike, which are kept and compared often."""
-    return ToolState(tool, payload, status)
 
 
 def contexts_of(
@@ -77,21 +69,13 @@ class Hierarchy:
         self._turns = self._generated = 0.0  # of all trajectories, forgotten like them, in order of arrival
 
     @property
-    def trajectories(self) -> int:
-        """Finished ones learned from, forgotten ones too."""
-        return self._evidence.trajectories
-
-    @property
     def turn_tokens(self) -> float:
         """Mean tokens generated in a turn; 0 before any trajectory has finished."""
         return self._generated / self._turns if self._turns else 0.0
 
     def learn(self, trajectory: Trajectory) -> None:
         """Count a finished trajectory at its start and after each of its tool returns; O(turns)."""
-        if not trajectory.finished:
-            raise ValueError(
-                f"trajectory {trajectory.id!r} is unfinished, so its remainders are unknown: forget it instead"
-            )
+        require_finished(trajectory)
         self._running.end(trajectory.id)
         kept = 2 ** (-1 / self._evidence.half_life)
         self._turns = kept * self._turns + len(trajectory.turns)
@@ -160,18 +144,11 @@ class Hierarchy:
 def _moments(trajectory: Trajectory) -> Iterator[tuple[tuple[Context, ...], int]]:
     """Contexts at the start and after each tool return, and the tokens that remained there."""
     starts = trajectory.contexts()
-    remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
     recent: tuple[ToolState, ...] = ()
-    returns = 0
-    prompt_id, task = trajectory.prompt_id, trajectory.task
-    yield contexts_of(prompt_id, task, recent, returns, starts[0]), remaining
-    for number, turn in enumerate(trajectory.turns, start=1):
-        remaining -= turn.generated_tokens + turn.returned_tokens
-        if turn.tool is None or turn.status is None:
-            continue
-        recent = (*recent, state_of(turn.tool, payload_class(turn.returned_tokens), turn.status))[-RECENT:]
-        returns += 1
-        yield contexts_of(prompt_id, task, recent, returns, starts[number]), remaining
+    for returns, (number, state, remaining) in enumerate(remainders(trajectory)):
+        if state is not None:
+            recent = (*recent, state)[-RECENT:]
+        yield contexts_of(trajectory.prompt_id, trajectory.task, recent, returns, starts[number]), remaining
 
 
 def _shares(bins: Sequence[int]) -> Mapping[int, float]:

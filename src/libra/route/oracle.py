@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from libra.route.bucket import FORMAT, Bucketed
+from libra.route.bucket import Bucketed
+from libra.route.live import FORMAT
 from libra.route.policy import Fleet, Instance, Placement, ToolReturn, TurnRequest, require_snapshot
 from libra.route.service_cost import TOKEN_SECONDS
 from libra.trajectory import Trajectory
@@ -143,7 +144,7 @@ class Oracle(Bucketed):
     def _rule(self) -> list[list[Any]]:
         return [[id, progress.turn, progress.instance] for id, progress in self._progress.items()]
 
-    def _resume(self, rule: list[list[Any]]) -> None:
+    def _resume_rule(self, rule: list[list[Any]]) -> None:
         for id, turn, instance in rule:
             progress = self._progress[id] = _Progress(self._known(id), turn, instance)
             if instance is not None:

@@ -21,27 +21,22 @@ class Instance(Protocol):
     @property
     def id(self) -> str:
         """Unique in the fleet."""
-        ...
 
     @property
     def bucket(self) -> int:
         """Index of one of the fleet's limits."""
-        ...
 
     @property
     def capacity_tokens(self) -> int:
         """Longest context it serves."""
-        ...
 
     @property
     def load_tokens(self) -> int:
         """Tokens of work it has accepted and not finished."""
-        ...
 
     @property
     def token_seconds(self) -> float | None:
         """Seconds in which it would generate one token of one more sequence, as loaded as it is; None: not known."""
-        ...
 
 
 class Fleet(Protocol):
@@ -54,17 +49,14 @@ class Fleet(Protocol):
     @property
     def instances(self) -> Sequence[Instance]:
         """In any order, but the same order as long as the same instances are in it."""
-        ...
 
     @property
     def limits(self) -> tuple[int, ...]:
         """Largest final context of each bucket, at least one, shortest bucket first."""
-        ...
 
     @property
     def turn_tokens(self) -> int:
         """Room that one turn needs beyond its context."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +162,9 @@ class Policy(Protocol):
         None: no healthy instance can hold it now. The caller waits and calls `place` again, also when it was
         `tool_returned` that answered None, since a tool return is told once.
         """
-        ...
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
         """Place the turn that follows a tool return. None as for `place`; `ValueError` if it was never placed."""
-        ...
 
     def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
         """What becomes of a turn that has generated the `ask_again` tokens of its placement, and goes on.
@@ -183,28 +173,22 @@ class Policy(Protocol):
         it stays, and `ask_again` says when to ask next, counted from the turn's start. One on another instance: it is
         stopped, and goes on there from what it has generated.
         """
-        ...
 
     def finished(self, trajectory: Trajectory) -> None:
         """Learn from a finished trajectory, routed here or read from a log, and let go of its routing state."""
-        ...
 
     def forget(self, trajectory_id: str) -> None:
         """Let go of an abandoned trajectory without learning from it; no error if it was never placed."""
-        ...
 
     def instance_gone(self, instance: str) -> None:
         """The instance stopped and its prefixes are lost, even if one of the same name comes back."""
-        ...
 
     def snapshot(self) -> dict[str, Any]:
         """All state as JSON values, with a format number; shares nothing with the policy."""
-        ...
 
     @classmethod
     def restore(cls, snapshot: dict[str, Any]) -> Self:
         """The policy that `snapshot` was taken of. `ValueError` if it is of another policy or format."""
-        ...
 
 
 def require_snapshot(snapshot: Mapping[str, Any], policy: str, format: int) -> None:

@@ -1,7 +1,10 @@
 """C-MLFQ as published: a multi-level feedback queue driven by what tools return.
 
 Invariant: a trajectory changes bucket by estimate only if the mean and the P90 of its remaining tokens name the same
-other bucket, and no turn is ever placed on an instance that cannot hold it.
+other bucket, and no turn is ever placed on an instance that cannot hold it. The estimates are of a prefix tree over
+tool-return states, of which a node has exactly one remainder for each trajectory added through it since it was created:
+the tokens generated and returned from the node to the end, without the return that leads to it. The tree never holds
+more than `max_nodes` nodes below its root.
 """
 
 from __future__ import annotations
@@ -10,25 +13,178 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from libra.route.bucket import bucket_of, server
-from libra.route.causal_tree import MAX_NODES, CausalTree, ToolState, payload_class
-from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest, require_snapshot
+from libra.route.live import Live, LivePolicy
+from libra.route.policy import Fleet, Placement, ToolReturn, TurnRequest
+from libra.route.tool_state import ToolState, payload_class, remainders
 from libra.trajectory import Trajectory
 
-NAME = "cmlfq-published"
-FORMAT = 1
+# Remainders a node keeps for its P90. A ring is exact for every node with up to this many samples, and the quantile of
+# a busier one follows recent policy versions; fixed histogram bins would blur the first and never forget in the second.
+RECENT = 64
+
+# Measured: 0.5 KB for a node with one sample, 3 KB with a full ring; so 32 MB as a rule and 200 MB at worst.
+MAX_NODES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Remaining tokens as one node saw them: `mean` over all `count` samples, `p90` over the latest `RECENT`."""
+
+    count: int
+    mean: float
+    p90: int  # nearest rank: the smallest kept sample that at least 90 % of the kept samples do not exceed
 
 
 @dataclass(slots=True)
-class _Live:
-    """What is remembered of a trajectory between its turns."""
+class Node:
+    """Evidence at one prefix, and the prefixes one return longer."""
 
+    count: int = 0
+    total: int = 0
+    recent: list[int] = field(default_factory=list)
+    children: dict[ToolState, Node] = field(default_factory=dict)
+
+    def add(self, remaining: int) -> None:
+        if len(self.recent) < RECENT:
+            self.recent.append(remaining)
+        else:
+            self.recent[self.count % RECENT] = remaining
+        self.count += 1
+        self.total += remaining
+
+    def estimate(self) -> Estimate:
+        """Raises `ValueError` on a node without samples, which has no mean."""
+        if not self.count:
+            raise ValueError("node has no samples: add one before asking for an estimate")
+        rank = (9 * len(self.recent) + 9) // 10
+        return Estimate(self.count, self.total / self.count, sorted(self.recent)[rank - 1])
+
+
+class CausalTree:
+    """Remaining-token evidence by prompt and ordered tool-return states.
+
+    Prompts are kept in order of their latest update. When the tree is full, whole prompts are evicted from the oldest
+    on; a prompt that fills the tree alone stops growing deeper and goes on counting where it has nodes.
+    """
+
+    def __init__(self, max_nodes: int = MAX_NODES) -> None:
+        if max_nodes < 1:
+            raise ValueError(f"max_nodes is {max_nodes}, must be >= 1")
+        self._max_nodes = max_nodes
+        self._size = 0
+        self._everyone = Node()
+        self._prompts: dict[str, Node] = {}
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories added, those of evicted prompts included."""
+        return self._everyone.count
+
+    @property
+    def size(self) -> int:
+        """Nodes held, the root excluded."""
+        return self._size
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count a finished trajectory at every node of its path; O(turns)."""
+        (_, _, remaining), *returns = remainders(trajectory)
+        self._everyone.add(remaining)
+        node = self._touch(trajectory.prompt_id)
+        node.add(remaining)
+        for _, state, remaining in returns:
+            assert state is not None
+            if state not in node.children:
+                if not self._make_room(trajectory.prompt_id):
+                    return
+                node.children[state] = Node()
+                self._size += 1
+            node = node.children[state]
+            node.add(remaining)
+
+    def estimate(self, prompt_id: str, states: list[ToolState]) -> Estimate | None:
+        """At the longest known prefix of `states`; of all prompts if this one is unseen; None before any trajectory."""
+        node = self._prompts.get(prompt_id)
+        if node is None:
+            return self._everyone.estimate() if self._everyone.count else None
+        for state in states:
+            child = node.children.get(state)
+            if child is None:
+                break
+            node = child
+        return node.estimate()
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON values. Nodes are listed flat, parents first, because a path may be deeper than JSON nests."""
+        listed: list[tuple[int | None, str | ToolState, Node]] = [
+            (None, prompt_id, node) for prompt_id, node in self._prompts.items()
+        ]
+        for index, (_, _, node) in enumerate(listed):  # grows while it is read: breadth first
+            listed.extend((index, state, child) for state, child in node.children.items())
+        return {
+            "max_nodes": self._max_nodes,
+            "everyone": _evidence(self._everyone),
+            "nodes": [
+                [parent, key if isinstance(key, str) else list(key), *_evidence(node)] for parent, key, node in listed
+            ],
+        }
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any]) -> Self:
+        tree = cls(snapshot["max_nodes"])
+        tree._everyone = _node(*snapshot["everyone"])
+        nodes: list[Node] = []
+        for parent, key, count, total, recent in snapshot["nodes"]:
+            node = _node(count, total, recent)
+            if parent is None:
+                tree._prompts[key] = node
+            else:
+                nodes[parent].children[ToolState(*key)] = node
+            nodes.append(node)
+        tree._size = len(nodes)
+        return tree
+
+    def _touch(self, prompt_id: str) -> Node:
+        """The prompt's node, made if need be, now the latest updated."""
+        node = self._prompts.pop(prompt_id, None)
+        if node is None:
+            self._make_room(prompt_id)
+            node = Node()
+            self._size += 1
+        self._prompts[prompt_id] = node
+        return node
+
+    def _make_room(self, prompt_id: str) -> bool:
+        """Evict the oldest prompts other than this one until one more node fits; False if no other is left."""
+        while self._size >= self._max_nodes:
+            oldest = next(iter(self._prompts))
+            if oldest == prompt_id:
+                return False
+            self._size -= _count(self._prompts.pop(oldest))
+        return True
+
+
+def _count(node: Node) -> int:
+    nodes = [node]
+    for each in nodes:  # grows while it is read; recursion would fail on long trajectories
+        nodes.extend(each.children.values())
+    return len(nodes)
+
+
+def _evidence(node: Node) -> list[Any]:
+    return [node.count, node.total, list(node.recent)]
+
+
+def _node(count: int, total: int, recent: list[int]) -> Node:
+    return Node(count, total, list(recent))
+
+
+@dataclass(slots=True)
+class _Live(Live):
     bucket: int = 0  # where it was last placed, or is to be placed when something can hold it
-    instance: str | None = None  # served, or was to serve, its latest turn
-    prefix_there: bool = False  # that instance has not gone since
     states: list[ToolState] = field(default_factory=list)
 
 
-class PublishedCMLFQ:
+class PublishedCMLFQ(LivePolicy[_Live]):
     """The `cmlfq-published` policy.
 
     A trajectory starts in the shortest bucket. After each tool return, its prompt and tool-return states are looked up
@@ -44,66 +200,44 @@ class PublishedCMLFQ:
     that holds its prefix, else to the least loaded, ties by id.
     """
 
+    NAME = "cmlfq-published"
+
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
+        super().__init__()
         self._tree = CausalTree(max_nodes)
         self._prompt_tokens = 0  # of all finished trajectories
-        self._live: dict[str, _Live] = {}
 
     def place(self, request: TurnRequest, fleet: Fleet) -> Placement | None:
         live = self._live.setdefault(request.trajectory_id, _Live())
         live.bucket = min(live.bucket, len(fleet.limits) - 1)
         reason = "starts in the shortest bucket" if live.instance is None else f"keeps bucket {live.bucket}"
-        return _serve(live, request, fleet, live.bucket, reason)
+        return self._serve(live, request, fleet, live.bucket, reason)
 
     def tool_returned(self, request: TurnRequest, returned: ToolReturn, fleet: Fleet) -> Placement | None:
-        live = self._live.get(request.trajectory_id)
-        if live is None:
-            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
+        live = self._placed(request)
         live.states.append(ToolState(returned.tool, payload_class(returned.returned_tokens), returned.status))
         # A new plan may have fewer buckets; the longest one takes over what the missing ones served.
         live.bucket = min(live.bucket, len(fleet.limits) - 1)
         bucket, reason = self._wanted(live, request.prompt_id, fleet.limits)
-        return _serve(live, request, fleet, bucket, reason)
-
-    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
-        return None
+        return self._serve(live, request, fleet, bucket, reason)
 
     def finished(self, trajectory: Trajectory) -> None:
         self._tree.add(trajectory)
         self._prompt_tokens += trajectory.prompt_tokens
-        self._live.pop(trajectory.id, None)
+        super().finished(trajectory)
 
-    def forget(self, trajectory_id: str) -> None:
-        self._live.pop(trajectory_id, None)
+    def _learned(self) -> dict[str, Any]:
+        return {"prompt_tokens": self._prompt_tokens, "tree": self._tree.snapshot()}
 
-    def instance_gone(self, instance: str) -> None:
-        for live in self._live.values():
-            if live.instance == instance:
-                live.prefix_there = False
+    def _resume(self, snapshot: dict[str, Any]) -> None:
+        self._tree = CausalTree.restore(snapshot["tree"])
+        self._prompt_tokens = snapshot["prompt_tokens"]
 
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "policy": NAME,
-            "prompt_tokens": self._prompt_tokens,
-            "tree": self._tree.snapshot(),
-            "live": [
-                [trajectory_id, live.bucket, live.instance, live.prefix_there, [list(state) for state in live.states]]
-                for trajectory_id, live in self._live.items()
-            ],
-        }
+    def _row(self, live: _Live) -> list[Any]:
+        return [live.bucket, live.instance, live.prefix_there, [list(state) for state in live.states]]
 
-    @classmethod
-    def restore(cls, snapshot: dict[str, Any]) -> Self:
-        require_snapshot(snapshot, NAME, FORMAT)
-        policy = cls()
-        policy._tree = CausalTree.restore(snapshot["tree"])
-        policy._prompt_tokens = snapshot["prompt_tokens"]
-        policy._live = {
-            trajectory_id: _Live(bucket, instance, prefix_there, [ToolState(*state) for state in states])
-            for trajectory_id, bucket, instance, prefix_there, states in snapshot["live"]
-        }
-        return policy
+    def _of_row(self, bucket: int, instance: str | None, prefix_there: bool, states: list[Any]) -> _Live:
+        return _Live(instance, prefix_there, bucket, [ToolState(*state) for state in states])
 
     def _wanted(self, live: _Live, prompt_id: str, limits: tuple[int, ...]) -> tuple[int, str]:
         """The bucket the estimate asks for, or the trajectory's own if it does not ask clearly."""
@@ -119,27 +253,20 @@ class PublishedCMLFQ:
             f"mean {estimate.mean:.0f} remaining fits bucket {by_mean}, P90 {estimate.p90} fits bucket {by_p90}"
         )
 
-
-def _serve(live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
-    """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
-    needed = request.context_tokens + fleet.turn_tokens
-    chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
-    if chosen is None:
-        live.bucket = wanted
-        return None
-    if chosen.bucket != wanted:
-        outgrown = any(instance.bucket == wanted for instance in fleet.instances)
-        cause = (
-            f"context {request.context_tokens} outgrew bucket {wanted}"
-            if outgrown
-            else f"bucket {wanted} has no instance"
-        )
-        reason = f"{reason}; {cause}"
-    placement = Placement(
-        instance=chosen.id,
-        bucket=chosen.bucket,
-        migrated=live.instance is not None and chosen.id != live.instance,
-        reason=reason,
-    )
-    live.bucket, live.instance, live.prefix_there = chosen.bucket, chosen.id, True
-    return placement
+    def _serve(self, live: _Live, request: TurnRequest, fleet: Fleet, wanted: int, reason: str) -> Placement | None:
+        """Place in the wanted bucket or the nearest that can hold the turn, and remember where."""
+        needed = request.context_tokens + fleet.turn_tokens
+        chosen = server(fleet.instances, needed, wanted, live.instance if live.prefix_there else None)
+        if chosen is None:
+            live.bucket = wanted
+            return None
+        if chosen.bucket != wanted:
+            outgrown = any(instance.bucket == wanted for instance in fleet.instances)
+            cause = (
+                f"context {request.context_tokens} outgrew bucket {wanted}"
+                if outgrown
+                else f"bucket {wanted} has no instance"
+            )
+            reason = f"{reason}; {cause}"
+        live.bucket = chosen.bucket
+        return self._goes(live, chosen, reason)

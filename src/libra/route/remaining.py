@@ -113,3 +113,24 @@ class Remaining:
         into = tokens - start
         reach = edge + (item(bin_ + 1) - edge) * into / (EDGES[bin_ + 1] - start)
         return item(_BEFORE + bin_) + (edge + reach) / 2 * into, reach
+
+
+def redistributed(finished: Histogram, running: Histogram) -> Histogram:
+    """Shares by bin of the lengths of all, when some have `finished` in their bins and others are `running` in theirs.
+
+    The product-limit estimator (Kaplan and Meier 1958). One that runs counts as at risk below its bin: in it, it may
+    end any time. What is longer than all that have finished is put an octave beyond the longest that runs: as long
+    again. The weights must not all be 0.
+    """
+    at_risk = finished.copy()
+    at_risk[:-1] += running[1:]
+    at_risk = at_risk[::-1].cumsum()[::-1]
+    hazard = np.divide(finished, at_risk, out=np.zeros_like(finished), where=at_risk > 0)
+    np.minimum(hazard, 1, out=hazard)  # sums in single precision may be too small
+    survive = (1 - hazard).cumprod()
+    shares: Histogram = hazard.copy()
+    shares[1:] *= survive[:-1]
+    if survive[-1] > 0:
+        longest = int((finished + running).nonzero()[0][-1])
+        shares[min(BINS - 1, longest + BINS_PER_OCTAVE)] += survive[-1]
+    return shares

@@ -216,7 +216,7 @@ class _Families(Collector):
         return self.families
 
 
-def metrics(families: Iterable[Metric]) -> web.Response:
+def metrics_response(families: Iterable[Metric]) -> web.Response:
     """The answer to Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(families))

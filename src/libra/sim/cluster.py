@@ -8,22 +8,22 @@ outcome does not depend on how often an engine was looked at.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
 from libra.route.policy import Policy
+from libra.sim.deployment import WeightUpdate, check_engines
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
 from libra.sim.engine.scheduler import Iteration, Pause
-from libra.sim.events import ARRIVAL, CANCELLATION, END, UPDATE, Action, EventQueue
+from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
-from libra.sim.placement import Placer, SimulatedFleet
-from libra.sim.weight_update import WeightUpdate
+from libra.sim.placement import Placer
 from libra.sim.workload.caller import Caller, rest_of
-from libra.sim.workload.protocol import Workload
+from libra.sim.workload.requests import Workload
 
-_RESTS = 1 << 60  # numbers of requests that are what is left of others
+_RESTS = (1 << 60) + 1  # and more: numbers of requests that are what is left of others
 
 
 class SimCluster:
@@ -58,51 +58,37 @@ class SimCluster:
     ) -> None:
         """`interrupted` says how a request goes on that was stopped, given the tick; otherwise what is left of it is a
         request of its own, numbered after all others."""
-        if not specs:
-            raise ValueError("there is no engine: give one or more")
+        check_engines(specs, limits)
         if route is None and (len(specs) > 1 or patient):
             raise ValueError(f"there are {len(specs)} engines and no policy: say where requests go")
-        if len({spec.name for spec in specs}) < len(specs):
-            raise ValueError("two engines have the same name: names must be unique")
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
-        for spec in specs:
-            if not 0 <= spec.bucket < len(limits):
-                raise ValueError(f"engine {spec.name} is in bucket {spec.bucket}, but there are {len(limits)} limits")
         self.engines: list[SimEngine] = []  # all that there ever were
         self.specs: list[EngineSpec] = []
         self.requests: list[Request] = []  # all that came, in the order in which they did
         self.now = 0
         self.partial = False  # the time limit came before the end
+        self.moved_tokens = 0
         self.workload = workload
         self.placer = Placer(route, limits, turn_tokens)
         self._routed = route is not None
         self._exact, self._trace, self._watch, self._limit = exact, trace, watch, time_limit
         self._patient, self._keep = patient, keep
         self._handovers = None if kv_moves is None else Handovers(kv_moves, self.engines, self.specs)
-        self._rest = interrupted or self._rest_of_turn
-        self._rests = self.moved_tokens = 0
+        numbers = count(_RESTS)
+        self._rest = interrupted or (lambda request, now: rest_of(request, next(numbers), now))
         self._unplaced: list[Request] = []
         self._again: set[Request] = set()  # that arrived before, and will once more
-        self._known: Iterator[Request] = iter(())  # what the workload says beforehand
-        self._next: Request | None = None  # of these, the one whose arrival is an event already
         self._add(specs)
-        self._events = EventQueue(self.engines, updates)
-        for update in updates:
-            if update.link is not None:
-                update.link.reset()
+        self._events = EventQueue(updates)
         self._deciding: set[int] = set()  # engines that have to at this tick
 
     # What whoever makes the workload may do to the cluster while it runs
 
     @property
-    def fleet(self) -> SimulatedFleet:
-        return self.placer.fleet
-
-    @property
     def kv_tokens(self) -> int:
         """Tokens that the caches of the engines in service hold."""
-        configs = (self.specs[instance.engine.index].config for instance in self.fleet.instances)
+        configs = (self.specs[instance.engine.index].config for instance in self.placer.fleet.instances)
         return sum(config.kv_blocks * config.block_size for config in configs)
 
     def generated(self, request: Request) -> int:
@@ -127,7 +113,7 @@ class SimCluster:
             self._handovers.refreshes += update.refresh
         for engine in self.placer.engines():
             if update.engines is None or engine.index in update.engines:
-                self._changed(engine, engine.pause(Pause(update.until, update.refresh), self.now))
+                self._changed(engine, engine.pause(Pause(update.pause, update.refresh), self.now))
 
     def reallocate(self, limits: tuple[int, ...], buckets: Mapping[str, int]) -> None:
         """From now on the engines, by name, serve these buckets."""
@@ -148,10 +134,11 @@ class SimCluster:
 
     def _add(self, specs: Sequence[EngineSpec]) -> None:
         known = len(self.engines)
-        engines = [SimEngine(it.config, it.cost, known + place, exact=self._exact) for place, it in enumerate(specs)]
-        for engine in engines:
-            engine.trace = self._trace
-        self.placer.add(list(zip(specs, engines, strict=True)), self)
+        engines = [
+            SimEngine(spec.config, spec.cost, known + place, exact=self._exact, trace=self._trace)
+            for place, spec in enumerate(specs)
+        ]
+        self.placer.add(list(zip(specs, engines, strict=True)), lambda: self.now)
         self.engines += engines
         self.specs += specs
 
@@ -185,63 +172,36 @@ class SimCluster:
             )
 
     def _run(self) -> None:
-        self._known = iter(self.workload.start())
-        self._next = request = next(self._known, None)
-        if request is not None:
-            self.submit(request)
-        events, engines, deciding, watch = self._events.heap, self.engines, self._deciding, self._watch
-        while events:
-            now, kind, number, what = events[0]
-            if kind is END:
-                engine = engines[number]
-                if not engine.busy or engine.end != now:  # that plan was cut
-                    heappop(events)
-                    continue
-            elif (kind is CANCELLATION or kind is UPDATE) and not self._events.goes_on():
-                break
-            if self._limit is not None and now > self._limit:
-                self._stop(self._limit)
-                return
-            self.now = now
-            while events and events[0][0] == now:
-                _, kind, number, what = events[0]
-                if kind is END:
-                    heappop(events)
-                    engine = engines[number]
-                    if engine.busy and engine.end == now:
-                        self._commit(engine, now)
-                elif kind is ARRIVAL:
-                    assert isinstance(what, Request)
-                    if what is self._next and (request := next(self._known, None)) is not None:
-                        self._next = request
-                        heapreplace(events, (request.arrival, ARRIVAL, request.number, request))
+        events, engines, deciding, watch = self._events, self.engines, self._deciding, self._watch
+        events.expect(self.workload.start())
+        for event in events.until(self._limit):
+            if event is not None:
+                self.now, kind, _, what = event
+                if isinstance(what, SimEngine):
+                    self._commit(what, self.now)
+                elif isinstance(what, Request):
+                    if kind is ARRIVAL:
+                        self._arrive(what)
                     else:
-                        heappop(events)
-                        if what is self._next:
-                            self._next = None
-                    self._arrive(what)
+                        self._cancel(what)
+                elif isinstance(what, WeightUpdate):
+                    self.update(what)
                 else:
-                    heappop(events)
-                    self._obey(what)
+                    what(self.now)
+                continue
+            # Nothing more comes at this tick: engines that were touched say what is next.
+            now = self.now
             for index in sorted(deciding) if len(deciding) > 1 else deciding:
                 engine = engines[index]
-                end = engine.plan(now)
-                if end is not None:
-                    heappush(events, (end, END, index, None))
+                if engine.plan(now) is not None:
+                    events.end(engine)
                 if engine.interrupted:
                     self._go_on(engine)
                 if watch is not None:
                     watch(engine, now)
             deciding.clear()
-
-    def _obey(self, order: Request | WeightUpdate | Action | None) -> None:
-        """A cancellation, new weights, or whatever is to be done."""
-        if isinstance(order, WeightUpdate):
-            self.update(order)
-        elif isinstance(order, Request):
-            self._cancel(order)
-        elif order is not None:
-            order(self.now)
+        if self._limit is not None and events.goes_on():
+            self._stop(self._limit)
 
     def _commit(self, engine: SimEngine, now: int) -> None:
         self._deciding.add(engine.index)
@@ -261,8 +221,9 @@ class SimCluster:
 
     def _arrive(self, request: Request) -> None:
         again = request in self._again
-        self._again.discard(request)
-        if self._keep and not again:
+        if again:
+            self._again.remove(request)
+        elif self._keep:
             self.requests.append(request)
         cancel_at = request.cancel_at
         if cancel_at is not None and cancel_at <= self.now:
@@ -270,21 +231,18 @@ class SimCluster:
             self._ended(request)
             return
         engine = self.placer.place(request, again=again) if self._routed else self.engines[0]
-        if engine is not None:
-            self._take(request, engine)
-        elif self._patient:
-            self._unplaced.append(request)
-        else:
+        if engine is None:
+            if self._patient:
+                self._unplaced.append(request)
+                return
             request.status, request.finish = "refused", self.now
             request.reason = self.placer.refusal(request)
             self._ended(request)
-
-    def _take(self, request: Request, engine: SimEngine) -> None:
-        """The engine that the request was given to gets it, and perhaps its KV first."""
+            return
         handover = None if self._handovers is None else self._handovers.begin(request, engine, self.now)
         if handover is None:
             self._submit(request, engine)
-        else:
+        else:  # first its KV
             self.at(handover.end, lambda _: self._received(handover))
 
     def _received(self, handover: Handover) -> None:
@@ -330,10 +288,6 @@ class SimCluster:
             self.placer.goes_on(request, following)
             self.submit(following)
 
-    def _rest_of_turn(self, request: Request, now: int) -> Request:
-        self._rests += 1
-        return rest_of(request, _RESTS + self._rests, now)
-
     def _changed(self, engine: SimEngine, sooner: bool) -> None:
         if sooner:
             self._events.end(engine)
@@ -365,10 +319,7 @@ class SimCluster:
                 request.status, request.reason = "unfinished", "the time limit came first"
         if not self._keep:
             return
-        arriving = self._events.arrivals()
-        if self._next is not None:
-            self.requests += [self._next, *self._known]
-        self.requests += [it for it in arriving if it is not self._next and it not in self._again]
+        self.requests += [it for it in self._events.arrivals() if it not in self._again]
         for request in self.requests:
             if request.status == "waiting":
                 request.status, request.reason = "unfinished", "the time limit came before its arrival"

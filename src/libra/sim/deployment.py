@@ -1,6 +1,8 @@
-"""Engines that stand somewhere, and what decides which requests each of them gets.
+"""Engines that stand somewhere, what decides which requests each of them gets, and when they get new weights.
 
-Invariant: a deployment that exists can be simulated: every engine is in a bucket, and the policy is known.
+Invariant: a deployment that exists can be simulated: every engine is in a bucket, and the policy is known. An engine
+changes weights between two iterations, all its layers at once; either every context in it is computed again with the
+new weights, or none is.
 """
 
 from __future__ import annotations
@@ -8,14 +10,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
-from libra.route import cmlfq
 from libra.route.catalogue import policy_named
+from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
+from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
-from libra.sim.weight_update import WeightUpdate
 
-DEFAULT_ROUTE = cmlfq.NAME  # as in `libra run`
+DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Each engine stops at the end of the iteration that is under way at tick `at`, for `pause` ticks, and goes on with
+    new weights. With `refresh` the running requests go back to the queue and their KV is computed again; otherwise it
+    is kept."""
+
+    at: int
+    pause: int
+    refresh: bool = False
+    engines: frozenset[int] | None = None  # indices; None: all
+
+    def __post_init__(self) -> None:
+        if self.at < 0 or self.pause < 0:
+            raise ValueError(
+                f"a weight update at tick {self.at} with a pause of {self.pause} ticks; neither may be negative"
+            )
+
+    @classmethod
+    def every(cls, seconds: float, times: int, pause_seconds: float, *, refresh: bool = False) -> tuple[Self, ...]:
+        """`times` updates of all engines, `seconds` apart, the first one after that time."""
+        return tuple(cls(ticks(seconds * (number + 1)), ticks(pause_seconds), refresh) for number in range(times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +57,9 @@ class Deployment:
     time_limit: float | None = None  # seconds
 
     def __post_init__(self) -> None:
-        if not self.engines:
-            raise ValueError("engines is empty: give one or more")
-        if len({engine.name for engine in self.engines}) < len(self.engines):
-            raise ValueError("two engines have the same name; name each once")
+        check_engines(self.engines, self.limits)
         if self.limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *self.limits))):
             raise ValueError(f"limits is {list(self.limits)}; list numbers of tokens that rise, shortest bucket first")
-        buckets = 1 if self.limits is None else len(self.limits)
-        for engine in self.engines:
-            if engine.bucket >= buckets:
-                raise ValueError(
-                    f"engine {engine.name} is in bucket {engine.bucket}, but limits name {buckets}, counted from 0:"
-                    " add the bucket's limit, or move the engine"
-                )
         if self.turn_tokens < 1:
             raise ValueError(f"turn_tokens is {self.turn_tokens}; a turn generates 1 token or more")
         self.policy()
@@ -56,3 +72,18 @@ class Deployment:
     def policy(self, seed: int = 0) -> Policy:
         """A new one, which has seen nothing. `seed` is for the rules that draw."""
         return policy_named(self.route, sticky=self.sticky, seed=seed)
+
+
+def check_engines(engines: Sequence[EngineSpec], limits: Sequence[int] | None) -> None:
+    """Raises ValueError unless there are engines, of different names, in buckets that `limits` name."""
+    if not engines:
+        raise ValueError("engines is empty: give one or more")
+    if len({engine.name for engine in engines}) < len(engines):
+        raise ValueError("two engines have the same name; name each once")
+    buckets = 1 if limits is None else len(limits)
+    for engine in engines:
+        if not 0 <= engine.bucket < buckets:
+            raise ValueError(
+                f"engine {engine.name} is in bucket {engine.bucket}, but limits name {buckets}, counted from 0:"
+                " add the bucket's limit, or move the engine"
+            )

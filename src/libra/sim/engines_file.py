@@ -7,6 +7,7 @@ be right. Lengths are tokens, times are seconds. What vLLM has a name for has th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,10 +21,9 @@ from libra.cost.sources.profiles import engine_profiles
 from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.model_file import load_model
-from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec, SchedulingPolicy
 from libra.sim.engine.grid_cost import GridCost, Overhead
-from libra.sim.weight_update import WeightUpdate
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
@@ -157,20 +157,8 @@ def _config(section: EngineSection, model: ModelSpec, gpu: GPU) -> EngineConfig:
         blocks = _kv_blocks(section, model, gpu)
         if blocks * section.block_size < longest:
             raise ValueError(_no_room(section, model, gpu, blocks * section.block_size, longest))
-    return EngineConfig(
-        max_model_len=longest,
-        kv_blocks=blocks,
-        block_size=section.block_size,
-        max_num_seqs=section.max_num_seqs,
-        max_num_batched_tokens=section.max_num_batched_tokens,
-        enable_chunked_prefill=section.enable_chunked_prefill,
-        policy=section.policy,
-        enable_prefix_caching=section.enable_prefix_caching,
-        watermark=section.watermark,
-        reserve_full_prompt=section.reserve_full_prompt,
-        capture_sizes=section.capture_sizes,
-        pipeline_parallel_size=section.pipeline_parallel_size,
-    )
+    given = {field.name: getattr(section, field.name) for field in fields(EngineConfig)}
+    return EngineConfig(**{**given, "max_model_len": longest, "kv_blocks": blocks})
 
 
 def _kv_blocks(section: EngineSection, model: ModelSpec, gpu: GPU) -> int:

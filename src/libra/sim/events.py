@@ -5,13 +5,13 @@ Invariant: no two events have the same kind and number at one tick, but ends of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from heapq import heappush
+from heapq import heappop, heappush
 
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
-from libra.sim.weight_update import WeightUpdate
 
 
 class Kind(IntEnum):
@@ -27,45 +27,79 @@ class Kind(IntEnum):
 END, CANCELLATION, UPDATE, ACTION, ARRIVAL = Kind
 
 Action = Callable[[int], None]  # told the tick
-Event = tuple[int, Kind, int, Request | WeightUpdate | Action | None]  # tick, kind, number, what
+Event = tuple[int, Kind, int, SimEngine | Request | WeightUpdate | Action]  # tick, kind, number, what
 
 
 class EventQueue:
-    """A heap of events over the engines of a cluster, by index. `heap` is for the loop that takes them out."""
+    """A heap of events. Of the requests that are known beforehand one at a time is in it."""
 
-    __slots__ = ("_actions", "_engines", "heap")
+    __slots__ = ("_actions", "_expected", "_heap", "_next")
 
-    def __init__(self, engines: Sequence[SimEngine], updates: Sequence[WeightUpdate]) -> None:
-        self.heap: list[Event] = []
-        self._engines = engines
+    def __init__(self, updates: Sequence[WeightUpdate]) -> None:
+        self._heap: list[Event] = [(update.at, UPDATE, number, update) for number, update in enumerate(updates)]
+        self._heap.sort(key=lambda event: event[:3])
         self._actions = 0
-        for number, update in enumerate(updates):
-            heappush(self.heap, (update.at, UPDATE, number, update))
+        self._expected: Iterator[Request] = iter(())
+        self._next: Request | None = None  # of those expected, the one whose arrival is an event already
 
     def end(self, engine: SimEngine) -> None:
         """The engine has planned, or its plan was cut."""
-        heappush(self.heap, (engine.end, END, engine.index, None))
+        heappush(self._heap, (engine.end, END, engine.index, engine))
 
     def act(self, tick: int, action: Action) -> None:
         self._actions += 1
-        heappush(self.heap, (tick, ACTION, self._actions, action))
+        heappush(self._heap, (tick, ACTION, self._actions, action))
+
+    def expect(self, requests: Iterable[Request]) -> None:
+        """They will arrive, and come in that order: possibly a million, made as they are taken."""
+        self._expected = iter(requests)
+        self._next = next(self._expected, None)
+        if self._next is not None:
+            self.arrive(self._next)
 
     def arrive(self, request: Request) -> None:
-        heappush(self.heap, (request.arrival, ARRIVAL, request.number, request))
+        heappush(self._heap, (request.arrival, ARRIVAL, request.number, request))
 
     def cancel(self, tick: int, request: Request) -> None:
-        heappush(self.heap, (tick, CANCELLATION, request.number, request))
+        heappush(self._heap, (tick, CANCELLATION, request.number, request))
 
-    def arrivals(self) -> list[Request]:
-        """Those to come, in their order."""
-        return [what for _, kind, _, what in sorted(self.heap) if kind is ARRIVAL and isinstance(what, Request)]
+    def until(self, limit: int | None) -> Iterator[Event | None]:
+        """What happens up to a tick, in order, taken out one by one; what is added meanwhile included. None follows the
+        last event of each tick. It ends early where nothing is left that happens by itself."""
+        heap = self._heap
+        while heap:
+            tick, kind, _, what = heap[0]
+            if isinstance(what, SimEngine):
+                if not what.busy or what.end != tick:  # that plan was cut
+                    heappop(heap)
+                    continue
+            elif kind < ACTION and not self.goes_on():
+                return
+            if limit is not None and tick > limit:
+                return
+            while heap and heap[0][0] == tick:
+                event = heappop(heap)
+                what = event[3]
+                if isinstance(what, SimEngine):
+                    if not what.busy or what.end != tick:
+                        continue
+                elif what is self._next:
+                    self._next = following = next(self._expected, None)
+                    if following is not None:
+                        self.arrive(following)
+                yield event
+            yield None
 
     def goes_on(self) -> bool:
-        """Whether anything is left that happens by itself: a cancellation or an update is none."""
-        return any(self._happens(event) for event in self.heap)
+        """Whether anything is left that happens by itself: no cancellation, no update, and no end of a plan that was
+        cut."""
+        return any(
+            kind >= ACTION or (isinstance(what, SimEngine) and what.busy and what.end == tick)
+            for tick, kind, _, what in self._heap
+        )
 
-    def _happens(self, event: Event) -> bool:
-        tick, kind, number, _ = event
-        if kind is END:
-            return self._engines[number].busy and self._engines[number].end == tick
-        return kind is ACTION or kind is ARRIVAL
+    def arrivals(self) -> list[Request]:
+        """Those to come: first those that were expected, then the others, each in their order."""
+        following = [] if self._next is None else [self._next, *self._expected]
+        coming = [what for _, kind, _, what in sorted(self._heap) if kind is ARRIVAL and what is not self._next]
+        return following + [request for request in coming if isinstance(request, Request)]

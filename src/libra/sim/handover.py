@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libra.cost.collectives import Fabric
-from libra.cost.transfer import kv_move_seconds
+from libra.cost.transfer import Fabric, kv_move_seconds
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller
-
-
-@dataclass(frozen=True, slots=True)
-class KVMove:
-    tokens: int  # from the context's beginning
-    ticks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +36,9 @@ class KVMoves:
         target_spec: EngineSpec,
         request: Request,
         now: int,
-    ) -> KVMove | None:
-        """What to move for a request that goes to `target`; None where it is quicker to compute it again."""
+    ) -> tuple[int, int] | None:
+        """(tokens from the context's beginning, ticks) to move for a request that goes to `target`; None where it is
+        quicker to compute it again."""
         there = source.cached_tokens(request, now)
         missing = there - target.cached_tokens(request, now)
         if missing <= 0:
@@ -58,7 +52,7 @@ class KVMoves:
         )
         again = _prefill_ticks(target_spec, there - missing, there)
         needed = ticks(seconds)
-        return KVMove(there, needed) if needed < again else None
+        return (there, needed) if needed < again else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +86,8 @@ class Handovers:
         moved = self._moves.quicker(source, specs[source.index], engine, specs[engine.index], request, now)
         if moved is None:
             return None
-        return Handover(request, engine, moved.tokens, now + moved.ticks, self.refreshes)
+        tokens, needed = moved
+        return Handover(request, engine, tokens, now + needed, self.refreshes)
 
     def complete(self, handover: Handover, now: int) -> int:
         """It has arrived. Returns how many tokens are new on the engine: none if they are of older weights."""

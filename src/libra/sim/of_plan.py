@@ -15,18 +15,16 @@ from libra.plan.plan import Plan
 from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
-from libra.sim.deployment import DEFAULT_ROUTE, Deployment
+from libra.sim.deployment import DEFAULT_ROUTE, Deployment, WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.outcome.result import SimulationResult
 from libra.sim.planned_engines import planned_engines
 from libra.sim.simulate import Elapsed, simulate
+from libra.sim.training_run.episodes import Resampled
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import SimulatedRun
-from libra.sim.training_run.resampled import Resampled
 from libra.sim.training_run.system import System
-from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.drawing import draw
-from libra.sim.workload.replay import Replay
+from libra.sim.workload.replay import Replay, draw
 from libra.trajectory import Trajectory
 
 
@@ -208,7 +206,7 @@ def _wanted(plan: Plan) -> _Wanted:
 
 def _prices(plan: Plan) -> tuple[BucketPrice, ...]:
     request = plan.request
-    problem = request.problem() if isinstance(request, SlotRequest) else request.menu().problem
+    problem = request.menu().problem
     return bucket_prices(problem, plan.allocation)
 
 

@@ -5,9 +5,8 @@ Invariant: a policy is told of each tool return and of each end once, and only o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from libra.route import policy
 from libra.route.policy import Placement, Policy
@@ -17,19 +16,13 @@ from libra.sim.engine.request import Request
 from libra.sim.workload.caller import Caller
 
 
-class Clock(Protocol):
-    """Whose present it is."""
-
-    now: int  # tick
-
-
 class EngineInstance:
     """An engine as a routing policy sees it: always the present."""
 
-    __slots__ = ("_clock", "bucket", "capacity_tokens", "engine", "id")
+    __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
 
-    def __init__(self, spec: EngineSpec, engine: SimEngine, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int]) -> None:
+        self._now = now  # tick
         self.id = spec.name
         self.bucket = spec.bucket
         self.capacity_tokens = spec.config.max_model_len
@@ -41,7 +34,7 @@ class EngineInstance:
 
     @property
     def token_seconds(self) -> float:
-        return self.engine.token_seconds(self._clock.now)
+        return self.engine.token_seconds(self._now())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +67,13 @@ class Placer:
         """Whether it is this engine that has the name."""
         return self._by_name.get(name) is engine
 
-    def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], clock: Clock) -> None:
+    def add(self, engines: Sequence[tuple[EngineSpec, SimEngine]], now: Callable[[], int]) -> None:
         """Raises ValueError where another one has the name."""
         for spec, engine in engines:
             if spec.name in self._by_name:
                 raise ValueError(f"there is an engine {spec.name} already: close it first")
             self._by_name[spec.name] = engine
-        added = (EngineInstance(spec, engine, clock) for spec, engine in engines)
+        added = (EngineInstance(spec, engine, now) for spec, engine in engines)
         self.fleet = replace(self.fleet, instances=(*self.fleet.instances, *added))
 
     def remove(self, name: str) -> SimEngine:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from libra.cost.engine_facts import BLOCK_TOKENS
-from libra.cost.engine_memory import BLOCK
+from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.grid import EngineGrid
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
@@ -17,7 +16,7 @@ from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.grid_cost import GridCost
-from libra.sim.engine.iteration_cost import IterationCost, TurnCost
+from libra.sim.engine.iteration_cost import IterationCost, measured_cost
 
 
 class PlacementError(ValueError):
@@ -42,7 +41,7 @@ def planned_engines(plan: Plan) -> tuple[EngineSpec, ...]:
 
 def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
     shapes = {shape.name: shape for shape in request.shapes}
-    cost = TurnCost(request.profile.engine)
+    cost = measured_cost(request.profile.engine)
     engines: list[EngineSpec] = []
     for index, bucket in enumerate(plan.allocation.buckets):
         shape = shapes[bucket.shape]

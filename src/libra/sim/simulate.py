@@ -13,12 +13,12 @@ from libra.route.catalogue import policy_named
 from libra.route.policy import Policy
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
+from libra.sim.outcome.occupancy import OccupancyRecorder
 from libra.sim.outcome.result import SimulationResult, result_of
-from libra.sim.outcome.watcher import OccupancyRecorder
-from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.protocol import Workload
+from libra.sim.workload.requests import Workload
 
 DECISIONS = 4096  # of engines, between two looks at the whole
 

@@ -78,13 +78,6 @@ def test_alone_an_exchange_is_free() -> None:
     assert tensor.tolist() == [1.0, 2.0]
 
 
-def test_a_tensor_is_added_up_in_place() -> None:
-    exchanges = [GradientExchange(), GradientExchange()]
-    prepare(exchanges, 1)
-    enter(exchanges, 1)
-    assert sums(exchanges, [3.0, 4.0]) == [[7.0, 2.0], [7.0, 2.0]]
-
-
 def test_the_next_membership_forms_beside_the_present_one() -> None:
     core, hybrid, joiner = GradientExchange(), GradientExchange(), GradientExchange()
     prepare([core, hybrid], 1)
@@ -121,17 +114,9 @@ def test_only_what_was_prepared_is_entered() -> None:
     exchange.enter(2)
 
 
-def test_nobody_else_is_listened_to() -> None:
+@pytest.mark.parametrize("hosts", [(HOST, HOST), ("127.0.0.2", "127.0.0.3")])
+def test_replicas_meet_and_listen_at_their_own_addresses_only(hosts: tuple[str, str]) -> None:
     exchanges = [GradientExchange(), GradientExchange()]
-    before = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
-    prepare(exchanges, 1)
-    assert exchanges[0].formed(1, PATIENCE) and exchanges[1].formed(1, PATIENCE)
-    opened = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN} - before
-    assert opened and {address.ip for address in opened} == {"127.0.0.1"}
-
-
-def test_replicas_of_two_nodes_meet_and_listen_at_their_own_addresses() -> None:
-    exchanges, hosts = [GradientExchange(), GradientExchange()], ("127.0.0.2", "127.0.0.3")
     before = {c.laddr for c in psutil.Process().net_connections()}
     prepare(exchanges, 1, hosts)
     enter(exchanges, 1)
@@ -147,10 +132,10 @@ def test_replicas_of_two_nodes_meet_and_listen_at_their_own_addresses() -> None:
 def test_a_membership_that_not_everyone_enters(rank: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libra.backends.grpo.elastic, "FORMING", timedelta(milliseconds=200))
     trainer, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = trainer.exchange.host_rendezvous(HostRendezvous(HOST, 0)) if rank == 0 else free_port()
-    trainer.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
+    port = trainer.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0)) if rank == 0 else free_port()
+    trainer.elastic.exchange.prepare(Prepare(1, rank, 2, HOST, HOST, port))
     with pytest.raises(PeerLostError, match=r"membership 1 of 2 replicas did not come about: \w"):
-        trainer.exchange.enter(1)
+        trainer.elastic.exchange.enter(1)
     # It must not make a step with its own share alone.
     assert "the membership is over" in trainer.reduce(order(BATCH[:2])).failure
     trainer.discard()
@@ -200,10 +185,10 @@ def test_who_hosts_again_at_another_port_listens_there() -> None:
 def test_a_replica_that_dies_or_hangs_leaves_the_other_as_it_was(end: signal.Signals, tiny_model: Path) -> None:
     patience = 1.0
     core, reference = make_trainer(tiny_model), make_trainer(tiny_model)
-    port = core.exchange.host_rendezvous(HostRendezvous(HOST, 0))
-    core.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
+    port = core.elastic.exchange.host_rendezvous(HostRendezvous(HOST, 0))
+    core.elastic.exchange.prepare(Prepare(1, 0, 2, HOST, HOST, port))
     with peer_process(port) as peer:
-        core.exchange.enter(1)
+        core.elastic.exchange.enter(1)
         assert peer.stdout is not None and peer.stdout.readline() == b"entered\n"
         before = core.state.checksum
         os.kill(peer.pid, end)

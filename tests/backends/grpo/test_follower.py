@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import libra.backends.grpo.publication
-import libra.backends.grpo.state_stream
-import libra.backends.grpo.training_worker
-from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT
-from libra.backends.grpo.gradient_ring import SLOTS, Update
-from libra.backends.grpo.publication import OverrunError
-from libra.backends.grpo.train_state import TrainState
-from libra.backends.grpo.training_worker import SNAPSHOTS, BehindError, Follower, SilentError
+import libra.backends.grpo.relay
+import libra.backends.grpo.train_state
+from libra.backends.grpo.publication import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, SLOTS, OverrunError, Update
+from libra.backends.grpo.train_state import SNAPSHOTS, BehindError, Follower, SilentError, TrainState
 
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -42,13 +39,13 @@ class Core:
             if is_step:
                 yield from self._make_gradient()
                 after.put_back(state.keep())
-                after.gradient()[:-1] += state._ring.slots[(state.number + 1) % SLOTS][:-1]
+                after.gradient()[:-1] += state._board.slots[(state.number + 1) % SLOTS][:-1]
                 after.step(1.0, 0.0)
             else:
                 after.put_back(make_state(len(self.history)).keep())
             self.history[state.number + 1] = vectors(after)
             if is_step:  # from here on a joiner may be there before the core
-                state._ring.publish(Update(state.number + 1, 0.01, 1.0, 0.0))
+                state._board.publish(Update(state.number + 1, 0.01, 1.0, 0.0))
                 yield True
             with state.change():
                 yield True
@@ -95,7 +92,7 @@ def test_a_torn_state_is_never_taken_for_a_whole_one(
     states, updates, looks = iter(beside_states), iter(beside_updates), iter(between)
     with pytest.MonkeyPatch.context() as patch, reading(way, core.state, joiner) as publication:
         around_copies(patch, lambda is_gradient: core.act(next(updates if is_gradient else states, 0)))
-        patch.setattr(libra.backends.grpo.state_stream, "_PIECE_BYTES", 80)
+        patch.setattr(libra.backends.grpo.relay, "_PIECE_BYTES", 80)
         patch.setattr(libra.backends.grpo.publication, "_wait", lambda: core.act(1))
         follower, going = Follower(publication, joiner), True
         while going:
@@ -200,7 +197,7 @@ def test_a_core_that_does_not_get_done_with_a_change(way: Way, monkeypatch: pyte
             for _ in range(SNAPSHOTS + 1):  # it gets back to its orders, and nothing was overtaken
                 follower.advance()
                 assert follower.number is None
-            monkeypatch.setattr(libra.backends.grpo.training_worker, "SILENT_SECONDS", 0.0)
+            monkeypatch.setattr(libra.backends.grpo.train_state, "SILENT_SECONDS", 0.0)
             with pytest.raises(SilentError, match="does not get done"):
                 follower.advance()
         follower.advance()

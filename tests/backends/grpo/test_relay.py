@@ -5,30 +5,38 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
-from fakes.states import HOST, PATIENCE, RATE, TOKEN, gradient, make_state, parameters, step
+from fakes.states import HOST, PATIENCE, RATE, TOKEN, make_state, parameters, step
 
 import libra.backends.grpo.relay
-import libra.backends.grpo.state_stream
-from libra.backends.grpo.gradient_ring import SLOTS, Update
-from libra.backends.grpo.publication import OverrunError, Shape, State, UnreachableError
-from libra.backends.grpo.relay import Relay, await_reader
-from libra.backends.grpo.state_stream import RemotePublication, StateRequest, StateStream, Verdict
-from libra.backends.grpo.train_state import FlatLayout, TrainState
-from libra.backends.grpo.training_worker import BehindError, Follower
-from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.grpo.publication import Shape, UnreachableError, Update
+from libra.backends.grpo.relay import (
+    YES,
+    Greeting,
+    Relay,
+    RelayAnswer,
+    RelayRequest,
+    RemotePublication,
+    StateStream,
+    await_reader,
+)
+from libra.backends.grpo.train_state import BehindError, FlatLayout, Follower, TrainState
+from libra.backends.transport.shared_memory import LayoutError
 from libra.backends.transport.trainer_messages import RelayPlace, Serve
 
 LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay is in the middle when its reader is
@@ -36,15 +44,14 @@ LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay i
 # A core without torch: it only has the memory, starts a relay for it and says where.
 CORE = """
 import os, sys
-from libra.backends.grpo.board import board_layout
-from libra.backends.grpo.gradient_ring import ring_layout
 from libra.backends.grpo.publication import Shape
 from libra.backends.grpo.relay import Relay
+from libra.backends.transport.shared_memory import make_memory
 from libra.backends.transport.trainer_messages import Serve, StatePlace
-from libra.backends.transport.shared_vectors import OwnVectors
-board, ring = OwnVectors("board", board_layout(64, "float32")), OwnVectors("ring", ring_layout(64, "float32"))
-place = StatePlace(os.getpid(), board.descriptor, ring.descriptor)
-relay = Relay(Serve(sys.argv[1], sys.argv[2], tuple(os.sched_getaffinity(0))), place, Shape(64, "float32", 0))
+shape = Shape(64, "float32", 0)
+descriptor, memory = make_memory(Shape, "core", shape.size)
+serve = Serve(sys.argv[1], sys.argv[2], tuple(os.sched_getaffinity(0)))
+relay = Relay(serve, StatePlace(os.getpid(), descriptor), shape)
 print(relay._process.pid, relay.port, flush=True)
 sys.stdin.read()
 """
@@ -76,8 +83,8 @@ def during_copies(publication: RemotePublication, acts: Sequence[Callable[[], ob
     """Do these one after another, each time that a piece has arrived."""
     left, fill = list(acts), publication._stream._fill
 
-    def filled(room: memoryview, seconds: float | None = None) -> None:
-        fill(room, seconds)
+    def filled(room: memoryview, ends: float) -> None:
+        fill(room, ends)
         if len(room) > 1000 and left:
             left.pop(0)()
 
@@ -102,34 +109,6 @@ def test_a_joiner_of_another_node_takes_the_state_and_the_steps() -> None:
         assert joiner.learning_rate == 0.125 and same(joiner, core)
         del follower  # it has joined
         assert relay._process.wait(PATIENCE) == 0
-
-
-def test_a_step_in_the_middle_of_a_copy_is_noticed_and_ends_it() -> None:
-    core, joiner = large_state(0), large_state(1)
-    with relay_of(core) as relay:
-        publication = joiner.publication_at(place(relay))
-        pieces: list[int] = []
-        during_copies(publication, [lambda: step(core), *[lambda: pieces.append(0)] * 1000])  # type: ignore[arg-type]
-        assert joiner.take_state(publication) is None
-        assert 3 * core.size / libra.backends.grpo.state_stream._PIECE_BYTES > len(pieces)
-        assert joiner.take_state(publication) == core.number and same(joiner, core)
-
-
-def test_an_update_that_is_overwritten_in_the_middle_of_a_copy_is_refused() -> None:
-    core, joiner = large_state(0), large_state(1)
-    with relay_of(core) as relay:
-        publication = joiner.publication_at(place(relay))
-        joiner.take_state(publication)
-        before = joiner.checksum
-        for _ in range(SLOTS - 1):
-            step(core)
-        during_copies(publication, [core.gradient])
-        step(core)
-        with pytest.raises(OverrunError, match="was overwritten while it was copied"):
-            joiner.take_update(publication, core.number - SLOTS + 1)
-        assert joiner.checksum == before
-        with pytest.raises(OverrunError, match="is gone"):
-            publication.has_update(core.number - SLOTS + 1)
 
 
 def test_beside_a_core_that_steps_at_any_moment_only_whole_states_are_held() -> None:
@@ -276,7 +255,7 @@ def test_a_relay_that_dies_or_hangs_in_the_middle_of_a_copy(
     with relay_of(core) as relay:
         publication = joiner.publication_at(place(relay))
         assert publication.at_rest()
-        monkeypatch.setattr(libra.backends.grpo.state_stream, "SILENT_SECONDS", 0.3)
+        monkeypatch.setattr(libra.backends.grpo.relay, "SILENT_SECONDS", 0.3)
         during_copies(publication, [lambda: os.kill(relay._process.pid, end)])  # type: ignore[arg-type]
         follower = Follower(publication, joiner)
         with pytest.raises(UnreachableError, match="cannot be reached any more"):
@@ -326,34 +305,41 @@ class Impostor:
     def _live(self) -> None:
         connection, _ = self._listener.accept()
         stream = StateStream(connection)
-        stream.greeting(PATIENCE)
-        stream.answer(Verdict.YES)
-        stream.asked(PATIENCE)
+        stream.receive(Greeting)
+        stream.send(YES)
+        stream.receive(RelayRequest)
         with suppress(OSError):  # it was heard to the end of the other's patience
             self._answer(connection)
         self._done.wait(PATIENCE)
         stream.close()
 
 
-STREAM = libra.backends.grpo.state_stream
-UPDATE = STREAM._UPDATE.pack(5, 0.1, 1.0, 2.0)
-WHOLE = STREAM._PIECE.pack(0, 0) + bytes([Verdict.YES])
+def frame(body: bytes, checksum: int | None = None) -> bytes:
+    return struct.pack("!II", len(body), zlib.crc32(body) if checksum is None else checksum) + body
 
 
-def piece(count: int, checksum: int | None = None) -> bytes:
-    data = bytes(count)
-    return STREAM._PIECE.pack(count, STREAM.zlib.crc32(data) if checksum is None else checksum) + data
+def piece(count: int) -> bytes:
+    return frame(bytes(count))
+
+
+UPDATE = frame(msgspec.msgpack.encode(RelayAnswer("yes", Update(5, 0.1, 1.0, 2.0))))
+WHOLE = frame(b"") + frame(msgspec.msgpack.encode(YES))
 
 
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (UPDATE + piece(256, checksum=1) + WHOLE, "a piece arrived damaged"),
+        (UPDATE + frame(bytes(256), checksum=1) + WHOLE, "a frame arrived damaged"),
         (UPDATE + piece(200) + piece(100) + WHOLE, "more was sent than was asked for"),
         (UPDATE + piece(256) + piece(4) + WHOLE, "more was sent than was asked for"),
         (UPDATE + piece(1 << 31 >> 4)[:1000], "more was sent than was asked for"),
         (UPDATE + piece(200) + WHOLE, "less was sent than was asked for"),
-        (UPDATE + piece(256) + WHOLE[:-1] + b"\x07", "7 is no Verdict"),
+        (
+            frame(msgspec.msgpack.encode(RelayRequest("state"))),
+            "this is no RelayAnswer: Object missing",
+        ),
+        (frame(b"\xc1"), "this is no RelayAnswer"),
+        (piece(5000)[:1000], "5000 bytes are no RelayAnswer"),
         (UPDATE + piece(256)[:100], "the other end is silent"),
         (b"", "the other end is silent"),
     ],
@@ -361,7 +347,7 @@ def piece(count: int, checksum: int | None = None) -> bytes:
 def test_an_answer_that_is_not_understood_ends_the_connection(
     answer: bytes, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(STREAM, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(libra.backends.grpo.relay, "SILENT_SECONDS", 0.2)
     with (
         Impostor(lambda connection: connection.sendall(answer)) as publication,
         pytest.raises(UnreachableError, match=why),
@@ -377,7 +363,7 @@ def test_a_right_answer_in_odd_pieces_is_taken() -> None:
 
 
 def test_a_peer_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(STREAM, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(libra.backends.grpo.relay, "SILENT_SECONDS", 0.3)
 
     def trickle(connection: socket.socket) -> None:
         connection.sendall(UPDATE)
@@ -387,24 +373,3 @@ def test_a_peer_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
     with Impostor(trickle) as publication, pytest.raises(UnreachableError, match="silent"):
         publication.copy_update(5, np.zeros(64, np.float32))
-
-
-def test_frames_arrive_as_they_were_sent() -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        ours = StateStream(socket.create_connection(listener.getsockname()))
-        theirs = StateStream(listener.accept()[0])
-    shape = Shape(1 << 40, "float64", 0xFFFFFFFF)
-    ours.greet(TOKEN, shape)
-    assert theirs.greeting(PATIENCE) == (TOKEN.encode(), shape)
-    ours.ask(StateRequest.COPY_UPDATE, 1 << 40)
-    assert theirs.asked(PATIENCE) == (StateRequest.COPY_UPDATE, 1 << 40)
-    state, update = State(1 << 40, 0xFFFFFFFF, 12, 1e-5), Update(7, 1e-5, 12.0, 0.5)
-    ours.send_state(state)
-    ours.send_update(update)
-    assert (theirs.state(), theirs.update()) == (state, update)
-    vectors = [gradient(number, 5).numpy() for number in range(3)]
-    ours.send_vectors(vectors, lambda: True)
-    into = [np.zeros(5, np.float32) for _ in range(3)]
-    assert theirs.fill(into) and all(map(np.array_equal, into, vectors))
-    ours.close()
-    theirs.close()

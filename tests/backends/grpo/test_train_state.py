@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import astuple
 
 import pytest
 import torch
 from fakes.states import RATE, SHAPES, make_state, parameters, step, vectors
+from msgspec.structs import astuple
 
-from libra.backends.grpo.gradient_ring import SLOTS
-from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
-from libra.backends.grpo.train_state import FlatLayout, TrainState
-from libra.backends.grpo.training_worker import Follower
-from libra.backends.transport.shared_vectors import Layout, LayoutError, attach
-from libra.backends.transport.trainer_messages import StatePlace
+from libra.backends.grpo.publication import SLOTS, OverrunError, Shape, SharedPublication
+from libra.backends.grpo.train_state import FlatLayout, Follower, TrainState
+from libra.backends.transport.shared_memory import LayoutError, attach
 
 # Another process: copies the state and the update to it, prints both.
 READER = """
@@ -84,20 +81,20 @@ def test_another_process_reads_the_state_and_the_update_to_it() -> None:
     step(state)
     step(state, rate=0.5)
     place = state.place
-    ends = [[place.pid, place.board, place.ring], astuple(state.shape)]
+    ends = [astuple(place), astuple(state.shape)]
     answer = subprocess.run([sys.executable, "-c", READER, json.dumps(ends)], capture_output=True, check=True)
     number, steps, checksum, rate, denominator, board, gradient = json.loads(answer.stdout)
     assert (number, steps, checksum) == (state.number, 2, state.checksum)
     assert (rate, denominator) == (0.5, 3.0)
     assert board == [vector.tolist() for vector in state._board.vectors]
-    assert gradient == state._ring.slots[number % SLOTS][:-1].tolist()
+    assert gradient == state._board.slots[number % SLOTS][:-1].tolist()
 
 
 def test_a_reader_cannot_write() -> None:
     state = make_state()
     publication = state.publication_at(state.place)
     with pytest.raises(ValueError, match="read-only"):
-        publication._board.vectors[0][0] = 1.0
+        publication.vectors[0][0] = 1.0
 
 
 def test_a_reader_of_another_model_is_refused() -> None:
@@ -114,7 +111,7 @@ def test_a_process_that_is_gone_cannot_be_read() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with pytest.raises(OSError):
-        attach(gone.pid, 3, Layout(1, 1, 1, "float32"))
+        attach(gone.pid, 3, 4096)
 
 
 def test_a_replica_becomes_another_one() -> None:
@@ -126,9 +123,8 @@ def test_a_replica_becomes_another_one() -> None:
     assert joiner.take_state(publication) == core.number
     assert (joiner.checksum, joiner.learning_rate) == (core.checksum, 0.25)
     step(core, rate=0.125)
-    assert publication.has_update(core.number)
-    assert not publication.has_update(core.number + 1)
-    joiner.take_update(publication, core.number)
+    assert joiner.take_update(publication, core.number)
+    assert not joiner.take_update(publication, core.number + 1)
     assert (joiner.checksum, joiner.learning_rate) == (core.checksum, 0.125)
     assert all(torch.equal(a, b) for a, b in zip(vectors(joiner), vectors(core), strict=True))
 
@@ -162,7 +158,7 @@ def test_who_takes_over_a_state_publishes_no_update_of_its_own_past() -> None:
     joiner.take_state(joiner.publication_at(core.place))
     publication = reader.publication_at(joiner.place)
     assert joiner.number == core.number == past - 1
-    assert not publication.has_update(past)
+    assert not reader.take_update(publication, past)
 
 
 def test_an_update_is_kept_for_a_while() -> None:
@@ -173,8 +169,8 @@ def test_an_update_is_kept_for_a_while() -> None:
         step(core)
     core.gradient()  # of the next step
     with pytest.raises(OverrunError, match=f"the update to state {first} is gone; {SLOTS - 1} are kept"):
-        publication.has_update(first)
-    assert all(publication.has_update(first + later) for later in range(1, SLOTS))
+        publication.update(first)
+    assert all(publication.update(first + later) for later in range(1, SLOTS))
 
 
 def test_a_state_is_broken_after_an_error_and_whole_again_after_the_next_change() -> None:
@@ -194,7 +190,7 @@ def test_a_change_that_is_no_step_has_no_update() -> None:
     publication = core.publication_at(core.place)
     core.put_back(core.keep())
     with pytest.raises(OverrunError):
-        publication.has_update(core.number)
+        publication.update(core.number)
 
 
 def test_places_start_on_cache_lines_and_what_is_between_stays_zero() -> None:
@@ -206,9 +202,3 @@ def test_places_start_on_cache_lines_and_what_is_between_stays_zero() -> None:
         for view in state._flat.views(covered).values():
             view.fill_(True)
         assert not vector[~covered].any()
-
-
-def test_a_place_is_three_numbers() -> None:
-    place = make_state().place
-    assert isinstance(place, StatePlace)
-    assert place.board != place.ring

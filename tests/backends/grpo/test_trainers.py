@@ -555,26 +555,6 @@ async def test_when_a_replica_is_lost_before_its_vote_the_rest_make_the_same_ste
     assert scene.trainers.names() == ("core-0",)
 
 
-@joined("hybrid-0")
-async def test_who_was_lost_between_two_steps_is_not_asked(scene: Scene) -> None:
-    core, hybrid = scene.floor.replicas.values()
-    hybrid.fall()
-    while not hybrid.handle.lost:
-        await asyncio.sleep(0)
-    assert await scene.step(1) == 1
-    assert len(core.told(Train)) == 1
-
-
-@joined("hybrid-0")
-async def test_a_replica_that_dies_after_its_vote_does_not_undo_the_step(scene: Scene) -> None:
-    core, hybrid = scene.floor.replicas.values()
-    hybrid.will(Commit, ["die"])  # its gradient is in the sum
-    result = await scene.trainers.step(2, SAMPLES, sequences=8, tokens=50)
-    assert (core.steps, result.replicas, result.generated_tokens) == ([2], 2, 18)
-    assert scene.trainers.names() == ("core-0",)
-    assert await scene.step(3) == 1
-
-
 @joined("core-1", "hybrid-0")
 async def test_when_the_publisher_dies_another_core_publishes(scene: Scene) -> None:
     first, second, _ = scene.floor.replicas.values()
@@ -625,13 +605,24 @@ async def test_when_one_replica_has_no_sum_nobody_steps(scene: Scene) -> None:
     assert_each_sample_is_trained_once(scene, 1)
 
 
-@pytest.mark.parametrize("order", [Train, Commit])
+@pytest.mark.parametrize(
+    ("order", "fate", "made_by"),
+    [
+        (Train, "die", 1),
+        (Train, "late", 1),
+        (Train, "break", 1),
+        (Commit, "die", 2),  # its gradient is in the sum
+        (Commit, "break", 2),
+    ],
+)
 @joined("hybrid-0")
-async def test_a_worker_that_breaks_in_a_step_is_lost(scene: Scene, order: type) -> None:
+async def test_a_replica_that_is_lost_in_a_step_does_not_undo_it(
+    scene: Scene, order: type, fate: Fate, made_by: int
+) -> None:
     hybrid = scene.floor.replicas["hybrid-0"]
-    hybrid.will(order, ["break"])
-    await scene.step(1)
-    assert hybrid.killed and scene.trainers.names() == ("core-0",)
+    hybrid.will(order, [fate])
+    assert await scene.step(1) == made_by
+    assert hybrid.killed == (fate == "break") and scene.trainers.names() == ("core-0",)
     assert await scene.step(2) == 1
     assert_each_sample_is_trained_once(scene, 2)
 
@@ -705,7 +696,10 @@ async def test_who_died_since_the_last_step_keeps_nobody_from_joining_or_leaving
     with pytest.raises(WorkerLostError, match="hybrid-3 is no training replica, or no more"):
         await trainers.leave("hybrid-3")
     assert await scene.step(1) == 1
-    assert_each_sample_is_trained_once(scene, 1)
+    (await scene.join("hybrid-4")).handle.declare_lost("killed")
+    assert await scene.step(2) == 1
+    assert len(scene.floor.replicas["core-0"].told(Train)) == 2  # no step was tried with one that is lost
+    assert_each_sample_is_trained_once(scene, 2)
 
 
 @joined("core-1")

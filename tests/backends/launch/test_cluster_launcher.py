@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,15 +20,18 @@ import numpy as np
 import pytest
 from fakes.far_end import PATIENCE
 from fakes.fork_servers import BARE
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
-from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.launcher import CopyError, ForkError, LaunchError, SourceLostError, WorkerLink
-from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
+from libra.backends.launch.fork_server import ForkError, ForkServer, LaunchError
+from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
+from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError, Reception
+from libra.backends.launch.ray import SlotOffer, node_slots
+from libra.backends.transport.channel import WorkerChannel
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.backends.transport.messages import Failure, Stop
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.backends.transport.messages import Acknowledged, Failure, Stop
+from libra.backends.transport.shared_memory import Vector, WeightBuffer, WeightUpdateError
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
 SIZE = 4096
@@ -88,7 +92,7 @@ class LossyNode:
 
 
 class LossyNodes:
-    """A `Nodes`. The next node in a place is what `instead` makes, if it is set."""
+    """A `Nodes`. The next node in a place is what `instead` makes."""
 
     host = "127.0.0.1"
 
@@ -96,12 +100,11 @@ class LossyNodes:
         self._logs = logs
         self.opened: list[LossyNode] = []
         self.present: dict[int, LossyNode] = {}
-        self.instead: Callable[[], LossyNode] | None = None
+        self.instead: Callable[[ClusterNode], LossyNode] = LossyNode
+        self.devices: tuple[str, ...] = ()
 
     def open(self, number: int) -> LossyNode:
-        node = LossyNode(ClusterNode(self.host, self._logs, f"fork-server-{number}"))
-        if self.instead is not None:
-            node = self.instead()
+        node = self.instead(ClusterNode(self.host, self._logs, f"fork-server-{number}", self.devices))
         self.present[number] = node
         self.opened.append(node)
         return node
@@ -120,8 +123,12 @@ class Waiting(LossyNode):
 
 
 class Failing(LossyNode):
+    def __init__(self, error: OSError, node: ClusterNode) -> None:
+        super().__init__(node)
+        self._error = error
+
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        raise NodeLostError("no memory")
+        raise self._error
 
 
 LOSSES = 3  # of nodes in one place
@@ -150,6 +157,7 @@ async def launched(
 async def two_nodes(tmp_path: Path) -> AsyncIterator[TwoNodes]:
     nodes = LossyNodes(tmp_path)
     async with launched(nodes, NODE_SLOTS) as launcher:
+        assert await launcher.ready() >= 0
         yield launcher, nodes
 
 
@@ -170,7 +178,6 @@ async def answers(link: WorkerLink) -> bool:
 
 async def test_workers_run_on_the_nodes_of_their_slots(two_nodes: TwoNodes, tmp_path: Path) -> None:
     launcher, _ = two_nodes
-    assert await launcher.ready() >= 0
     links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
     assert links[0].node == links[2].node != links[1].node
     assert {link.host for link in links} == {"127.0.0.1"}
@@ -188,16 +195,13 @@ async def test_workers_run_on_the_nodes_of_their_slots(two_nodes: TwoNodes, tmp_
     assert (tmp_path / "w1.log").read_text() and (tmp_path / "fork-server-1.log").is_file()
 
 
-async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(
-    two_nodes: TwoNodes, tmp_path: Path
-) -> None:
+async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_place(two_nodes: TwoNodes) -> None:
     launcher, nodes = two_nodes
-    await launcher.ready()
     links = [await launcher.spawn(f"w{slot}", slot) for slot in range(3)]
     room, lost = asyncio.Event(), nodes.present[0]
     told: list[list[bool]] = []
     launcher.slots_changed = lambda: told.append([launcher.offers(slot) for slot in range(3)])
-    nodes.instead = lambda: Waiting(room, ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = functools.partial(Waiting, room)
     # Their connections would not tell: the machines are only unplugged.
     lost._lost.set_exception(NodeLostError("unplugged"))
     for link in (links[0], links[2]):
@@ -221,7 +225,6 @@ async def test_a_lost_node_is_lost_for_all_its_workers_and_another_takes_its_pla
 
 async def test_a_fork_server_that_ends_takes_its_node_with_it(two_nodes: TwoNodes) -> None:
     launcher, nodes = two_nodes
-    await launcher.ready()
     link = await launcher.spawn("w1", 1)
     os.kill(nodes.present[1].node._started.pid, signal.SIGKILL)
     with pytest.raises(ConnectionError):
@@ -231,10 +234,9 @@ async def test_a_fork_server_that_ends_takes_its_node_with_it(two_nodes: TwoNode
     assert await answers(await launcher.spawn("w1", 1))
 
 
-async def test_a_place_in_which_no_node_starts_is_given_up(two_nodes: TwoNodes, tmp_path: Path) -> None:
+async def test_a_place_in_which_no_node_starts_is_given_up(two_nodes: TwoNodes) -> None:
     launcher, nodes = two_nodes
-    await launcher.ready()
-    nodes.instead = lambda: Failing(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = functools.partial(Failing, NodeLostError("no memory"))
     nodes.present[0].lose("unplugged")
     await launcher._keepers[0]
     assert len(nodes.opened) == 2 + LOSSES - 1
@@ -249,7 +251,6 @@ async def test_a_fork_server_that_starts_well_and_dies_at_once_is_not_started_fo
     launcher, nodes = two_nodes
     now = 0.0
     monkeypatch.setattr("libra.backends.launch.cluster.with_loss", lambda losses, moment: with_loss(losses, now))
-    await launcher.ready()
     for opened in range(3, 3 + 2 * LOSSES):  # in the first hours it happens once in a while
         os.kill(nodes.present[0].node._started.pid, signal.SIGKILL)
         now += LOSS_WINDOW / 2 + 1
@@ -334,13 +335,12 @@ async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_n
     assert holds(hanging, newer) and not waiting.done()
     waiting.cancel()
 
-    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
-    monkeypatch.setattr("libra.backends.launch.cluster.COPY_SECONDS", 120.0)
+    monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", 0.05)
     with pytest.raises(CopyError, match=r"v6 from node-0.* to node-1.*: not there in"):
         await launcher.bring(publish(nodes.present[0], 6), SIZE, trainer, away)
-    with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 120 s\)"):
+    with pytest.raises(ConnectionError, match=r"is lost \(it took no weights in 0 s\)"):
         await away.channel.receive()
-    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", PATIENCE)
+    monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", PATIENCE)
     while nodes.present[1] is hanging or not launcher.offers(1):
         await asyncio.sleep(0.01)
     again = await launcher.spawn("w1", 1)
@@ -353,7 +353,7 @@ async def test_a_node_that_does_not_take_weights_is_given_up_and_newer_ones_do_n
 async def test_weights_that_are_not_read_cost_no_node(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, nodes, trainer, away, _ = workers
     nodes.present[0].read = lambda *order: asyncio.sleep(PATIENCE)  # type: ignore[method-assign]
-    monkeypatch.setattr("libra.backends.launch.copies.COPY_SECONDS", 0.05)
+    monkeypatch.setattr("libra.backends.launch.cluster._COPY_SECONDS", 0.05)
     with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*: not read in"):
         await launcher.bring(publish(nodes.present[0], 4), SIZE, trainer, away)
     assert launcher.exists(away) and launcher.offers(1)
@@ -388,7 +388,7 @@ async def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: p
     fork_server = functools.partial(ForkServer, command=("-c", SHOWING))
     monkeypatch.setattr("libra.backends.launch.node.ForkServer", fork_server)
     nodes = LossyNodes(tmp_path)
-    nodes.instead = lambda: LossyNode(ClusterNode(nodes.host, tmp_path, "fork-server", devices=("4", "7")))
+    nodes.devices = ("4", "7")
     async with launched(nodes, [NodeSlot(0, 0), NodeSlot(0, 1)]) as launcher:
         await launcher.ready()
         for slot in (0, 1):
@@ -398,14 +398,9 @@ async def test_every_seat_has_its_own_accelerator(tmp_path: Path, monkeypatch: p
     assert [(tmp_path / f"w{slot}.log").read_text() for slot in (0, 1)] == ["4\n", "7\n"]
 
 
-class Unwritable(LossyNode):
-    async def start(self, marks: Mapping[str, str]) -> NodeFacts:
-        raise PermissionError(13, "Permission denied", "fork-server-0.log")
-
-
 async def test_a_first_node_that_may_not_write_is_told_of(tmp_path: Path) -> None:
     nodes = LossyNodes(tmp_path)
-    nodes.instead = lambda: Unwritable(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
+    nodes.instead = functools.partial(Failing, PermissionError(13, "Permission denied", "fork-server-0.log"))
     async with launched(nodes) as launcher:
         with pytest.raises(LaunchError, match=r"Permission denied: 'fork-server-0\.log'"):
             await asyncio.wait_for(launcher.ready(), PATIENCE)
@@ -429,12 +424,11 @@ class Hanging(LossyNode):
 
 async def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = LossyNodes(tmp_path)
-    hanging = Hanging(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
-    nodes.instead = lambda: hanging
+    nodes.instead = Hanging
     async with launched(nodes) as launcher:
         await launcher.ready()
         link = await launcher.spawn("w0", 0)
-        hanging.hangs = True
+        nodes.present[0].hangs = True  # type: ignore[attr-defined]
         monkeypatch.setattr("libra.backends.launch.cluster._FORK_SECONDS", 0.05)
         monkeypatch.setattr("libra.backends.launch.cluster._GONE_SECONDS", 0.05)
         with pytest.raises(TimeoutError, match=r"node 127\.0\.0\.1 does not answer"):
@@ -455,13 +449,12 @@ class Halfway(LossyNode):
 
 async def test_a_worker_whose_start_failed_is_not_kept_waiting(tmp_path: Path) -> None:
     nodes = LossyNodes(tmp_path)
-    halfway = Halfway(ClusterNode(nodes.host, tmp_path, "fork-server-0"))
-    nodes.instead = lambda: halfway
+    nodes.instead = Halfway
     async with launched(nodes) as launcher:
         await launcher.ready()
         with pytest.raises(ForkError, match="unplugged"):
             await launcher.spawn("w0", 0)
-        with halfway.worker as worker:
+        with nodes.present[0].worker as worker:  # type: ignore[attr-defined]
             worker.settimeout(PATIENCE)
             assert await asyncio.to_thread(worker.recv, 1) == b""
 
@@ -481,3 +474,92 @@ async def test_a_node_without_memory_for_the_weights_costs_its_engines_and_not_t
     nodes.present[0].read = lambda *order: asyncio.sleep(0, np.zeros(SIZE, np.uint8))  # type: ignore[method-assign]
     with pytest.raises(CopyError, match=r"v4 from node-0.* to node-1.*Cannot allocate memory"):
         await launcher.bring(weights, SIZE, trainer, away)
+
+
+async def knock(reception: Reception, *words: bytes) -> socket.socket:
+    connection = await asyncio.to_thread(socket.create_connection, reception.address)
+    connection.settimeout(PATIENCE)
+    for word in words:
+        connection.sendall(word)
+    return connection
+
+
+async def is_closed(connection: socket.socket) -> bool:
+    with connection:
+        return await asyncio.to_thread(connection.recv, 1) == b""
+
+
+async def test_a_worker_with_its_token_is_let_in_once_and_nobody_else() -> None:
+    broken: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: broken.append(context))
+    async with Reception.open("127.0.0.1") as reception:
+        assert reception.address[0] == "127.0.0.1"
+        with reception.expect() as (token, arrival):
+            assert await is_closed(await knock(reception, bytes(32)))
+            assert not arrival.done()
+            worker = await knock(reception, token[:5], token[5:])
+            channel = await asyncio.wait_for(arrival, PATIENCE)
+            with worker:
+                WorkerChannel(worker).send(Acknowledged())
+                assert await channel.receive() == Acknowledged()
+                assert await is_closed(await knock(reception, token))
+            channel.close()
+        with reception.expect() as (token, arrival):
+            pass
+        assert await is_closed(await knock(reception, token))  # nobody expects it any more
+        assert not arrival.done()
+        half = await knock(reception, b"half a token")
+        half.close()
+    assert not broken
+
+
+async def test_silence_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra.backends.launch.node._TOKEN_SECONDS", 0.05)
+    async with Reception.open("127.0.0.1") as reception:
+        assert await is_closed(await knock(reception))
+
+
+def placed(slots: int, rooms: list[int]) -> list[NodeSlot]:
+    return node_slots(slots, [SlotOffer("n", cpus, 0.0) for cpus in rooms], 1.0, None)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 12))
+def test_slots_are_spread_as_evenly_as_there_is_room(rooms: list[int], slots: int) -> None:
+    if sum(rooms) < slots:
+        with pytest.raises(LaunchError, match=f"{slots} slots are wanted, .* room for {sum(rooms)}"):
+            placed(slots, rooms)
+        return
+    found = placed(slots, rooms)
+    assert len(set(found)) == slots
+    counts = Counter(slot.node for slot in found)
+    assert sorted(counts) == list(range(len(counts)))
+    for node, count in counts.items():
+        assert {slot.number for slot in found if slot.node == node} == set(range(count))
+    # Water that fills vessels: no node has two more than another one that is not full.
+    level = next(level for level in range(slots + 1) if sum(min(each, level) for each in rooms) >= slots)
+    assert all(level - 1 <= count <= level for count in counts.values() if count not in rooms)
+    assert sorted(counts.values()) <= sorted(min(each, level) for each in rooms if each)
+    width = sum(each > 0 for each in rooms)
+    assert len({slot.node for slot in found[:width]}) == min(width, slots)  # core trainers come first
+
+
+def test_core_trainers_are_on_different_nodes() -> None:
+    assert placed(4, [0, 2, 2, 2]) == [NodeSlot(0, 0), NodeSlot(1, 0), NodeSlot(2, 0), NodeSlot(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("offers", "most", "rooms"),
+    [
+        ([(2.0, 0.0), (1.0, 0.0), (0.0, 0.0)], None, [4, 2, 0]),
+        ([(0.9, 0.0), (0.44, 0.0)], None, [2, 0]),
+        ([(64.0, 0.0)], 3, [3]),
+        ([(2.0, 8.0), (64.0, 0.0)], None, [8, 0]),  # where there are accelerators, those are the devices
+        ([(2.0, 8.0), (2.0, 4.0)], 6, [6, 4]),
+    ],
+)
+def test_the_slots_that_nodes_have(offers: list[tuple[float, float]], most: int | None, rooms: list[int]) -> None:
+    found = node_slots(sum(rooms), [SlotOffer("n", *offer) for offer in offers], 0.45, most)
+    assert list(Counter(slot.node for slot in found).values()) == [each for each in rooms if each]
+    words = ", ".join(f"n {each}" for each in rooms)
+    with pytest.raises(LaunchError, match=f"room for {sum(rooms)}, {words}; use fewer"):
+        node_slots(sum(rooms) + 1, [SlotOffer("n", *offer) for offer in offers], 0.45, most)

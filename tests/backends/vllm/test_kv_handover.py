@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 from fakes.far_end import PATIENCE, FarEnd, connect, generated, piece
+from hypothesis import given
+from hypothesis import strategies as st
 
 import libra.backends.vllm.kv_handover
 from libra.backends.transport.engine_messages import Fetched, Generate, Interrupt, KVTransfer, Save, Saved
 from libra.backends.vllm.engine_handle import EngineHandle
-from libra.backends.vllm.kv_handover import ContextMove, ContextMoves, KVHandover
+from libra.backends.vllm.kv_handover import ContextMove, ContextMoves, KVHandover, KVLeases
 from libra.cost.device import DeviceProfile, EngineCost, HandoverCost, SwitchCost, TrainCost
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 from libra.environments.protocol import Prompt
 from libra.loop.fleet import ServingEngine, ServingFleet
@@ -277,3 +280,40 @@ def test_changes_add_up() -> None:
     for change in (ContextMove(100, 96, 0.5, ""), ContextMove(40), ContextMove(64, 32, 0.25, "")):
         changes.add(change)
     assert changes == ContextMoves(2, 128, 0.75, 1, 4 + 40 + 32)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), max_size=40))
+def test_a_frame_is_in_one_transfer(asked: list[tuple[int, int]]) -> None:
+    """Leases of so many blocks, each followed by so many releases of the oldest transfers."""
+    leases, held, numbers = KVLeases(10), list[KVTransfer](), set[int]()
+    for blocks, releases in asked:
+        free = leases.free
+        assert free == 10 - sum(len(transfer.frames) for transfer in held)
+        transfer = leases.lease(blocks)
+        assert (transfer is None) == (blocks > free)
+        if transfer is not None:
+            assert len(transfer.frames) == blocks and transfer.number not in numbers
+            numbers.add(transfer.number)
+            held.append(transfer)
+        frames = [frame for transfer in held for frame in transfer.frames]
+        assert len(set(frames)) == len(frames) and set(frames) <= set(range(10))
+        for transfer in held[:releases]:
+            leases.release(transfer)
+        held = held[releases:]
+    for transfer in held:
+        leases.release(transfer)
+    assert leases.free == 10
+
+
+def test_frames_of_a_process_are_kept_until_it_is_gone() -> None:
+    leases = KVLeases(4)
+    writer = subprocess.Popen(["sleep", "60"])
+    try:
+        transfer = leases.lease(3)
+        assert transfer is not None
+        leases.release_after(writer.pid, transfer)
+        assert leases.free == 1 and leases.lease(2) is None
+    finally:
+        writer.kill()
+        writer.wait()
+    assert leases.free == 4

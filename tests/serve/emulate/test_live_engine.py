@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
-from libra.serve.emulate.live_engine import LiveEngine, RefusedError, WallClock
-from libra.sim.engine.chain import Chain
+from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 CONFIG = EngineConfig(
     max_model_len=400, kv_blocks=60, block_size=8, max_num_seqs=4, max_num_batched_tokens=64, policy="priority"
@@ -197,7 +196,7 @@ def test_what_no_engine_can_hold_is_refused() -> None:
     async def refuse() -> None:
         LiveEngine(SPEC, WallClock(asyncio.get_running_loop())).submit(Chain("c"), 400, 1)
 
-    with pytest.raises(RefusedError, match="leaves no room to generate within max_model_len 400"):
+    with pytest.raises(ValueError, match="leaves no room to generate within max_model_len 400"):
         run(refuse())
 
 

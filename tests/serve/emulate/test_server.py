@@ -17,7 +17,7 @@ from serve.stage import emulated
 
 from libra.serve.emulate.server import Emulator, PrefixIndex
 from libra.sim.engine.block_pool import BlockPool
-from libra.sim.engine.chain import Chain
+from libra.sim.engine.request import Chain, owner_of
 
 DEFAULT = 7
 
@@ -139,11 +139,6 @@ async def test_what_cannot_be_emulated_is_refused(path: str, body: dict[str, Any
         assert emulator.engines["e0"].running == emulator.engines["e0"].waiting == 0
 
 
-async def test_no_json_is_refused() -> None:
-    async with served() as (session, _), session.post("/v1/completions", data=b"{") as response:
-        assert response.status == 400 and "truncated" in (await response.json())["error"]["message"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_leaves_its_place(stream: bool) -> None:
     async with served() as (session, emulator):
@@ -242,7 +237,7 @@ def test_blocks_with_one_owner_have_equal_tokens(contexts: list[tuple[list[int],
         index.learn(chain, context, salt)
         path = pool.path(chain)
         for block in range(len(context) // BLOCK):
-            owner: object = next(it for it, start in reversed(path) if start <= block)
+            owner = owner_of(path, block)
             known = tokens_of.setdefault((owner, block), (salt, context[: (block + 1) * BLOCK]))
             assert known == (salt, context[: (block + 1) * BLOCK])
 

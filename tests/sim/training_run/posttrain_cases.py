@@ -17,11 +17,10 @@ from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation, Bucket
 from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.price import price, training_option
-from libra.plan.placement import DeviceGroup, place
+from libra.plan.options.price import solution, training_option
+from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan, answer
 from libra.plan.planner import rooflines
-from libra.plan.problem import Proof, Solution
 from libra.route.admission import Admission
 from libra.sim import cluster as sim_cluster
 from libra.sim.clock import ticks
@@ -66,13 +65,7 @@ def plan_of(
         made.append(Bucket(f"a800/tp{tp}", engines, above, up_to))
         above = up_to
     allocation = Allocation(layout.dp, tuple(made), f"{trains}/{layout.family}")
-    return answer(
-        request,
-        menu.problem,
-        Solution(allocation, price(menu.problem, allocation), Proof("feasible", 0.0, 1.0)),
-        layout=menu.layouts[allocation.layout, allocation.replicas],
-        placement=place(menu.problem, allocation, placed),
-    )
+    return answer(request, menu, solution(menu.problem, allocation), placed)
 
 
 @dataclass(frozen=True)
@@ -89,9 +82,6 @@ class Ruled:
             prompt, turns = self.rule(number, sample)
             made.append(Trajectory(f"{number}/{sample}", f"p{number}", "t", prompt, turns, None, version, True))
         return tuple(made)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "ruled"}
 
 
 def single_turns(tokens: Callable[[int, int], int], *, samples: int = 1, prompt: int = 100) -> Ruled:

@@ -1,4 +1,5 @@
-"""The gradient exchange between training replicas, whose membership changes between steps.
+"""A replica's part in elastic training: its gradients are exchanged in a membership that changes between steps, joiners
+read its state, and it follows a core's while it is a joiner itself.
 
 Invariant: what is added up is the unnormalised gradient and the loss denominator; the division happens once, after the
 exchange. A membership is one numbered generation. It is formed on a thread of its own while training goes on in the one
@@ -10,15 +11,38 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Thread
+from typing import TypeVar
 
 import torch
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from libra.backends.transport.trainer_messages import FORMING_SECONDS, HostRendezvous, Prepare
+from libra.backends.grpo.publication import UnreachableError
+from libra.backends.grpo.relay import Relay
+from libra.backends.grpo.train_state import BehindError, Follower, SilentError, TrainState
+from libra.backends.launch.worker import Pacer
+from libra.backends.transport.channel import FromWorker
+from libra.backends.transport.messages import Acknowledged
+from libra.backends.transport.shared_memory import LayoutError
+from libra.backends.transport.trainer_messages import (
+    FORMING_SECONDS,
+    CatchUp,
+    Enter,
+    Entered,
+    Follow,
+    HostRendezvous,
+    Identify,
+    Prepare,
+    Rendezvous,
+    Serve,
+    Serving,
+    StateDigest,
+)
+
+Result = TypeVar("Result")
 
 FORMING = timedelta(seconds=FORMING_SECONDS)
 
@@ -27,13 +51,18 @@ class PeerLostError(RuntimeError):
     """A collective failed because another replica is gone, or too late."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Forming:
-    """A membership on its way. Its group is None for a replica that is alone."""
+def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
+    """What a daemon thread makes of it: it may wait for somebody who never comes."""
+    future: Future[Result] = Future()
 
-    order: Prepare
-    process: int
-    group: Future[ProcessGroupGloo | None] = field(default_factory=Future)
+    def run() -> None:
+        try:
+            future.set_result(verb())
+        except Exception as error:  # noqa: BLE001 - the end of a thread: who asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class GradientExchange:
@@ -45,7 +74,8 @@ class GradientExchange:
         self._process = process
         self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
         self._deaf: OSError | None = None  # why this replica cannot listen
-        self._forming: _Forming | None = None
+        self._prepared: Prepare | None = None
+        self._forming = Future[ProcessGroupGloo | None]()  # the group of that membership; None where it is alone
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
@@ -66,29 +96,30 @@ class GradientExchange:
 
     def prepare(self, order: Prepare) -> None:
         """Start to form a membership beside the present one, instead of any that was prepared and not entered."""
-        self._forming = forming = _Forming(order, self._process)
+        self._prepared, self._forming = order, Future()
         if order.size <= 1:
-            forming.group.set_result(None)
+            self._forming.set_result(None)
         elif not order.port:
-            forming.group.set_exception(self._deaf or ConnectionError("the first replica cannot listen"))
+            self._forming.set_exception(self._deaf or ConnectionError("the first replica cannot listen"))
         else:
-            Thread(target=_form, args=(forming,), name=f"generation {order.generation}", daemon=True).start()
+            self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
     def formed(self, generation: int, seconds: float) -> bool:
         """Whether that membership can be entered without waiting, after at most `seconds`."""
-        forming = self._prepared(generation)
+        self._require_prepared(generation)
         with contextlib.suppress(Exception):  # how it failed is told by `enter`
-            forming.group.result(seconds)
-        return forming.group.done() and forming.group.exception() is None
+            self._forming.result(seconds)
+        return self._forming.done() and self._forming.exception() is None
 
     def enter(self, generation: int) -> None:
         """Exchange with the replicas of that membership from now on.
 
         Raises `PeerLostError` when not everyone came; this replica then exchanges nothing until the next membership."""
-        forming = self._prepared(generation)
-        self._forming, self._group, self.size = None, None, forming.order.size
+        self.size = self._require_prepared(generation).size
+        forming, self._forming = self._forming, Future()
+        self._prepared = self._group = None
         try:
-            self._group = forming.group.result(FORMING.total_seconds())
+            self._group = forming.result(FORMING.total_seconds())
         except (RuntimeError, OSError) as error:
             what = f"membership {generation} of {self.size} replicas"
             raise PeerLostError(f"{what} did not come about: {str(error) or 'not all of them came'}") from error
@@ -114,24 +145,20 @@ class GradientExchange:
         """This membership is over. Who still counts on this replica finds out at once."""
         self._group = None  # closes the connections
 
-    def _prepared(self, generation: int) -> _Forming:
-        if self._forming is None or self._forming.order.generation != generation:
+    def _require_prepared(self, generation: int) -> Prepare:
+        if self._prepared is None or self._prepared.generation != generation:
             raise ValueError(f"membership {generation} was not prepared")
-        return self._forming
+        return self._prepared
 
 
-def _form(forming: _Forming) -> None:
-    order = forming.order
-    try:
-        # A connection of its own: one that waits for a replica that never comes must not block the next forming.
-        found = TCPStore(order.host, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()
-        options._timeout = FORMING
-        options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
-        store = PrefixStore(f"generation-{order.generation}-process-{forming.process}", found)
-        forming.group.set_result(ProcessGroupGloo(store, order.rank, order.size, options))
-    except Exception as error:  # noqa: BLE001 - the end of a thread: `enter` raises it
-        forming.group.set_exception(error)
+def _form(order: Prepare, process: int) -> ProcessGroupGloo:
+    # A connection of its own: one that waits for a replica that never comes must not block the next forming.
+    found = TCPStore(order.host, order.port, is_master=False, timeout=FORMING, wait_for_workers=False)
+    options = ProcessGroupGloo._Options()
+    options._timeout = FORMING
+    options._devices = [ProcessGroupGloo.create_device(hostname=order.address)]
+    store = PrefixStore(f"generation-{order.generation}-process-{process}", found)
+    return ProcessGroupGloo(store, order.rank, order.size, options)
 
 
 def _serve_store(host: str, port: int) -> TCPStore:
@@ -141,3 +168,101 @@ def _serve_store(host: str, port: int) -> TCPStore:
     return TCPStore(
         host, port, is_master=True, timeout=FORMING, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+ElasticOrder = HostRendezvous | Prepare | Enter | Identify | Serve | Follow | CatchUp
+_LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little beside a step
+
+
+class ElasticReplica:
+    """All that one process of a replica has to do with other replicas: what the controller orders about them, and the
+    exchange of its trainer's gradients."""
+
+    def __init__(self, state: TrainState, pacer: Pacer, process: int = 0) -> None:
+        self.exchange = GradientExchange(process)
+        self._state, self._pacer = state, pacer
+        self._follower: Follower | None = None
+        self._behind = ""  # why it ceased to follow
+        self._relay: Relay | None = None  # the last one
+
+    def answer(self, order: ElasticOrder) -> FromWorker:
+        match order:
+            case HostRendezvous():
+                return Rendezvous(self.exchange.host_rendezvous(order))
+            case Prepare():
+                self.exchange.prepare(order)
+                return Acknowledged()
+            case Enter():
+                return self._enter(order.generation)
+            case Identify():
+                return self._digest()
+            case Serve():
+                return self._serve(order)
+            case Follow():
+                return self._follow(order)
+            case CatchUp():
+                return self._catch_up(order)
+
+    def keep_up_until(self, interrupted: Callable[[float], bool]) -> None:
+        """Follow, if it does, until `interrupted`, which waits for that as many seconds as it is given."""
+        while self._follower is not None and not interrupted(_LOOK_SECONDS):
+            self._keep_up()
+
+    def stop_following(self) -> None:
+        """To unmap a large state takes as long as many messages: not before the answer to `Enter`."""
+        self._follower = None
+
+    def _enter(self, generation: int) -> Entered:
+        try:
+            self.exchange.enter(generation)
+        except PeerLostError as error:
+            return Entered(generation, str(error))
+        return Entered(generation, "")
+
+    def _serve(self, order: Serve) -> Serving:
+        if self._relay is not None:
+            self._relay.end()
+        try:
+            self._relay = Relay(order, self._state.place, self._state.shape)
+        except OSError as error:
+            return Serving([], str(error))
+        return Serving([self._relay.port], "")
+
+    def _follow(self, order: Follow) -> StateDigest:
+        self._follower, self._behind = None, ""
+        [place] = order.places
+        try:
+            self._follower = Follower(self._state.publication_at(place), self._state)
+        except (LayoutError, OSError) as error:
+            self._behind = f"the core's state cannot be read: {error}"
+        self._keep_up()
+        return self._digest()
+
+    def _catch_up(self, order: CatchUp) -> StateDigest:
+        ends = time.monotonic() + order.seconds
+        while self._follower is not None and self._number() < order.number and time.monotonic() < ends:
+            time.sleep(_LOOK_SECONDS)
+            self._keep_up()
+        ready = self.exchange.formed(order.generation, max(0.0, ends - time.monotonic()))
+        return self._digest(ready)
+
+    def _keep_up(self) -> None:
+        if self._follower is None:
+            return
+        try:
+            self._follower.advance()
+        except (BehindError, SilentError, UnreachableError) as error:
+            self._follower, self._behind = None, str(error)
+        self._pacer.pace()
+
+    def _digest(self, ready: bool = False) -> StateDigest:
+        state = self._state
+        return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
+
+    def _number(self) -> int:
+        """Of the state that is held; -1 when it is none of the core's."""
+        if self._behind:
+            return -1
+        if self._follower is None:
+            return self._state.number
+        return -1 if self._follower.number is None else self._follower.number

@@ -10,20 +10,16 @@ proximal policy (Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from libra.backends.transport.messages import Denominator
+from libra.backends.transport.trainer_messages import Sample, TokenSums
 
 if TYPE_CHECKING:
-    import torch
-from collections.abc import Iterator
+    import torch  # the controller, which only wants advantages, does without
 
-import torch
-
-from libra.backends.transport.trainer_messages import Sample
-
-Denominator = Literal["tokens", "sequences", "constant"]
 BEHAVIOUR_WEIGHT_CAP = 2.0  # min(pi_prox / mu, 2): truncated importance weight
 _EPSILON = 1e-4  # keeps the advantage of a nearly unanimous group finite
 
@@ -50,17 +46,6 @@ def denominator(kind: Denominator, sequences: int, tokens: int, constant: float)
             return sequences * constant
 
 
-@dataclass(frozen=True, slots=True)
-class LossSum:
-    """Sums over the generated tokens of a micro-batch. `loss` is a scalar tensor with gradient."""
-
-    loss: torch.Tensor
-    tokens: int
-    clipped: float
-    behaviour_weight: float
-    prox_gap: float
-
-
 def loss_sum(
     logprobs: torch.Tensor,
     prox: torch.Tensor,
@@ -69,11 +54,12 @@ def loss_sum(
     mask: torch.Tensor,
     clip: tuple[float, float],
     kind: Denominator,
-) -> LossSum:
+) -> tuple[torch.Tensor, TokenSums]:
     """-sum over tokens of w * min(r A, clip(r) A), with r = pi / pi_prox and w = min(pi_prox / mu, 2) without gradient.
 
     `logprobs` (pi), `prox` and `behaviour` (mu) are [samples, tokens], `advantages` [samples, 1], `mask` [samples,
     tokens] is 1 where the policy wrote the token. With `kind` "sequences" each sample is divided by its own length.
+    The loss is a scalar tensor with gradient.
     """
     import torch
 
@@ -84,9 +70,9 @@ def loss_sum(
     objective = weight * torch.minimum(ratio * advantages, clipped * advantages) * mask
     if kind == "sequences":
         objective = objective / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return LossSum(
-        loss=-objective.sum(),
-        tokens=int(mask.sum()),
+    return -objective.sum(), TokenSums(
+        forward_tokens=mask.numel() + len(mask),  # the first token of each sample is not predicted
+        generated_tokens=int(mask.sum()),
         clipped=float(((clipped != ratio) * mask).sum()),
         behaviour_weight=float((weight * mask).sum()),
         prox_gap=float(log_weight.abs().sum()),
@@ -107,6 +93,8 @@ def micro_batches(samples: list[Sample], most_tokens: int) -> Iterator[list[Samp
 
 def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Padded ids [n, t]; mask and behaviour log-probs [n, t - 1] of the predicted tokens; advantages [n, 1]."""
+    import torch
+
     longest = max(len(sample.tokens) for sample in samples)
 
     def padded(values: list[list[float]]) -> torch.Tensor:

@@ -1,15 +1,34 @@
-"""One optimiser step over several replicas: how its batch is divided, and what came of it.
+"""What several replicas, or the processes of one, do together: how the work is divided, and their answers become one.
 
-Invariant: every sample is in exactly one share.
+Invariant: every sample is in exactly one share. A joined answer says yes only if all of them do, and names a state only
+if all hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from libra.backends.transport.trainer_messages import Reduced, Sample, Trained
+from msgspec.structs import replace
+
+from libra.backends.transport.channel import FromWorker, ToWorker
+from libra.backends.transport.trainer_messages import (
+    Entered,
+    Follow,
+    MeasureTraining,
+    Reduced,
+    Sample,
+    Serving,
+    StateDigest,
+    TokenSums,
+    Train,
+    Trained,
+    TrainingMeasured,
+    WarmedUp,
+    WarmUp,
+)
 
 Item = TypeVar("Item")
 
@@ -55,28 +74,28 @@ def summarise(
     publish_seconds: float,
 ) -> StepResult:
     """A committed step, from the votes of all its replicas and the answer of one that stepped."""
-    generated = sum(vote.generated_tokens for vote in votes)
+    vote = join_votes(votes)
+    sums, generated = vote.sums, vote.sums.generated_tokens
     return StepResult(
         version=trained.version,
         checksum=checksum,
         buffer=buffer,
         replicas=len(votes),
         wall_seconds=wall_seconds,
-        compute_seconds=max(vote.compute_seconds for vote in votes),
-        # Waiting for others in the exchange is not part of it: it takes as long as for the last replica to come.
-        exchange_seconds=min(vote.exchange_seconds for vote in votes),
+        compute_seconds=vote.compute_seconds,
+        exchange_seconds=vote.exchange_seconds,
         publish_seconds=publish_seconds,
-        forward_tokens=sum(vote.forward_tokens for vote in votes),
+        forward_tokens=sums.forward_tokens,
         generated_tokens=generated,
-        clip_share=sum(vote.clipped for vote in votes) / max(generated, 1),
-        behaviour_weight_mean=sum(vote.behaviour_weight for vote in votes) / generated if generated else 1.0,
-        prox_gap_mean=sum(vote.prox_gap for vote in votes) / max(generated, 1),
+        clip_share=sums.clipped / max(generated, 1),
+        behaviour_weight_mean=sums.behaviour_weight / generated if generated else 1.0,
+        prox_gap_mean=sums.prox_gap / max(generated, 1),
         gradient_norm=trained.gradient_norm,
     )
 
 
 def split_evenly(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Samples to replicas so that their tokens are nearly equal."""
+    """Shares whose tokens are nearly equal."""
     return split_by(samples, parts, lambda sample: len(sample.tokens))
 
 
@@ -94,3 +113,100 @@ def split_by(items: Sequence[Item], parts: int, size: Callable[[Item], int]) -> 
 def tokens_of(share: Sequence[Sample]) -> int:
     """Tokens that go through the model, before padding."""
     return sum(len(sample.tokens) for sample in share)
+
+
+def divide(order: ToWorker, parts: int) -> list[ToWorker]:
+    """A replica's order as those of its processes, that of the leader first. Raises `ValueError` where there is none
+    for each."""
+    match order:
+        case Train():
+            # The loss denominator is no sum over processes: each adds it up with its own kind in the other replicas.
+            return [replace(order, samples=share) for share in split_evenly(order.samples, parts)]
+        case WarmUp():
+            return [replace(order, batch=order.batch[part::parts]) for part in range(parts)]
+        case MeasureTraining():
+            # As samples are divided: what is timed is to be what a step takes.
+            divided = [split_by(lengths, parts, int) for lengths in order.batches]
+            return [replace(order, batches=[shares[part] for shares in divided]) for part in range(parts)]
+        case Follow():
+            if len(order.places) != parts:
+                raise ValueError(
+                    f"a replica of {parts} processes cannot follow one of {len(order.places)}: all replicas must have"
+                    " the same number"
+                )
+            return [Follow([place]) for place in order.places]
+        case _:
+            return [order] * parts
+
+
+def join(answers: Sequence[FromWorker]) -> FromWorker:
+    """One answer for all processes; where they would all say the same, that of the leader, who comes first."""
+    kinds = {type(answer) for answer in answers}
+    if len(kinds) > 1:
+        raise TypeError(f"the processes of a replica answer {', '.join(sorted(kind.__name__ for kind in kinds))}")
+    match answers[0]:
+        case Reduced():
+            return join_votes(cast(Sequence[Reduced], answers))
+        case Trained() as led:
+            return replace(led, parameter_hash=_hash(each.parameter_hash for each in cast(Sequence[Trained], answers)))
+        case TrainingMeasured():
+            return _join_measured(cast(Sequence[TrainingMeasured], answers))
+        case Entered() as led:
+            return replace(led, failure=first_failure(cast(Sequence[Entered], answers)))
+        case Serving():
+            servings = cast(Sequence[Serving], answers)
+            return Serving([port for serving in servings for port in serving.ports], first_failure(servings))
+        case StateDigest():
+            return _join_digests(cast(Sequence[StateDigest], answers))
+        case WarmedUp():
+            losses = cast(Sequence[WarmedUp], answers)
+            return WarmedUp(sum(each.loss for each in losses), sum(each.tokens for each in losses))
+        case led:
+            return led
+
+
+def join_votes(votes: Sequence[Reduced]) -> Reduced:
+    return Reduced(
+        version=votes[0].version,
+        failure=first_failure(votes),
+        compute_seconds=max(vote.compute_seconds for vote in votes),
+        # Waiting for others in the exchange is not part of it: it takes as long as for the last one to come.
+        exchange_seconds=min(vote.exchange_seconds for vote in votes),
+        sums=sum((vote.sums for vote in votes), TokenSums()),
+    )
+
+
+def first_failure(answers: Iterable[Reduced | TrainingMeasured | Entered | Serving | None]) -> str:
+    """Empty where none of those who answered failed."""
+    return next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+
+
+def _join_measured(measured: Sequence[TrainingMeasured]) -> TrainingMeasured:
+    failure = first_failure(measured)
+    if failure:
+        return TrainingMeasured([], 0.0, 0.0, failure)
+    return TrainingMeasured(
+        batches=[
+            (sum(tokens for tokens, _ in batch), max(seconds for _, seconds in batch))
+            for batch in zip(*(each.batches for each in measured), strict=True)
+        ],
+        step_seconds=max(each.step_seconds for each in measured),
+        exchange_seconds=min(each.exchange_seconds for each in measured),
+    )
+
+
+def _join_digests(digests: Sequence[StateDigest]) -> StateDigest:
+    numbers = {digest.number for digest in digests}
+    return StateDigest(
+        number=numbers.pop() if len(numbers) == 1 else -1,
+        parameter_hash=_hash(digest.parameter_hash for digest in digests),
+        size=sum(digest.size for digest in digests),  # copies of all parts share a way
+        places=[place for digest in digests for place in digest.places],
+        ready=all(digest.ready for digest in digests),
+        behind=next((digest.behind for digest in digests if digest.behind), ""),
+    )
+
+
+def _hash(hashes: Iterable[int]) -> int:
+    """One number for the hashes of all parts: equal on replicas whose parts all are."""
+    return zlib.crc32(repr(list(hashes)).encode())

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from libra.backends.grpo.joint_step import first_failure
 from libra.backends.launch.handle import ANSWER_DEADLINE, SILENT_LOOKS, Handle
 from libra.backends.transport.messages import Acknowledged, Message
 from libra.backends.transport.trainer_messages import (
@@ -21,7 +22,9 @@ from libra.backends.transport.trainer_messages import (
     Entered,
     HostRendezvous,
     Prepare,
+    Reduced,
     Rendezvous,
+    TrainingMeasured,
 )
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
@@ -49,61 +52,6 @@ class Patience:
 
 
 STANDARD = Patience()
-
-
-async def ask_all(
-    orders: Sequence[tuple[Handle, Message]],
-    reply: type[Reply],
-    allowed: Callable[[float], float],
-    kill: Callable[[Handle], None],
-    deadline: float = ANSWER_DEADLINE,
-) -> list[Reply | None]:
-    """The answers in the order of the orders; None from a worker that is lost.
-
-    `allowed` gives the seconds that all may take, from those after which the first answered; `deadline` those until the
-    first answer. A replica that takes longer, or fails, is declared lost and killed.
-    """
-    began = time.monotonic()
-    look, looks = None, SILENT_LOOKS
-    tasks = {asyncio.create_task(worker.ask(order, reply, deadline)): worker for worker, order in orders}
-    try:
-        waiting = set(tasks)
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=look, return_when=asyncio.FIRST_COMPLETED)
-            if look is None and any(not isinstance(task.exception(), _LOST) for task in done):
-                elapsed = time.monotonic() - began
-                look = max(0.0, allowed(elapsed) - elapsed) / SILENT_LOOKS
-            elif not done:
-                looks -= 1
-            if not looks:
-                for task in waiting:
-                    _give_up(tasks[task], "it did not answer while the others did", kill)
-                look, looks = None, SILENT_LOOKS
-        return [_answer(task, tasks[task], kill) for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _give_up(worker: Handle, why: str, kill: Callable[[Handle], None]) -> None:
-    worker.declare_lost(why)
-    kill(worker)
-
-
-def _answer(task: asyncio.Task[Reply], worker: Handle, kill: Callable[[Handle], None]) -> Reply | None:
-    match task.exception():
-        case None:
-            return task.result()
-        case WorkerLostError():
-            return None
-        case TimeoutError():  # the handle has declared it lost
-            kill(worker)
-            return None
-        case WorkerFailedError() as error:
-            _give_up(worker, str(error), kill)
-            return None
-        case error:
-            raise error
 
 
 class Boundary(asyncio.Lock):
@@ -182,8 +130,50 @@ class Membership:
         allowed: Callable[[float], float] | None = None,
         deadline: float = ANSWER_DEADLINE,
     ) -> list[Reply | None]:
-        """See `ask_all`. `allowed` is by default what suits equal work."""
-        return await ask_all(orders, reply, allowed or self.patience.beside, self._kill, deadline)
+        """The answers in the order of the orders; None from a replica that is lost.
+
+        `allowed` gives the seconds that all may take, from those after which the first answered (by default what suits
+        equal work), `deadline` those until the first answer. A replica that takes longer, or fails, is declared lost
+        and killed."""
+        allowed = allowed or self.patience.beside
+        began = time.monotonic()
+        look, looks = None, SILENT_LOOKS
+        tasks = {asyncio.create_task(replica.ask(order, reply, deadline)): replica for replica, order in orders}
+        try:
+            waiting = set(tasks)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=look, return_when=asyncio.FIRST_COMPLETED)
+                if look is None and any(not isinstance(task.exception(), _LOST) for task in done):
+                    elapsed = time.monotonic() - began
+                    look = max(0.0, allowed(elapsed) - elapsed) / SILENT_LOOKS
+                elif not done:
+                    looks -= 1
+                if not looks:
+                    for task in waiting:
+                        self._give_up(tasks[task], "it did not answer while the others did")
+                    look, looks = None, SILENT_LOOKS
+            return [self._answer(task, replica) for task, replica in tasks.items()]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _answer(self, task: asyncio.Task[Reply], replica: Handle) -> Reply | None:
+        match task.exception():
+            case None:
+                return task.result()
+            case WorkerLostError():
+                pass
+            case TimeoutError():  # the handle has declared it lost
+                self._kill(replica)
+            case WorkerFailedError() as error:
+                self._give_up(replica, str(error))
+            case error:
+                raise error
+        return None
+
+    def _give_up(self, replica: Handle, why: str) -> None:
+        replica.declare_lost(why)
+        self._kill(replica)
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
         """Let these replicas form a generation beside the present one; returns its number. They answer at once, and who
@@ -216,7 +206,7 @@ class Membership:
             orders = [(replica, Enter(generation)) for replica in self.replicas]
             # One that fails at once has told nothing of how long the others may wait for each other.
             answers = await self.ask(orders, Entered, lambda elapsed: FORMING_SECONDS + self.patience.beside(elapsed))
-            why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
+            why = first_failure(answers)
             somebody_lost = self.forget_lost()
             if not why and not somebody_lost:
                 return
@@ -225,6 +215,18 @@ class Membership:
                 names = ", ".join(replica.name for replica in self.replicas)
                 raise ExchangeError(f"replicas {names} do not find each other: {why}")
             generation = await self.prepare(self.replicas)
+
+    async def regroup_after(
+        self, what: str, answers: Sequence[Reduced | TrainingMeasured | None], failures: int
+    ) -> int:
+        """A new generation after an attempt that failed; returns how many have failed by now although nobody was lost.
+        Raises `CoreLostError`, `ExchangeError`."""
+        failures += not self.forget_lost()
+        await self.regroup()
+        if failures == FAILURES:
+            why = first_failure(answers)
+            raise ExchangeError(f"{what} failed {failures} times although no replica is lost: {why}")
+        return failures
 
     async def regroup(self) -> None:
         """A new generation of those who are present."""

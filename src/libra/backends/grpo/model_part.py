@@ -1,7 +1,9 @@
-"""What one process of a replica holds of the model: all of it, or a shard of every parameter.
+"""What one process of a replica holds of the model: all of it, or a shard of every parameter. In files it is whole, in
+Hugging Face layout; the processes of a replica read and write them together.
 
 Invariant: the parameters here are plain tensors, and what a process steps; the parts of all processes together are the
-model. Gradients are summed over the processes, never averaged.
+model. Gradients are summed over the processes, never averaged. A file is whole when it has
+its name.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from libra.backends.transport.messages import Sharding
 
@@ -71,35 +76,13 @@ def meet(rank: int, size: int, store: distributed.Store) -> Inside:
 Tensors = Mapping[str, torch.Tensor]
 
 
-class ModelPart(Protocol):
-    """What a trainer needs of its part of the model."""
+class ModelPart:
+    """What a trainer needs of its part of the model. Here that is all of it: every process has the whole, and with
+    several of them `DistributedDataParallel` adds their gradients up."""
 
     model: torch.nn.Module  # to call
     parameters: dict[str, torch.nn.Parameter]  # by their names in the whole model
     shapes: dict[str, tuple[int, ...]]  # of the whole parameters
-
-    def use_memory(self) -> None:
-        """The parameters have been moved to memory of their own: the model works there from now on."""
-
-    def use_gradients(self) -> None:
-        """The parameters have got their gradients for the next step: backward adds to those."""
-
-    def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Forward and backward of one micro-batch, `last` or not of its step, happen in here."""
-
-    def norm(self, own: float) -> float:
-        """Of the whole gradient, where `own` is that of this part."""
-
-    def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter `name`, or of its `name/moment`, of which this process holds `own`; a number is the
-        same everywhere. All processes call it."""
-
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part of this process."""
-
-
-class WholeModel:
-    """Every process has it all; with several of them, `DistributedDataParallel` adds their gradients up."""
 
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator, inside: Inside) -> None:
         self.parameters = dict(model.named_parameters())
@@ -110,25 +93,30 @@ class WholeModel:
             self.model.register_comm_hook(None, lambda state, bucket: _sum(bucket))
 
     def use_memory(self) -> None:
-        pass
+        """The parameters have been moved to memory of their own: the model works there from now on."""
 
     def use_gradients(self) -> None:
-        pass
+        """The parameters have got their gradients for the next step: backward adds to those."""
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward of one micro-batch, `last` or not of its step, happen in here."""
         return self.model.no_sync() if self._several and not last else contextlib.nullcontext()
 
     def norm(self, own: float) -> float:
+        """Of the whole gradient, where `own` is that of this part."""
         return own
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter `name`, or of its `name/moment`, of which this process holds `own`; a number is the
+        same everywhere. All processes call it."""
         return own
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """The part of this process."""
         return whole
 
 
-class ShardedModel:
+class ShardedModel(ModelPart):
     """Every process has a shard of each parameter; layers are gathered as they are used (FSDP2, `fully_shard`).
 
     The shards that FSDP works on are views of the plain parameters' memory, so a shard must be as large as its memory
@@ -202,9 +190,7 @@ class Gathered(Mapping[str, torch.Tensor]):
 
 def part_of(model: torch.nn.Module, sharding: Sharding, accelerator: Accelerator, inside: Inside) -> ModelPart:
     """The part of this process. Raises `ValueError` where the model cannot be divided so."""
-    if sharding == "none":
-        return WholeModel(model, accelerator, inside)
-    return ShardedModel(model, inside)
+    return ModelPart(model, accelerator, inside) if sharding == "none" else ShardedModel(model, inside)
 
 
 def _divided(name: str, shape: tuple[int, ...], parts: int) -> int:
@@ -222,3 +208,47 @@ def _sum(bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What DDP does with a bucket of gradients, without its division by the number of processes."""
     work = distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+MODEL, OPTIMISER = "model.safetensors", "optimizer.safetensors"
+
+
+def load_or_make(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The model of a directory, in this type; with random weights where the directory holds none yet."""
+    if any(directory.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    config = AutoConfig.from_pretrained(directory)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def save_files(
+    directory: Path,
+    part: ModelPart,
+    files: Mapping[str, Mapping[str, torch.Tensor]],
+    config: PretrainedConfig | None,
+) -> None:
+    """`files` are this process's tensors by file and name. The one process that has the model's `config` writes; the
+    others contribute their parts."""
+    if config is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(directory)
+    for name, own in files.items():
+        whole = Gathered(part, own)
+        if config is not None:
+            unfinished = directory / f"{name}.part"
+            save_file(
+                {key: tensor.contiguous() for key, tensor in whole.items()}, unfinished, metadata={"format": "pt"}
+            )
+            unfinished.rename(directory / name)
+        else:
+            for key in whole:
+                whole[key]
+
+
+def load_file(file: Path, part: ModelPart, own: Mapping[str, torch.Tensor]) -> None:
+    """One tensor of the file after the other, and of each what belongs to this process."""
+    with torch.no_grad(), safe_open(file, framework="pt") as saved:
+        for name, tensor in own.items():
+            tensor.copy_(part.own(name, saved.get_tensor(name)))

@@ -1,21 +1,48 @@
-"""What a core replica publishes, as a joiner reads it: its state, and the update that leads from each to the next.
+"""What a replica publishes in memory that it shares: its state, and the last few updates, each with its gradient.
 
-Invariant: what is read is whole or refused. Reading is one-way: the core does not know who reads, and never waits.
+Invariant: a copy is whole or refused. Reading is one-way: the owner does not know who reads, and never waits.
+
+The state is under a sequence lock: its number is odd while it is being changed and even while it is whole, and a change
+adds two. State `number` is what the number-th change since the start has left; a replica that takes over another's
+state goes on from its number, so that all processes of a replica count alike, whichever states they copied on their
+way. The order of stores that this needs is that of x86. On a machine that reorders them a torn copy of the parameters
+still shows in their checksum.
+
+Updates lie in a ring of slots. A slot has the number of the state to which its gradient leads, only while it holds just
+what the optimiser consumes: added up over all replicas, divided and clipped. The number is taken away before anything
+is written there. Gradients are accumulated in the slot and exchanged in place: to publish them costs a few stores.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from libra.backends.grpo import board, gradient_ring
-from libra.backends.grpo.gradient_ring import NUMBER, SLOTS, Update
-from libra.backends.transport.shared_vectors import LayoutError, Vector, attach
+from libra.backends.transport.shared_memory import LayoutError, Vector, attach, make_memory, round_up
 from libra.backends.transport.trainer_messages import StatePlace
+
+PARAMETERS, FIRST_MOMENT, SECOND_MOMENT = range(3)  # the vectors of a state
+SLOTS = 4  # one is being filled, so a reader may be three updates late: copying a state takes less than one step
+_NONE = -1  # the number of a slot that holds no whole update
+
+_SLOT = [("number", "<i8"), ("learning_rate", "<f8"), ("denominator", "<f8"), ("gradient_norm", "<f8")]
+_HEADER = np.dtype(
+    [
+        ("sequence", "<i8"),
+        ("checksum", "<i8"),
+        ("steps", "<i8"),
+        ("learning_rate", "<f8"),
+        ("signature", "<i8"),
+        ("slots", _SLOT, (SLOTS,)),
+    ]
+)
 
 _PAUSE = 0.001  # seconds between two looks at a state that is being changed
 _LOOKS = 30  # in a row: who looks must get back to its own orders
@@ -29,8 +56,26 @@ class UnreachableError(RuntimeError):
     """The core, or the way to it, is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class Shape(msgspec.Struct, frozen=True):
+    """What is published: vectors of `length` numbers of `dtype`; `signature` is that of their flat layout."""
+
+    length: int
+    dtype: str
+    signature: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one vector to the next: a slot's has one number more, since the loss denominator is exchanged with
+        the gradient."""
+        return round_up((self.length + 1) * np.dtype(self.dtype).itemsize, mmap.PAGESIZE)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the memory."""
+        return mmap.PAGESIZE + (3 + SLOTS) * self.stride
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
     """A copied state, beside its vectors."""
 
     number: int
@@ -39,13 +84,13 @@ class State:
     learning_rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is published: vectors of `length` numbers of `dtype`; `signature` is that of their flat layout."""
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """What leads to state `number`, beside the gradient."""
 
-    length: int
-    dtype: str
-    signature: int
+    number: int
+    learning_rate: float
+    denominator: float  # by which the sum of gradients was divided
+    gradient_norm: float  # before clipping
 
 
 class Publication(Protocol):
@@ -55,52 +100,122 @@ class Publication(Protocol):
         """Whether the state is in no change now; waits some hundredths of a second for one to end."""
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
-        """Fill the board's three vectors; None when the state changed meanwhile and they hold no whole one."""
+        """Fill three vectors; None when the state changed meanwhile and they hold no whole one."""
 
-    def has_update(self, number: int) -> bool:
-        """Whether the update to state `number` is there yet. Raises `OverrunError` when it is there no more."""
-
-    def copy_update(self, number: int, into: Vector) -> Update:
-        """Fill a flat gradient. Raises `OverrunError` when it was overwritten meanwhile."""
+    def copy_update(self, number: int, into: Vector) -> Update | None:
+        """Fill a flat gradient with the update to state `number`; None when that is not there yet. Raises
+        `OverrunError` when it is there no more, or was overwritten meanwhile."""
 
 
-class SharedPublication:
-    """The publication of a process on the same machine, through its shared memory. A reader with its own way of copying
-    asks `holds_state` or `holds_update` afterwards whether it has copied what it was to."""
+class _Map:
+    """One map of the memory: a page of header, the vectors of the state, those of the slots."""
+
+    def __init__(self, memory: mmap.mmap, shape: Shape) -> None:
+        header = np.frombuffer(memory, _HEADER, 1)
+        self._header, self._slots = header, header["slots"][0]
+        self._sequence, self._numbers = header["sequence"], self._slots["number"]
+        starts = range(mmap.PAGESIZE, shape.size, shape.stride)
+        vectors: list[Vector] = [np.frombuffer(memory, shape.dtype, shape.length + 1, start) for start in starts]
+        self._vectors, self._gradients = [vector[:-1] for vector in vectors[:3]], vectors[3:]
+
+
+class StateBoard(_Map):
+    """The owner's end. `vectors` are tensors [length], `slots` tensors [length + 1]."""
+
+    def __init__(self, shape: Shape) -> None:
+        import torch  # a reader does without
+
+        self.descriptor, memory = make_memory(self, "libra-state", shape.size)
+        super().__init__(memory, shape)
+        self._header["signature"] = shape.signature
+        self.vectors = [torch.from_numpy(vector) for vector in self._vectors]
+        self.slots = [torch.from_numpy(gradient) for gradient in self._gradients]
+        self.forget_updates()
+
+    @property
+    def number(self) -> int:
+        """Of the newest whole state."""
+        return int(self._sequence[0]) // 2
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the parameters: equal on replicas that agree to the last bit."""
+        return int(self._header["checksum"][0])
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps behind the moments."""
+        return int(self._header["steps"][0])
+
+    def describe(self, steps: int, learning_rate: float) -> None:
+        """What belongs to the vectors of the state that is being made; `learning_rate` of its last step."""
+        self._header["steps"], self._header["learning_rate"] = steps, learning_rate
+
+    def take_over(self, number: int) -> None:
+        """The change that is being made leads to that state of another replica. No slot leads to its like here."""
+        self._sequence[0] = 2 * number - 1
+        self.forget_updates()
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[None]:
+        """Whatever alters the state happens in here. Left with an error, the state stays marked as broken until a
+        change ends well."""
+        self._sequence[0] |= 1
+        yield
+        self._header["checksum"] = zlib.crc32(self._vectors[PARAMETERS].view(np.uint8).data)
+        self._sequence[0] += 1
+
+    def open_slot(self) -> int:
+        """The index of the slot in which the next update is to be made. What it held is gone."""
+        index = (self.number + 1) % SLOTS
+        self._numbers[index] = _NONE
+        return index
+
+    def forget_updates(self) -> None:
+        self._numbers[:] = _NONE
+
+    def publish(self, update: Update) -> None:
+        """From now on its slot holds this update."""
+        slot = self._slots[update.number % SLOTS : update.number % SLOTS + 1]
+        slot["learning_rate"], slot["denominator"] = update.learning_rate, update.denominator
+        slot["gradient_norm"] = update.gradient_norm
+        slot["number"] = update.number  # last
+
+
+class SharedPublication(_Map):
+    """The publication of a process on the same machine. A reader with its own way of copying asks `holds_state` or
+    `holds_update` afterwards whether it has copied what it was to."""
 
     def __init__(self, place: StatePlace, shape: Shape) -> None:
         """Raises `LayoutError`, and `OSError` when the process is gone."""
-        self._board = attach(place.pid, place.board, board.board_layout(shape.length, shape.dtype))
-        if self._board.header[board.SIGNATURE] != shape.signature:
+        try:
+            super().__init__(attach(place.pid, place.descriptor, shape.size), shape)
+        except LayoutError as error:
+            raise LayoutError(f"{error}: all replicas must train the same model in the same precision") from None
+        if self._header["signature"] != shape.signature:
             raise LayoutError(f"process {place.pid} trains another model: all replicas must start from the same one")
-        self._ring = attach(place.pid, place.ring, gradient_ring.ring_layout(shape.length, shape.dtype))
-        self._numbers = self._ring.header.reshape(SLOTS, gradient_ring.CELLS)
-        self._doubles = self._numbers.view(np.float64)
-        self._length = shape.length
 
     def at_rest(self) -> bool:
         for _ in range(_LOOKS):
-            if self._board.header[board.SEQUENCE] % 2 == 0:
+            if self._sequence[0] % 2 == 0:
                 return True
             _wait()
         return False
 
     def state(self) -> State | None:
         """What belongs to the vectors, to be read before them; None in the middle of a change."""
-        header = self._board.header
-        sequence = int(header[board.SEQUENCE])
+        sequence = int(self._sequence[0])
         if sequence % 2:
             return None
-        rate = float(header.view(np.float64)[board.LEARNING_RATE])
-        return State(sequence // 2, int(header[board.CHECKSUM]), int(header[board.STEPS]), rate)
+        return State(sequence // 2, *self._header[0].item()[1:4])
 
     @property
     def vectors(self) -> list[Vector]:
-        """Of the board."""
-        return self._board.vectors
+        """Of the state."""
+        return self._vectors
 
     def holds_state(self, number: int) -> bool:
-        return bool(self._board.header[board.SEQUENCE] == 2 * number)
+        return bool(self._sequence[0] == 2 * number)
 
     def copy_state(self, into: Sequence[Vector]) -> State | None:
         state = self.state()
@@ -110,34 +225,30 @@ class SharedPublication:
             _copy(source, target)
         return state if self.holds_state(state.number) else None
 
-    def has_update(self, number: int) -> bool:
+    def update(self, number: int) -> Update | None:
+        """What belongs to the gradient, to be read before it; None when it is not there yet. Raises `OverrunError`."""
         # In this order: an update is published before the state it leads to is reached.
-        reached = self._board.header[board.SEQUENCE] // 2 >= number
+        reached = self._sequence[0] // 2 >= number
         if self.holds_update(number):
-            return True
+            slot = self._slots[number % SLOTS]
+            return Update(
+                number, float(slot["learning_rate"]), float(slot["denominator"]), float(slot["gradient_norm"])
+            )
         if reached:
             raise OverrunError(f"the update to state {number} is gone; {SLOTS - 1} are kept")
-        return False
-
-    def update(self, number: int) -> Update:
-        """What belongs to the gradient, to be read before it."""
-        doubles = self._doubles[number % SLOTS].copy()
-        return Update(
-            number,
-            float(doubles[gradient_ring.LEARNING_RATE]),
-            float(doubles[gradient_ring.DENOMINATOR]),
-            float(doubles[gradient_ring.NORM]),
-        )
+        return None
 
     def gradient(self, number: int) -> Vector:
         """The slot's, whatever it holds."""
-        return self._ring.vectors[number % SLOTS][: self._length]
+        return self._gradients[number % SLOTS][:-1]
 
     def holds_update(self, number: int) -> bool:
-        return bool(self._numbers[number % SLOTS, NUMBER] == number)
+        return bool(self._numbers[number % SLOTS] == number)
 
-    def copy_update(self, number: int, into: Vector) -> Update:
+    def copy_update(self, number: int, into: Vector) -> Update | None:
         update = self.update(number)
+        if update is None:
+            return None
         _copy(self.gradient(number), into)
         if not self.holds_update(number):
             raise overwritten(number)

@@ -1,8 +1,11 @@
-"""A process beside a core replica that lets one joiner of another node read what the core publishes.
+"""How a core's state travels to another node: a process beside the core replica lets one joiner read what it publishes.
 
-Invariant: the core does not wait for it: the relay reads shared memory like any joiner of the core's own node. It
-listens at the address that it is given, serves the one who shows the token, and ends with that reader or with its core.
-It needs no torch, so it is there in tenths of a second.
+Invariant: the core does not wait for the relay, which reads shared memory like any joiner of the core's own node. A
+frame arrives as it was sent, which its checksum shows, or the connection is of no more use. Neither end waits longer
+than `SILENT_SECONDS` for a frame that is due, nor keeps a copy of a vector.
+
+The relay listens at the address that it is given, serves the one who shows the token, and ends with that reader or with
+its core. It needs no torch, so it is there in tenths of a second.
 """
 
 from __future__ import annotations
@@ -11,22 +14,213 @@ import contextlib
 import hmac
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal, TypeVar
 
 import msgspec
+import numpy as np
 
-from libra.backends.grpo.publication import OverrunError, Shape, SharedPublication
-from libra.backends.grpo.state_stream import StateRequest, StateStream, Verdict
-from libra.backends.launch.fork_server_main import die_with
-from libra.backends.transport.shared_vectors import LayoutError
-from libra.backends.transport.trainer_messages import Serve, StatePlace
+from libra.backends.grpo.publication import (
+    OverrunError,
+    Shape,
+    SharedPublication,
+    State,
+    UnreachableError,
+    Update,
+    overwritten,
+)
+from libra.backends.launch.worker import die_with
+from libra.backends.transport.shared_memory import LayoutError, Vector
+from libra.backends.transport.trainer_messages import RelayPlace, Serve, StatePlace
 
+# A healthy peer sends a frame in milliseconds; a loaded machine may let it wait for seconds. The controller waits a
+# little longer for a joiner (`Patience.floor`): it is to hear from it that its way to the core broke.
+SILENT_SECONDS = 8.0
 READER_SECONDS = 60.0  # for the reader to come
 GREETING_SECONDS = 5.0  # for one who came, and holds up all others, to say who it is
-_NICE = 10  # neighbours on its cores go first
 IDLE_SECONDS = 300.0  # between two requests; a reader may wait for the next membership meanwhile
+_STARTING_SECONDS = 30.0  # the relay's socket is there before its process has started
+_NICE = 10  # neighbours on its cores go first
+
+_PIECE_BYTES = 1 << 20
+_LARGEST_MESSAGE = 4096  # bytes
+_HEAD = struct.Struct("!II")  # of a frame: bytes that follow, and their CRC-32
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    token: str
+    shape: Shape
+
+
+class RelayRequest(msgspec.Struct, frozen=True):
+    """Whether the state is at rest, the state, or the update to state `number`."""
+
+    what: Literal["at rest", "state", "update"]
+    number: int = 0
+
+
+class RelayAnswer(msgspec.Struct, frozen=True):
+    """After a content come its vectors, and then an answer that says whether they were whole to their end."""
+
+    verdict: Literal["yes", "no", "overrun", "other shape"]
+    content: State | Update | None = None
+
+
+YES, NO = RelayAnswer("yes"), RelayAnswer("no")
+
+M = TypeVar("M", Greeting, RelayRequest, RelayAnswer)
+
+
+class StateStream:
+    """One end. Every verb raises `OSError` when the other end is gone, silent or not understood."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small and waited for
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def send(self, message: Greeting | RelayRequest | RelayAnswer) -> None:
+        self._send(msgspec.msgpack.encode(message))
+
+    def receive(self, kind: type[M], seconds: float | None = None) -> M:
+        """A message, which may take `seconds` to come."""
+        ends = _ends(seconds)
+        count, checksum = self._head(ends)
+        if count > _LARGEST_MESSAGE:
+            raise ConnectionAbortedError(f"{count} bytes are no {kind.__name__}")
+        body = bytearray(count)
+        self._body(memoryview(body), checksum, ends)
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise ConnectionAbortedError(f"this is no {kind.__name__}: {error}") from None
+
+    def send_vectors(self, vectors: Sequence[Vector], is_whole: Callable[[], bool]) -> None:
+        """Send them as long as they are what they were at the beginning, and then whether they were so to the end."""
+        for vector in vectors:
+            data = vector.view(np.uint8).data
+            for start in range(0, len(data), _PIECE_BYTES):
+                if not is_whole():
+                    break
+                self._send(_copy(data[start : start + _PIECE_BYTES]))
+        self._send(b"")
+        self.send(YES if is_whole() else NO)
+
+    def fill(self, vectors: Sequence[Vector]) -> bool:
+        """Whether they hold what was published; where not, they hold parts of several."""
+        rooms = [vector.view(np.uint8).data for vector in vectors]
+        while True:
+            ends = _ends(None)
+            count, checksum = self._head(ends)
+            if count == 0:
+                break
+            if not rooms or count > len(rooms[0]):
+                raise ConnectionAbortedError("more was sent than was asked for")
+            self._body(rooms[0][:count], checksum, ends)
+            rooms[0] = rooms[0][count:]
+            if not rooms[0]:
+                del rooms[0]
+        whole = self.receive(RelayAnswer) == YES
+        if whole and rooms:
+            raise ConnectionAbortedError("less was sent than was asked for")
+        return whole
+
+    def _send(self, body: bytes) -> None:
+        self._connection.settimeout(SILENT_SECONDS)
+        self._connection.sendall(_HEAD.pack(len(body), zlib.crc32(body)))
+        self._connection.sendall(body)
+
+    def _head(self, ends: float) -> tuple[int, int]:
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head), ends)
+        count, checksum = _HEAD.unpack(head)
+        return count, checksum
+
+    def _body(self, room: memoryview, checksum: int, ends: float) -> None:
+        self._fill(room, ends)
+        if zlib.crc32(room) != checksum:
+            raise ConnectionAbortedError("a frame arrived damaged")
+
+    def _fill(self, room: memoryview, ends: float) -> None:
+        while room:
+            try:
+                self._connection.settimeout(max(1e-6, ends - time.monotonic()))
+                count = self._connection.recv_into(room)
+            except TimeoutError:
+                raise TimeoutError("the other end is silent") from None
+            if count == 0:
+                raise ConnectionResetError("the other end closed the connection")
+            room = room[count:]
+
+
+def _ends(seconds: float | None) -> float:
+    return time.monotonic() + (SILENT_SECONDS if seconds is None else seconds)
+
+
+def _copy(data: memoryview) -> bytes:
+    return bytes(data)
+
+
+# --- the reader's end ------------------------------------------------------------------------------------------------
+
+
+class RemotePublication:
+    """The publication of a core on another node, through the relay beside it; see `Publication`.
+
+    Once the relay was silent, unclear or gone this end is closed for good.
+    """
+
+    def __init__(self, place: RelayPlace, shape: Shape) -> None:
+        """Raises `LayoutError`, and `OSError` when the relay is not there or does not take the token."""
+        self._stream = StateStream(socket.create_connection((place.host, place.port), SILENT_SECONDS))
+        weakref.finalize(self, self._stream.close)
+        self._stream.send(Greeting(place.token, shape))
+        if self._stream.receive(RelayAnswer, _STARTING_SECONDS) != YES:
+            raise LayoutError("the core publishes another model or precision: all replicas must train the same")
+
+    def at_rest(self) -> bool:
+        with self._reaching():
+            return self._ask(RelayRequest("at rest")) == YES
+
+    def copy_state(self, into: Sequence[Vector]) -> State | None:
+        with self._reaching():
+            state = self._ask(RelayRequest("state")).content
+            return state if isinstance(state, State) and self._stream.fill(into) else None
+
+    def copy_update(self, number: int, into: Vector) -> Update | None:
+        with self._reaching():
+            answer = self._ask(RelayRequest("update", number))
+            if answer.verdict == "overrun":
+                raise OverrunError(f"the update to state {number} is gone")
+            if not isinstance(answer.content, Update):
+                return None
+            if not self._stream.fill([into]):
+                raise overwritten(number)
+            return answer.content
+
+    def _ask(self, request: RelayRequest) -> RelayAnswer:
+        self._stream.send(request)
+        return self._stream.receive(RelayAnswer)
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._stream.close()
+            raise UnreachableError(f"the core cannot be reached any more: {error}") from error
+
+
+# --- the relay -------------------------------------------------------------------------------------------------------
 
 
 class RelayOrder(msgspec.Struct, frozen=True):
@@ -62,34 +256,25 @@ class Relay:
 def serve(stream: StateStream, publication: SharedPublication) -> None:
     """Answer a reader's requests until it goes, which raises `OSError`."""
     while True:
-        request, number = stream.asked(IDLE_SECONDS)
-        match request:
-            case StateRequest.AT_REST:
-                stream.answer(Verdict.YES if publication.at_rest() else Verdict.NO)
-            case StateRequest.COPY_STATE:
-                _send_state(stream, publication)
-            case StateRequest.HAS_UPDATE:
+        request = stream.receive(RelayRequest, IDLE_SECONDS)
+        match request.what:
+            case "at rest":
+                stream.send(YES if publication.at_rest() else NO)
+            case "state":
+                state = publication.state()
+                stream.send(NO if state is None else RelayAnswer("yes", state))
+                if state is not None:
+                    stream.send_vectors(publication.vectors, partial(publication.holds_state, state.number))
+            case "update":
                 try:
-                    stream.answer(Verdict.YES if publication.has_update(number) else Verdict.NO)
+                    update = publication.update(request.number)
                 except OverrunError:
-                    stream.answer(Verdict.OVERRUN)
-            case StateRequest.COPY_UPDATE:
-                _send_update(stream, publication, number)
-
-
-def _send_state(stream: StateStream, publication: SharedPublication) -> None:
-    state = publication.state()
-    if state is None:
-        stream.answer(Verdict.NO)
-        return
-    stream.answer(Verdict.YES)
-    stream.send_state(state)
-    stream.send_vectors(publication.vectors, lambda: publication.holds_state(state.number))
-
-
-def _send_update(stream: StateStream, publication: SharedPublication, number: int) -> None:
-    stream.send_update(publication.update(number))
-    stream.send_vectors([publication.gradient(number)], lambda: publication.holds_update(number))
+                    stream.send(RelayAnswer("overrun"))
+                    continue
+                stream.send(NO if update is None else RelayAnswer("yes", update))
+                if update is not None:
+                    gradient = publication.gradient(update.number)
+                    stream.send_vectors([gradient], partial(publication.holds_update, update.number))
 
 
 def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: float) -> StateStream:
@@ -101,16 +286,16 @@ def await_reader(listener: socket.socket, token: str, shape: Shape, seconds: flo
         connection, address = listener.accept()
         stream = StateStream(connection)
         try:
-            shown, expected = stream.greeting(GREETING_SECONDS)
+            greeting = stream.receive(Greeting, GREETING_SECONDS)
         except OSError as error:
             print(f"{address} did not greet: {error}", file=sys.stderr)
         else:
-            if hmac.compare_digest(shown, token.encode()):
-                if expected == shape:
-                    stream.answer(Verdict.YES)
+            if hmac.compare_digest(greeting.token.encode(), token.encode()):
+                if greeting.shape == shape:
+                    stream.send(YES)
                     return stream
-                stream.answer(Verdict.OTHER_SHAPE)
-                raise ValueError(f"{address} expects {expected}, the core publishes {shape}")
+                stream.send(RelayAnswer("other shape"))
+                raise ValueError(f"{address} expects {greeting.shape}, the core publishes {shape}")
             print(f"{address} did not show the token", file=sys.stderr)
         stream.close()
 

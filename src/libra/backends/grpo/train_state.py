@@ -1,4 +1,4 @@
-"""What training changes: parameters and AdamW moments on a state board, gradients in a gradient ring.
+"""What training changes: parameters, AdamW moments and gradients, on a state board. A joiner's become those of a core.
 
 Invariant: model and optimiser only ever see views of that memory, and whatever changes them does so in place and marked
 as a change; so the board is the state at every moment, and nothing is copied to publish it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +16,23 @@ from math import prod
 
 import torch
 
-from libra.backends.grpo.board import FIRST_MOMENT, PARAMETERS, SECOND_MOMENT, StateBoard
-from libra.backends.grpo.gradient_ring import GradientRing, Update
-from libra.backends.grpo.publication import Publication, Shape, SharedPublication
-from libra.backends.grpo.state_stream import RemotePublication
+from libra.backends.grpo.publication import (
+    FIRST_MOMENT,
+    PARAMETERS,
+    SECOND_MOMENT,
+    OverrunError,
+    Publication,
+    Shape,
+    SharedPublication,
+    StateBoard,
+    Update,
+)
+from libra.backends.grpo.relay import RemotePublication
+from libra.backends.transport.shared_memory import CACHE_LINE, round_up
 from libra.backends.transport.trainer_messages import RelayPlace, StatePlace
 
-_ALIGNMENT = 64  # bytes: a cache line
+SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
+SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +49,10 @@ class FlatLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], element_bytes: int) -> FlatLayout:
-        step = _ALIGNMENT // element_bytes
         offsets, end = {}, 0
         for name, shape in shapes.items():
             offsets[name] = end
-            end += -(-prod(shape) // step) * step
+            end += round_up(prod(shape), CACHE_LINE // element_bytes)
         return cls(dict(shapes), offsets, end)
 
     def views(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -75,10 +85,10 @@ class TrainState:
         (self._group,) = optimiser.param_groups
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._flat = FlatLayout.of(shapes, first.element_size())
-        self._dtype = str(first.dtype).removeprefix("torch.")
-        self._board = StateBoard(self._flat.length, self._dtype, self._flat.signature())
-        self._ring = GradientRing(self._flat.length, self._dtype)
-        self._gradients = [self._flat.views(slot) for slot in self._ring.slots]
+        # Equal for replicas of one model in one precision.
+        self.shape = Shape(self._flat.length, str(first.dtype).removeprefix("torch."), self._flat.signature())
+        self._board = StateBoard(self.shape)
+        self._gradients = [self._flat.views(slot) for slot in self._board.slots]
         places, means, squares = (
             self._flat.views(self._board.vectors[vector]) for vector in (PARAMETERS, FIRST_MOMENT, SECOND_MOMENT)
         )
@@ -120,12 +130,7 @@ class TrainState:
     @property
     def place(self) -> StatePlace:
         """Where other processes find it."""
-        return StatePlace(os.getpid(), self._board.descriptor, self._ring.descriptor)
-
-    @property
-    def shape(self) -> Shape:
-        """Equal for replicas of one model in one precision."""
-        return Shape(self._flat.length, self._dtype, self._flat.signature())
+        return StatePlace(os.getpid(), self._board.descriptor)
 
     def publication_at(self, place: StatePlace | RelayPlace) -> Publication:
         """What another replica of the same model publishes. Raises `LayoutError`, and `OSError` when it is gone."""
@@ -148,8 +153,7 @@ class TrainState:
         """Whatever alters parameters or moments, in place, does it in here."""
         with self._board.change():
             yield
-            self._board.steps = int(self._steps()[0])
-            self._board.set_learning_rate(self.learning_rate)
+            self._board.describe(int(self._steps()[0]), self.learning_rate)
 
     def gradient(self) -> torch.Tensor:
         """Zeros [length + 1] for the next step: backward adds to its views, the last element is the denominator's."""
@@ -159,7 +163,7 @@ class TrainState:
 
     def step(self, denominator: float, gradient_norm: float) -> None:
         """Publish the gradient, which is divided and clipped by now, and let the optimiser take it."""
-        self._ring.publish(Update(self.number + 1, self.learning_rate, denominator, gradient_norm))
+        self._board.publish(Update(self.number + 1, self.learning_rate, denominator, gradient_norm))
         with self.change():
             self._optimiser.step()
 
@@ -170,16 +174,19 @@ class TrainState:
             state = publication.copy_state([vector.numpy() for vector in self._board.vectors])
             if state is not None:
                 self._board.take_over(state.number)
-                self._ring.forget()  # what led to states of the same numbers here
                 self._set_steps(state.steps)
                 self.learning_rate = state.learning_rate
         return state.number if state is not None and state.checksum == self.checksum else None
 
-    def take_update(self, publication: Publication, number: int) -> None:
-        """Make the published step to state `number`. Raises `OverrunError`, with the state as it was."""
+    def take_update(self, publication: Publication, number: int) -> bool:
+        """Make the published step to state `number`; whether it is there yet. Raises `OverrunError`, with the state as
+        it was."""
         update = publication.copy_update(number, self._open_slot()[:-1].numpy())
+        if update is None:
+            return False
         self.learning_rate = update.learning_rate
         self.step(update.denominator, update.gradient_norm)
+        return True
 
     def keep(self) -> Kept:
         return Kept([vector.clone() for vector in self._board.vectors], self._board.steps)
@@ -192,10 +199,10 @@ class TrainState:
 
     def _open_slot(self) -> torch.Tensor:
         """The slot for the next update, with every gradient a view of it."""
-        index = self._ring.open(self.number + 1)
+        index = self._board.open_slot()
         for name, view in self._gradients[index].items():
             self._parameters[name].grad = view
-        return self._ring.slots[index]
+        return self._board.slots[index]
 
     def _steps(self) -> list[torch.Tensor]:
         return [self._optimiser.state[parameter]["step"] for parameter in self._parameters.values()]
@@ -203,3 +210,68 @@ class TrainState:
     def _set_steps(self, steps: int) -> None:
         for tensor in self._steps():
             tensor.fill_(steps)
+
+
+class BehindError(RuntimeError):
+    """The core's state changes faster than this replica can take it over."""
+
+
+class SilentError(RuntimeError):
+    """The core has been in the middle of a change for too long: it hangs, or is gone."""
+
+
+class Follower:
+    """A joiner on its way to a core's state, beside the core and at its own pace.
+
+    It holds exactly state `number` of the core, or knows that it holds none: one snapshot, then the updates that came
+    since, each once and in order. What it missed it makes up by a new snapshot, a bounded number of times.
+    """
+
+    def __init__(self, publication: Publication, state: TrainState) -> None:
+        self._publication, self._state = publication, state
+        self._snapshots = 0  # since the last time there was nothing left to do
+        self._changing_since: float | None = None  # when the core was first seen in the change that it is in
+        self.number: int | None = None  # of the core's state that is held
+
+    def advance(self) -> None:
+        """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
+        `BehindError`, `SilentError`, `UnreachableError`."""
+        while True:
+            if self.number is None:
+                if not self._at_rest():
+                    return
+                self._take_snapshot()
+            elif not self._take_update(self.number + 1):
+                break
+        self._snapshots = 0
+
+    def _at_rest(self) -> bool:
+        """Whether there is a state to copy now. That there is none yet is no copy that was overtaken."""
+        if self._publication.at_rest():
+            self._changing_since = None
+            return True
+        now = time.monotonic()
+        if self._changing_since is None:
+            self._changing_since = now
+        if now - self._changing_since >= SILENT_SECONDS:
+            raise SilentError("the core replica does not get done with a change of its state")
+        return False
+
+    def _take_snapshot(self) -> None:
+        if self._snapshots == SNAPSHOTS:
+            raise BehindError(
+                f"{SNAPSHOTS} copies of the core's state in a row were overtaken by its steps: each was torn, or more"
+                " steps followed than the ring of gradients keeps"
+            )
+        self._snapshots += 1
+        self.number = self._state.take_state(self._publication)
+
+    def _take_update(self, number: int) -> bool:
+        """Whether there is more to do: an update was taken, or missed."""
+        try:
+            if not self._state.take_update(self._publication, number):
+                return False
+            self.number = number
+        except OverrunError:
+            self.number = None
+        return True

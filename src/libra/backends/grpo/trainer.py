@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -16,42 +15,41 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from libra.backends.arithmetic import served_dtype
-from libra.backends.grpo.elastic import GradientExchange, PeerLostError
+from libra.backends.grpo.elastic import ElasticReplica, PeerLostError
 from libra.backends.grpo.grpo import IDLE, collate, denominator, loss_sum, made_up_sample, micro_batches
-from libra.backends.grpo.model_files import MODEL, OPTIMISER, load_file, load_or_make, save_files
-from libra.backends.grpo.model_part import ALONE, Gathered, Inside, part_of
+from libra.backends.grpo.model_part import (
+    ALONE,
+    MODEL,
+    OPTIMISER,
+    Gathered,
+    Inside,
+    load_file,
+    load_or_make,
+    part_of,
+    save_files,
+)
 from libra.backends.grpo.train_state import TrainState
-from libra.backends.launch.pace import Pacer
+from libra.backends.launch.worker import Pacer
+from libra.backends.machine import served_dtype
 from libra.backends.transport.messages import Tensor
+from libra.backends.transport.shared_memory import WeightBuffer, make_layout
 from libra.backends.transport.trainer_messages import (
     Commit,
     MeasureTraining,
     Reduced,
     Sample,
     StartTrainer,
+    TokenSums,
     Train,
     Trained,
     TrainingMeasured,
     WarmedUp,
     WarmUp,
 )
-from libra.backends.transport.weights import WeightBuffer, make_layout
 
 _GRADIENT_NORM = 1.0  # clip
 _MEASURING_PATIENCE = 60.0  # seconds; while measuring nobody knows yet how long a step takes
 _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "fp64": (torch.float64, "no")}
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Over the generated tokens of a share, and the tokens that went through the model."""
-
-    forward_tokens: int = 0
-    generated_tokens: int = 0
-    clipped: float = 0.0
-    behaviour_weight: float = 0.0
-    prox_gap: float = 0.0
 
 
 class TrainerProcess:
@@ -71,7 +69,7 @@ class TrainerProcess:
         optimiser = torch.optim.AdamW(named.values(), lr=start.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
         self.state = TrainState(named, optimiser)
         self.part.use_memory()
-        self.exchange = GradientExchange(inside.rank)
+        self.elastic = ElasticReplica(self.state, pacer, inside.rank)
         self._reduced: tuple[int, torch.Tensor] | None = None  # version and summed gradient, awaiting the verdict
         self.layout: tuple[Tensor, ...]
         self.layout, self.buffer_bytes = make_layout(self.part.shapes.items(), served_dtype(start.precision))
@@ -89,29 +87,16 @@ class TrainerProcess:
         sums = self._backward(order.samples)
         compute_seconds = time.monotonic() - began
         gradient[-1] = denominator(
-            self._settings.denominator,  # type: ignore[arg-type]
-            order.sequences,
-            order.tokens,
-            self._settings.token_constant,
+            self._settings.denominator, order.sequences, order.tokens, self._settings.token_constant
         )
         failure, exchange_seconds = "", 0.0
         try:
-            exchange_seconds = self.exchange.add_up(gradient, order.patience)
+            exchange_seconds = self.elastic.exchange.add_up(gradient, order.patience)
         except PeerLostError as error:
             failure = str(error)
         else:
             self._reduced = order.version, gradient
-        return Reduced(
-            order.version,
-            failure,
-            compute_seconds,
-            exchange_seconds,
-            sums.forward_tokens,
-            sums.generated_tokens,
-            sums.clipped,
-            sums.behaviour_weight,
-            sums.prox_gap,
-        )
+        return Reduced(order.version, failure, compute_seconds, exchange_seconds, sums)
 
     def commit(self, order: Commit) -> Trained:
         """The optimiser step, with the gradient that was summed for this version."""
@@ -171,7 +156,7 @@ class TrainerProcess:
         return scores
 
     def save(self, directory: Path, optimiser: bool) -> None:
-        """The model, with its optimiser if wanted; see `model_files`."""
+        """The model, with its optimiser if wanted; see `save_files`."""
         tensors = {MODEL: self.part.parameters}
         if optimiser:
             tensors[OPTIMISER] = self.state.optimiser_tensors()
@@ -187,62 +172,41 @@ class TrainerProcess:
     def measure(self, order: MeasureTraining) -> TrainingMeasured:
         """Time training at this device's pace. Parameters and optimiser state are put back, however it ends."""
         kept = self.state.keep()
+        batches, steps, exchanges = list[tuple[int, float]](), list[float](), list[float]()
         try:
-            return self._measure(order)
-        except PeerLostError as error:
-            return TrainingMeasured([], 0.0, 0.0, str(error))
+            for repeat in range(order.repeats + 1):
+                for lengths in order.batches:
+                    batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
+                    began = time.monotonic()
+                    vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
+                    # All processes of the replica go on, or none: they meet again in the step.
+                    if self._inside.largest(bool(vote.failure)):
+                        self.discard()
+                        self.elastic.exchange.give_up()  # another replica may have got this sum, and be at the next one
+                        failure = vote.failure or "the gradient exchange of another process failed"
+                        return TrainingMeasured([], 0.0, 0.0, failure)
+                    self.commit(Commit(0, -1))
+                    whole = time.monotonic() - began
+                    if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                        batches.append((vote.sums.forward_tokens, vote.compute_seconds))
+                        exchanges.append(vote.exchange_seconds)
+                        steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
         finally:
             self.state.put_back(kept)
-
-    def pace(self) -> None:
-        """Sleep what this device owes."""
-        self._pacer.pace()
-
-    def _measure(self, order: MeasureTraining) -> TrainingMeasured:
-        batches: list[tuple[int, float]] = []
-        steps: list[float] = []
-        exchanges: list[float] = []
-        for repeat in range(order.repeats + 1):
-            for lengths in order.batches:
-                batch = [made_up_sample(index, length) for index, length in enumerate(lengths)]
-                began = time.monotonic()
-                vote = self.reduce(Train(0, batch, len(batch), sum(lengths), _MEASURING_PATIENCE))
-                # All processes of the replica go on, or none: they meet again in the step.
-                if self._inside.largest(bool(vote.failure)):
-                    self.discard()
-                    self.exchange.give_up()  # another replica may have got this sum, and be at the next one
-                    raise PeerLostError(vote.failure or "the gradient exchange of another process failed")
-                self.commit(Commit(0, -1))
-                whole = time.monotonic() - began
-                if repeat > 0:  # the first time pays for kernels that are set up when they are first met
-                    batches.append((vote.forward_tokens, vote.compute_seconds))
-                    exchanges.append(vote.exchange_seconds)
-                    steps.append(whole - vote.compute_seconds - vote.exchange_seconds)
         return TrainingMeasured(batches, fmean(steps), fmean(exchanges))
 
-    def _backward(self, samples: list[Sample]) -> _Sums:
+    def _backward(self, samples: list[Sample]) -> TokenSums:
         """Add the gradient of the summed loss to the gradient that is open."""
-        sums = _Sums()
+        settings, sums = self._settings, TokenSums()
         for batch, last in self._micro_batches(samples):
             ids, mask, behaviour, advantages = collate(batch)
             with self.part.accumulating(last):
-                logprobs = self._logprobs(ids, self._settings.temperature)
+                logprobs = self._logprobs(ids, settings.temperature)
                 # One step per batch: the proximal policy is the policy that enters the step.
-                found = loss_sum(
-                    logprobs,
-                    logprobs.detach(),
-                    behaviour,
-                    advantages,
-                    mask,
-                    self._settings.clip,
-                    self._settings.denominator,  # type: ignore[arg-type]
-                )
-                self._accelerator.backward(found.loss)
-            sums.forward_tokens += ids.numel()
-            sums.generated_tokens += found.tokens
-            sums.clipped += found.clipped
-            sums.behaviour_weight += found.behaviour_weight
-            sums.prox_gap += found.prox_gap
+                prox = logprobs.detach()
+                loss, found = loss_sum(logprobs, prox, behaviour, advantages, mask, settings.clip, settings.denominator)
+                self._accelerator.backward(loss)
+            sums += found
             self._pacer.pace()
         return sums
 

@@ -16,9 +16,10 @@ from typing import TypeVar
 
 from libra.backends.grpo.joining import Joiner, JoinError
 from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
-from libra.backends.grpo.membership import FAILURES, STANDARD, Boundary, ExchangeError, Membership, Patience
+from libra.backends.grpo.membership import STANDARD, Boundary, Membership, Patience
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
 from libra.backends.transport.messages import Acknowledged, Message, Precision
+from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import (
     Commit,
     Discard,
@@ -33,11 +34,10 @@ from libra.backends.transport.trainer_messages import (
     Trained,
     TrainingMeasured,
 )
-from libra.backends.transport.weights import BUFFERS
 from libra.config.run import TrainingConfig
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.exec.ratio import Ratio
-from libra.records.disk import DiskError
+from libra.records.files import DiskError
 
 Reply = TypeVar("Reply", bound=Message)
 _FREE = 0.001  # seconds in which a step boundary is entered that nobody holds
@@ -178,16 +178,13 @@ class Trainers:
         one is lost. Raises `CoreLostError`, `ExchangeError`."""
         async with self._changing:
             await self._members.tidy()
-            failures, why = 0, ""
-            while failures < FAILURES:
+            failures = 0
+            while True:
                 answers = await self._members.ask([(replica, order) for replica in self.replicas()], TrainingMeasured)
                 measured = [answer for answer in answers if answer is not None and not answer.failure]
                 if len(measured) == self.size:
                     return measured
-                why = next((answer.failure for answer in answers if answer is not None and answer.failure), "")
-                failures += not self._members.forget_lost()
-                await self._members.regroup()
-            raise ExchangeError(f"measuring failed {failures} times although no replica is lost: {why}")
+                failures = await self._members.regroup_after("measuring", answers, failures)
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         """Make weight version `version`. `sequences` and `tokens` describe the whole batch, for the denominator.
@@ -197,8 +194,8 @@ class Trainers:
             entered, present = time.monotonic(), self.size
             await self._members.tidy()
             again = self.size < present
-            failures, why = 0, ""
-            while failures < FAILURES:
+            failures = 0
+            while True:
                 began, names = time.monotonic(), self.names()
                 votes = await self._vote(version, samples, sequences, tokens)
                 complete = [vote for vote in votes if vote is not None and not vote.failure]
@@ -212,11 +209,9 @@ class Trainers:
                             for name, vote in zip(names, complete, strict=True)
                         ),
                     )
-                again, why = True, next((vote.failure for vote in votes if vote is not None and vote.failure), "")
+                again = True
                 await self._discard()
-                failures += not self._members.forget_lost()
-                await self._members.regroup()
-            raise ExchangeError(f"step {version} failed {failures} times although no replica is lost: {why}")
+                failures = await self._members.regroup_after(f"step {version}", votes, failures)
 
     async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
         """Every replica back-propagates its share and adds up; None from those that are lost."""
@@ -263,7 +258,7 @@ class Trainers:
             asked = time.monotonic()
             checksum = await self.publish(version, buffer)
             publish_seconds = time.monotonic() - asked
-        largest = max(vote.forward_tokens for vote in votes)
+        largest = max(vote.sums.forward_tokens for vote in votes)
         if largest:
             self._token_seconds.observe(max(vote.compute_seconds for vote in votes), largest)
         self._step_seconds = time.monotonic() - began

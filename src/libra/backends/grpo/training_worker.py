@@ -1,127 +1,49 @@
-"""The life of a training worker: orders in, answers out, and a core to follow in between.
+"""The life of a training worker: orders in, answers out. Its replica is this process alone, or also the peers that it
+leads.
 
-Invariant: every order has one answer. A joiner keeps up with its core whenever no order is waiting.
+Invariant: every order has one answer; a joiner keeps up with its core whenever none is waiting. Peers are forked by the
+leader before it starts a thread, and die with it. The leader ends when one of them does, so a replica is there with all
+its processes or not at all. An order to the replica is an order to each of them, and their answers become one.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import socket
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
-from libra.backends.grpo.elastic import PeerLostError
-from libra.backends.grpo.model_part import ALONE, Inside
-from libra.backends.grpo.publication import OverrunError, Publication, UnreachableError
-from libra.backends.grpo.relay import Relay
-from libra.backends.grpo.replica_processes import Channel, serve_together
-from libra.backends.grpo.train_state import TrainState
+from libra.backends.grpo.elastic import ElasticOrder, on_thread
+from libra.backends.grpo.joint_step import divide, join
+from libra.backends.grpo.model_part import ALONE, HOST, Inside, meet
 from libra.backends.grpo.trainer import TrainerProcess
-from libra.backends.launch.pace import Pacer
-from libra.backends.transport.channel import FromWorker, ToWorker, WorkerChannel
-from libra.backends.transport.messages import Acknowledged, Ready, Stop
-from libra.backends.transport.shared_vectors import LayoutError
+from libra.backends.launch.worker import Pacer, die_with, serve_and_leave
+from libra.backends.transport.channel import FromWorker, PeerChannel, ToWorker, WorkerChannel
+from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
 from libra.backends.transport.trainer_messages import (
-    CatchUp,
     Commit,
     Discard,
     Enter,
-    Entered,
-    Follow,
-    HostRendezvous,
-    Identify,
     LoadCheckpoint,
     MeasureTraining,
-    Prepare,
     Publish,
     Published,
-    Rendezvous,
     SaveCheckpoint,
     Score,
     Scored,
-    Serve,
-    Serving,
     StartTrainer,
-    StateDigest,
     Train,
     WarmUp,
 )
 
-SNAPSHOTS = 3  # in a row without catching up; then the core is faster than this replica and has to stand still for it
-SILENT_SECONDS = 30.0  # in the middle of one change; an optimiser step takes seconds at most
-
-
-class BehindError(RuntimeError):
-    """The core's state changes faster than this replica can take it over."""
-
-
-class SilentError(RuntimeError):
-    """The core has been in the middle of a change for too long: it hangs, or is gone."""
-
-
-class Follower:
-    """A joiner on its way to a core's state, beside the core and at its own pace.
-
-    It holds exactly state `number` of the core, or knows that it holds none: one snapshot, then the updates that came
-    since, each once and in order. What it missed it makes up by a new snapshot, a bounded number of times.
-    """
-
-    def __init__(self, publication: Publication, state: TrainState) -> None:
-        self._publication, self._state = publication, state
-        self._snapshots = 0  # since the last time there was nothing left to do
-        self._changing_since: float | None = None  # when the core was first seen in the change that it is in
-        self.number: int | None = None  # of the core's state that is held
-
-    def advance(self) -> None:
-        """Go on until nothing more is published, or the core is in the middle of a change that has to end first. Raises
-        `BehindError`, `SilentError`, `UnreachableError`."""
-        while self.number is None or self._more(self.number + 1):
-            if self.number is None:
-                if not self._at_rest():
-                    return
-                self._take_snapshot()
-            else:
-                self._take_update(self.number + 1)
-        self._snapshots = 0
-
-    def _more(self, number: int) -> bool:
-        try:
-            return self._publication.has_update(number)
-        except OverrunError:
-            self.number = None
-            return True
-
-    def _at_rest(self) -> bool:
-        """Whether there is a state to copy now. That there is none yet is no copy that was overtaken."""
-        if self._publication.at_rest():
-            self._changing_since = None
-            return True
-        now = time.monotonic()
-        if self._changing_since is None:
-            self._changing_since = now
-        if now - self._changing_since >= SILENT_SECONDS:
-            raise SilentError("the core replica does not get done with a change of its state")
-        return False
-
-    def _take_snapshot(self) -> None:
-        if self._snapshots == SNAPSHOTS:
-            raise BehindError(
-                f"{SNAPSHOTS} copies of the core's state in a row were overtaken by its steps: each was torn, or more"
-                " steps followed than the ring of gradients keeps"
-            )
-        self._snapshots += 1
-        self.number = self._state.take_state(self._publication)
-
-    def _take_update(self, number: int) -> None:
-        try:
-            self._state.take_update(self._publication, number)
-        except OverrunError:
-            self.number = None
-        else:
-            self.number = number
-
-
-_LOOK_SECONDS = 0.002  # between two looks at what a core publishes: little beside a step
+_CLOSING_SECONDS = 3.0  # between the first connection of a process that ended to be closed and its end
+_LOOK_SECONDS = 0.05  # between two looks at whether the processes have met
 
 
 def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, began: float) -> None:
@@ -133,7 +55,7 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
             torch.set_num_threads(threads)
         trainer = TrainerProcess(start, descriptor, Pacer(start.share / start.processes, start.cores), inside)
         channel.send(Ready(time.monotonic() - began, trainer.layout, trainer.buffer_bytes))
-        TrainingWorker(channel, trainer).run()
+        serve_orders(channel, trainer)
 
     if start.processes == 1:
         serve(channel, ALONE)
@@ -141,122 +63,164 @@ def serve_trainer(channel: WorkerChannel, start: StartTrainer, descriptor: int, 
         serve_together(channel, start.processes, serve)
 
 
-class TrainingWorker:
-    """One process of a replica."""
-
-    def __init__(self, channel: Channel, trainer: TrainerProcess) -> None:
-        self._channel, self._trainer = channel, trainer
-        self._follower: Follower | None = None
-        self._behind = ""  # why it ceased to follow
-        self._relay: Relay | None = None  # the last one
-
-    def run(self) -> None:
-        while True:
-            while self._follower is not None and not self._channel.poll(_LOOK_SECONDS):
-                self._keep_up()
-            message = self._channel.receive()
-            self._channel.send(self._answer(message))
-            if isinstance(message, Enter):
-                self._follower = None  # not before the answer: to unmap a large state takes as long as many messages
-            if isinstance(message, Stop):
-                return
-
-    def _answer(self, message: ToWorker) -> FromWorker:
-        trainer = self._trainer
-        match message:
-            case Train():
-                return trainer.reduce(message)
-            case Commit():
-                return trainer.commit(message)
-            case Discard():
-                trainer.discard()
-                return Acknowledged()
-            case HostRendezvous():
-                return Rendezvous(trainer.exchange.host_rendezvous(message))
-            case Prepare():
-                trainer.exchange.prepare(message)
-                return Acknowledged()
-            case Enter():
-                return self._enter(message)
-            case Identify():
-                return self._digest()
-            case Serve():
-                return self._serve(message)
-            case Follow():
-                return self._follow(message)
-            case CatchUp():
-                return self._catch_up(message)
-            case WarmUp():
-                return trainer.warm_up(message)
-            case Publish():
-                return Published(message.version, trainer.publish(message.buffer))
-            case Score():
-                return Scored(trainer.score(message.sequences))
-            case MeasureTraining():
-                return trainer.measure(message)
-            case SaveCheckpoint():
-                trainer.save(Path(message.directory), message.optimiser)
-                return Acknowledged()
-            case LoadCheckpoint():
-                trainer.load(Path(message.directory))
-                return Acknowledged()
-            case Stop():
-                return Acknowledged()
-            case _:
-                raise TypeError(f"{type(message).__name__} is not a message for a trainer")
-
-    def _enter(self, order: Enter) -> Entered:
-        try:
-            self._trainer.exchange.enter(order.generation)
-        except PeerLostError as error:
-            return Entered(order.generation, str(error))
-        return Entered(order.generation, "")
-
-    def _serve(self, order: Serve) -> Serving:
-        if self._relay is not None:
-            self._relay.end()
-        state = self._trainer.state
-        try:
-            self._relay = Relay(order, state.place, state.shape)
-        except OSError as error:
-            return Serving([], str(error))
-        return Serving([self._relay.port], "")
-
-    def _follow(self, order: Follow) -> StateDigest:
-        self._follower, self._behind = None, ""
-        state, [place] = self._trainer.state, order.places
-        try:
-            self._follower = Follower(state.publication_at(place), state)
-        except (LayoutError, OSError) as error:
-            self._behind = f"the core's state cannot be read: {error}"
-        self._keep_up()
-        return self._digest()
-
-    def _catch_up(self, order: CatchUp) -> StateDigest:
-        ends = time.monotonic() + order.seconds
-        while self._follower is not None and self._number() < order.number and time.monotonic() < ends:
-            time.sleep(_LOOK_SECONDS)
-            self._keep_up()
-        ready = self._trainer.exchange.formed(order.generation, max(0.0, ends - time.monotonic()))
-        return self._digest(ready)
-
-    def _keep_up(self) -> None:
-        if self._follower is None:
+def serve_orders(channel: Channel, trainer: TrainerProcess) -> None:
+    """The orders to one process of a replica, until `Stop`."""
+    while True:
+        trainer.elastic.keep_up_until(channel.poll)
+        order = channel.receive()
+        channel.send(_answer(trainer, order))
+        if isinstance(order, Enter):
+            trainer.elastic.stop_following()
+        if isinstance(order, Stop):
             return
+
+
+def _answer(trainer: TrainerProcess, order: ToWorker) -> FromWorker:
+    if isinstance(order, ElasticOrder):
+        return trainer.elastic.answer(order)
+    match order:
+        case Train():
+            return trainer.reduce(order)
+        case Commit():
+            return trainer.commit(order)
+        case Discard():
+            trainer.discard()
+        case WarmUp():
+            return trainer.warm_up(order)
+        case Publish():
+            return Published(order.version, trainer.publish(order.buffer))
+        case Score():
+            return Scored(trainer.score(order.sequences))
+        case MeasureTraining():
+            return trainer.measure(order)
+        case SaveCheckpoint():
+            trainer.save(Path(order.directory), order.optimiser)
+        case LoadCheckpoint():
+            trainer.load(Path(order.directory))
+        case Stop():
+            pass
+        case _:
+            raise TypeError(f"{type(order).__name__} is not a message for a trainer")
+    return Acknowledged()
+
+
+# --- a replica of several processes ----------------------------------------------------------------------------------
+
+
+class BrokenReplicaError(Exception):
+    """A process of the replica is gone, or failed."""
+
+
+class Peer(PeerChannel):
+    """Process `number` of the replica, forked by its leader, as that sees it."""
+
+    def __init__(self, connection: socket.socket, pid: int, number: int) -> None:
+        super().__init__(connection)
+        self.process = os.pidfd_open(pid)  # readable when it has ended
+        self._number = number
+
+    def answer(self) -> FromWorker:
+        """Raises `BrokenReplicaError` when it went away or failed."""
         try:
-            self._follower.advance()
-        except (BehindError, SilentError, UnreachableError) as error:
-            self._follower, self._behind = None, str(error)
-        self._trainer.pace()
+            answer = self.receive()
+        except ConnectionError:
+            raise BrokenReplicaError(f"process {self._number} of the replica is gone: {self._end()}") from None
+        if isinstance(answer, Failure):
+            raise BrokenReplicaError(f"process {self._number} of the replica: {answer.error}")
+        return answer
 
-    def _digest(self, ready: bool = False) -> StateDigest:
-        state = self._trainer.state
-        return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
+    def refuse(self) -> None:
+        """It says something that nobody asked for: most likely its last words. Raises `BrokenReplicaError`."""
+        raise BrokenReplicaError(f"process {self._number} of the replica sent {type(self.answer()).__name__} unasked")
 
-    def _number(self) -> int:
-        """Of the state that is held; -1 when it is none of the core's."""
-        if self._behind:
-            return -1
-        if self._follower is None:
-            return self._trainer.state.number
-        return -1 if self._follower.number is None else self._follower.number
+    def close(self) -> None:
+        super().close()
+        os.close(self.process)
+
+    def _end(self) -> str:
+        """How it ended; that is soon after its connection was closed."""
+        if not select.select([self.process], [], [], _CLOSING_SECONDS)[0]:
+            return "it closed its connection, and does not end"
+        found = os.waitid(os.P_PIDFD, self.process, os.WEXITED)
+        assert found is not None
+        return f"{'exit status' if found.si_code == os.CLD_EXITED else 'killed by signal'} {found.si_status}"
+
+
+class ReplicaChannel:
+    """The leader's channel: what it receives is its own part of an order that its peers have got theirs of, and what it
+    sends is joined with their answers. Every verb but `poll` raises `BrokenReplicaError` when a peer goes away."""
+
+    def __init__(self, controller: WorkerChannel, peers: Sequence[Peer]) -> None:
+        self._controller, self._peers = controller, peers
+        self._all: list[Peer | WorkerChannel] = [*peers, controller]
+
+    def poll(self, seconds: float | None) -> bool:
+        return bool(select.select(self._all, [], [], seconds)[0])
+
+    def receive(self) -> ToWorker:
+        for channel in select.select(self._all, [], [])[0]:
+            if isinstance(channel, Peer):
+                channel.refuse()
+        own, *others = divide(self._controller.receive(), 1 + len(self._peers))
+        for peer, order in zip(self._peers, others, strict=True):
+            try:
+                peer.send(order)
+            except ConnectionError:
+                peer.answer()
+        return own
+
+    def send(self, answer: FromWorker) -> None:
+        self._controller.send(join([answer, *(peer.answer() for peer in self._peers)]))
+
+    def look_for_broken(self, seconds: float) -> None:
+        """Whether a peer has ended, or does within `seconds`."""
+        ended = select.select([peer.process for peer in self._peers], [], [], seconds)[0]
+        for peer in self._peers:
+            while peer.process in ended:
+                peer.answer()  # the last thing that is to be read says why
+
+
+Channel = WorkerChannel | ReplicaChannel
+
+
+def serve_together(controller: WorkerChannel, processes: int, serve: Callable[[Channel, Inside], None]) -> None:
+    """Let this process and its forks `serve` as one replica. Raises `BrokenReplicaError` when one of them goes away or
+    fails, from the fork on."""
+    listener = socket.create_server((HOST, 0))
+    port, leader = listener.getsockname()[1], os.getpid()
+    peers: list[Peer] = []
+    for rank in range(1, processes):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            die_with(leader)
+            controller.close()  # so that each end is closed when its one owner is gone
+            listener.close()
+            ours.close()
+            for peer in peers:
+                peer.close()
+            own = WorkerChannel(theirs)
+            serve_and_leave(partial(_serve_peer, serve, own, rank, processes, port), own.send)
+        theirs.close()
+        peers.append(Peer(ours, pid, rank))
+    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    channel = ReplicaChannel(controller, peers)
+    try:
+        serve(channel, _meet_peers(channel, processes, store))
+    except RuntimeError:  # so torch says of a collective that a peer left, and does not say that it did
+        channel.look_for_broken(_CLOSING_SECONDS)
+        raise
+
+
+def _meet_peers(channel: ReplicaChannel, processes: int, store: TCPStore) -> Inside:
+    """`meet` on a thread, since it would wait for a peer that never comes, while this one watches that they live."""
+    formed = on_thread("meet", lambda: meet(0, processes, store))
+    while not formed.done():
+        channel.look_for_broken(_LOOK_SECONDS)
+    return formed.result()
+
+
+def _serve_peer(
+    serve: Callable[[Channel, Inside], None], channel: WorkerChannel, rank: int, processes: int, port: int
+) -> None:
+    serve(channel, meet(rank, processes, TCPStore(HOST, port, is_master=False)))

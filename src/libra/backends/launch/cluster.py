@@ -1,8 +1,8 @@
 """Worker processes on the nodes of a cluster.
 
 Invariant: a node is there or lost, for all of its workers at once, and a lost one has no worker. Another node takes its
-place when there is one, until then its slots offer nothing. Weights are on a node whole, or its engines are not told
-to load them.
+place when there is one, until then its slots offer nothing. Weights are brought to a node whole, or its engines are not
+told to load them; a node is sent a version once, however many of its engines ask, and the source is read once for all.
 """
 
 from __future__ import annotations
@@ -10,31 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from libra.backends.arithmetic import Bf16Speed
-from libra.backends.launch.copies import COPY_SECONDS, HangingNodeError, WeightCopies
-from libra.backends.launch.launcher import ForkError, LaunchError, WorkerLink
-from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, RemoteNode
-from libra.backends.launch.reception import Reception
+from libra.backends.launch.fork_server import ForkError, LaunchError
+from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
+from libra.backends.launch.node import NodeFacts, NodeLostError, Nodes, Reception, RemoteNode
+from libra.backends.machine import Bf16Speed
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.exec.background import raise_in_loop
+from libra.backends.transport.shared_memory import WeightUpdateError
+from libra.exec.background import background
 from libra.exec.pool import LOSS_WINDOW, with_loss
 
-
-class NoRoomError(ValueError):
-    """The nodes do not have that many slots."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotOffer:
-    """What a node has for slots: accelerators, or where no node has any, cores."""
-
-    node: str
-    cpus: float
-    gpus: float
+_ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
+# A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
+_FORK_SECONDS = 60.0
+_GONE_SECONDS = 60.0
+_COPY_SECONDS = 120.0  # of weights, for each end
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +37,6 @@ class NodeSlot:
 
     node: int
     number: int
-
-
-def room(offers: Sequence[SlotOffer], share: float, most: int | None) -> list[int]:
-    """Slots that each node has: one for each accelerator, or for each `share` of a core where no node has any; at most
-    `most`."""
-    accelerated = any(offer.gpus >= 1 for offer in offers)
-    rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
-    return [each if most is None else min(each, most) for each in rooms]
-
-
-def node_slots(slots: int, rooms: Sequence[int]) -> list[NodeSlot]:
-    """Where each slot is. Nodes without room, or not needed, are left out and the others numbered in order. Raises
-    `NoRoomError`."""
-    if sum(rooms) < slots:
-        raise NoRoomError(f"{slots} slots are wanted, and {len(rooms)} node(s) have room for {sum(rooms)}")
-    rounds = [(node, number) for number in range(slots) for node, each in enumerate(rooms) if number < each]
-    chosen = rounds[:slots]
-    used = sorted({node for node, _ in chosen})
-    return [NodeSlot(used.index(node), number) for node, number in chosen]
-
-
-_ARRIVAL_SECONDS = 30.0  # from a fork to the worker's connection
-# A node that hangs is not lost, and answers nothing; its own deadlines for both are shorter.
-_FORK_SECONDS = 60.0
-_GONE_SECONDS = 60.0
 
 
 class _Place:
@@ -80,7 +49,7 @@ class _Place:
         self.generation = 0  # nodes that have been here
         self.links: set[WorkerLink] = set()
         self.why = "it has not started"  # there is no node
-        self.hangs = asyncio.Event()  # the node
+        self.patience = asyncio.timeout(None)  # with the node
         self.losses: tuple[float, ...] = ()  # when it lost a node, or one did not start
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -88,6 +57,11 @@ class _Place:
     def name(self) -> str:
         """Of the node that is here; another one has another."""
         return f"node-{self.number}.{self.generation}"
+
+    def give_up(self) -> None:
+        """The node hangs: it is not lost, and does nothing."""
+        if self.node is not None and not self.patience.expired():
+            self.patience.reschedule(asyncio.get_running_loop().time())
 
 
 class ClusterLauncher:
@@ -106,7 +80,8 @@ class ClusterLauncher:
         self._most_losses = most_losses
         self._places = [_Place(number) for number in range(1 + max(slot.node for slot in slots))]
         self._keepers: list[asyncio.Task[None]] = []
-        self._copies = WeightCopies()
+        self._weights: LoadWeights | None = None  # that are being copied, or were
+        self._copies: dict[tuple[LoadWeights, str], asyncio.Task[Any]] = {}  # reads and writes, by the node
         self.slots_changed: Callable[[], None] = lambda: None
 
     @classmethod
@@ -117,9 +92,7 @@ class ClusterLauncher:
         """A launcher that is starting; closed on the way out."""
         async with Reception.open(nodes.host) as reception:
             launcher = cls(nodes, slots, reception, marks, most_losses)
-            launcher._keepers = [asyncio.create_task(launcher._keep(place)) for place in launcher._places]
-            for keeper in launcher._keepers:
-                keeper.add_done_callback(raise_in_loop)
+            launcher._keepers = [background(launcher._keep(place)) for place in launcher._places]
             try:
                 yield launcher
             finally:
@@ -195,20 +168,50 @@ class ClusterLauncher:
     async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
         if source.node == target.node:
             return
-        try:
-            await self._copies.bring(weights, size, self._end(source), self._end(target))
-        except HangingNodeError:
-            for place in self._places:
-                if place.name == target.node and place.node is not None:
-                    place.hangs.set()
-            raise
+        if weights != self._weights:
+            self._weights, self._copies = weights, {}
+        write = f"write {target.node}"
+        await self._once(weights, write, lambda: self._copy(weights, size, source.node, target.node))
 
-    def _end(self, link: WorkerLink) -> tuple[str, RemoteNode | None]:
-        """The node of a worker, which may have ended there: its weights stay. None when the node is lost."""
+    async def _copy(self, weights: LoadWeights, size: int, source: str, target: str) -> None:
+        what = f"weights v{weights.version} from {source} to {target}"
+        try:
+            async with asyncio.timeout(_COPY_SECONDS):
+                content = await self._read(weights, size, source)
+        except TimeoutError:
+            raise CopyError(f"{what}: not read in {_COPY_SECONDS:.0f} s") from None
+        try:
+            place, node = self._named(target)
+            async with asyncio.timeout(_COPY_SECONDS):
+                await node.write(weights.buffer, size, weights.checksum, content)
+        except TimeoutError:
+            if place.name == target:
+                place.give_up()
+            raise CopyError(f"{what}: not there in {_COPY_SECONDS:.0f} s") from None
+        except (OSError, WeightUpdateError) as error:
+            raise CopyError(f"{what}: {error}") from None
+
+    async def _read(self, weights: LoadWeights, size: int, source: str) -> Any:
+        try:
+            _, node = self._named(source)
+            read = f"read {source}"
+            return await self._once(weights, read, lambda: node.read(weights.buffer, size, weights.checksum))
+        except (OSError, WeightUpdateError) as error:
+            raise SourceLostError(f"weights v{weights.version} are not on {source}: {error}") from None
+
+    async def _once(self, weights: LoadWeights, what: str, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of the task of that name, which is begun if there is none, or if it failed."""
+        task = self._copies.get((weights, what))
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._copies[weights, what] = asyncio.create_task(begin())
+        return await asyncio.shield(task)
+
+    def _named(self, name: str) -> tuple[_Place, RemoteNode]:
+        """A node that is here, also where its workers have ended: its weights stay. Raises `NodeLostError`."""
         for place in self._places:
-            if place.name == link.node:
-                return link.node, place.node
-        return link.node, None
+            if place.name == name and place.node is not None:
+                return place, place.node
+        raise NodeLostError("the node is gone")
 
     def _place(self, slot: int) -> _Place:
         return self._places[self._slots[slot].node]
@@ -227,7 +230,7 @@ class ClusterLauncher:
         """A node in this place, and another one when it is lost, until it has lost too many."""
         while len(place.losses) < self._most_losses:
             node: RemoteNode | None = None
-            place.hangs.clear()
+            place.patience = asyncio.timeout(None)
             try:
                 node = self._nodes.open(place.number)
                 place.facts = await node.start(self._marks)
@@ -235,9 +238,10 @@ class ClusterLauncher:
                 if not place.began.done():
                     place.began.set_result(None)
                 self.slots_changed()
-                why = await _ended(node, place.hangs)
+                async with place.patience:
+                    why = await node.ended()
             except (LaunchError, OSError) as error:
-                why = str(error)
+                why = f"it took no weights in {_COPY_SECONDS:.0f} s" if place.patience.expired() else str(error)
             except Exception as error:
                 if not place.began.done():
                     place.began.set_exception(error)
@@ -261,19 +265,6 @@ class ClusterLauncher:
             link.channel.sever(place.why)
 
     async def _close(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._copies.close()
-
-
-async def _ended(node: RemoteNode, hangs: asyncio.Event) -> str:
-    """Returns when the node has ended, or hangs: why. Raises what `RemoteNode.ended` does."""
-    ended, hanging = asyncio.create_task(node.ended()), asyncio.create_task(hangs.wait())
-    try:
-        await asyncio.wait((ended, hanging), return_when=asyncio.FIRST_COMPLETED)
-        return ended.result() if ended.done() else f"it took no weights in {COPY_SECONDS:.0f} s"
-    finally:
-        for task in (ended, hanging):
+        for task in (*self._keepers, *self._copies.values()):
             task.cancel()
-        await asyncio.gather(ended, hanging, return_exceptions=True)
+        await asyncio.gather(*self._keepers, return_exceptions=True)

@@ -1,12 +1,17 @@
-"""The fork server process of one node, and the workers that it forked.
+"""The fork server of one node: a process that has imported the heavy libraries once and forks workers from there.
 
-Invariant: every process started here is gone when `close` returns, and also when this process is killed.
+Invariant: every process started here is gone when `close` returns, and also when this process is killed: no worker
+outlives the fork server, and the fork server does not outlive the controller. Each dies with its parent, and the fork
+server also ends when the controller's socket closes. It never starts a thread, so a fork is a clean copy; importing
+vLLM takes seconds, forking it milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import select
@@ -15,13 +20,18 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from libra.backends.arithmetic import Bf16Speed
-from libra.backends.launch.launcher import ForkError, LaunchError
-from libra.backends.transport.weights import create_buffer
+from libra.backends.launch.worker import die_with, serve_and_leave
+from libra.backends.machine import Bf16Speed, probe
+from libra.backends.transport.channel import WorkerChannel
+from libra.backends.transport.engine_messages import StartEngine
+from libra.backends.transport.shared_memory import create_buffer
+from libra.backends.transport.trainer_messages import StartTrainer
 
 WORKER_ENVIRONMENT = {
     # One thread per worker: a slot is a share of one core, and spinning threads would take the neighbour's.
@@ -38,12 +48,23 @@ WORKER_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-_COMMAND = ("-m", "libra.backends.launch.fork_server_main")
+_COMMAND = ("-m", "libra.backends.launch.fork_server")
 
 _SPAWN_SECONDS = 30.0  # a fork takes milliseconds; a fork server that takes longer hangs
 _EXIT_SECONDS = 5.0  # a worker that was told to stop has this long to go by itself
 _CLOSE_SECONDS = 5.0  # all workers have this long to go when their fork server is killed: a core dump, a stuck disk
 _KILL_SECONDS = 30.0  # a killed process goes as soon as the system lets it
+
+
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+
+
+class LaunchError(RuntimeError):
+    """Worker processes cannot be started."""
+
+
+class ForkError(RuntimeError):
+    """This one worker process cannot be started now; others go on."""
 
 
 class ForkServer:
@@ -147,8 +168,7 @@ class ForkServer:
     async def _reply(self) -> dict[str, Any] | None:
         """Its next line; None when it ended."""
         line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
-        reply: dict[str, Any] | None = json.loads(line) if line else None
-        return reply
+        return json.loads(line) if line else None
 
     def close(self) -> None:
         """A second time does nothing."""
@@ -179,3 +199,106 @@ async def _ended(process: int, seconds: float | None) -> bool:
     finally:
         loop.remove_reader(process)
     return True
+
+
+# In the fork server process and its forks
+
+
+def main(control_descriptor: int, weights_descriptor: int) -> None:
+    die_with(os.getppid())
+    control = socket.socket(fileno=control_descriptor)
+    began = time.monotonic()
+    _import_everything()
+    bf16 = _probe()
+    gc.collect()
+    gc.freeze()  # shared pages stay shared: the collector does not touch what existed before the fork
+    # The kernel reaps, also those whom a worker forked and left behind; the controller sees a death on its socket.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ready = {"ready": time.monotonic() - began, "bf16": asdict(bf16)}
+    control.sendall(json.dumps(ready).encode() + b"\n")
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
+        if not request:
+            return
+        order: dict[str, Any] = json.loads(request)
+        fork_server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # memory or processes are short, which may pass: that start has failed, no more
+            os.close(descriptors[0])
+            control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+            continue
+        if pid == 0:
+            die_with(fork_server)
+            control.close()
+            _become_worker(socket.socket(fileno=descriptors[0]), order, weights_descriptor)
+        os.close(descriptors[0])
+        control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+
+
+def _become_worker(connection: socket.socket, order: dict[str, Any], weights_descriptor: int) -> NoReturn:
+    """Run one worker in the forked child, and leave without the fork server's clean-up handlers."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode()[:15])  # what ps and top show
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(order["environment"])
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    channel = WorkerChannel(connection)
+    serve_and_leave(lambda: serve(channel, weights_descriptor), channel.send)
+
+
+def serve(channel: WorkerChannel, weights_descriptor: int) -> None:
+    """A worker's first message says what it is to become."""
+    began = time.monotonic()
+    match message := channel.receive():
+        case StartEngine():
+            from libra.backends.vllm.engine_worker import serve_engine
+
+            serve_engine(channel, message, weights_descriptor, began)
+        case StartTrainer():
+            from libra.backends.grpo.training_worker import serve_trainer
+
+            serve_trainer(channel, message, weights_descriptor, began)
+        case _:
+            raise TypeError(f"a worker starts with StartEngine or StartTrainer, not {type(message).__name__}")
+
+
+def _import_everything() -> None:
+    """What engines and trainers import, so that a fork has it already."""
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker
+    from vllm.model_executor.models import ModelRegistry
+
+    # A model that it knows by its name only, vLLM looks at in a process of its own, once for every engine until one has
+    # kept the result: that takes as long as importing vLLM, and outlives a worker that is killed meanwhile.
+    ModelRegistry.register_model("Qwen3ForCausalLM", vllm.model_executor.models.qwen3.Qwen3ForCausalLM)
+
+
+def _probe() -> Bf16Speed:
+    """In a child: it may start the threads and the GPU that later forks cannot take along."""
+    fork_server = os.getpid()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        die_with(fork_server)
+        try:
+            os.write(writing, json.dumps(asdict(probe())).encode())
+        except Exception:  # noqa: BLE001 - it must not go on as the fork server, which ends too; the log says why
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as answer:
+        found = answer.read()
+    os.waitpid(pid, 0)
+    if not found:
+        raise RuntimeError("matrix products could not be tried on this device")
+    return Bf16Speed(**json.loads(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -21,7 +21,7 @@ from libra.backends.transport.engine_messages import (
 )
 from libra.backends.transport.messages import Acknowledged, Failure, Message, Ready, Stop
 from libra.backends.transport.trainer_messages import StartTrainer
-from libra.exec.background import raise_in_loop
+from libra.exec.background import background
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
 
 START_DEADLINE = 120.0  # seconds from the order to readiness
@@ -47,8 +47,7 @@ class Handle:
         self._order = asyncio.Lock()
         self.lost = False
         self._stopping = False  # its end is no loss
-        self._reader = asyncio.create_task(self._read(), name=f"read {link.name}")
-        self._reader.add_done_callback(raise_in_loop)
+        self._reader = background(self._read(), f"read {link.name}")
 
     async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
         """Send an order and wait for its answer. Raises `WorkerLostError`, `WorkerFailedError`, `TimeoutError`."""

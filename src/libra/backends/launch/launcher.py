@@ -1,4 +1,4 @@
-"""What a run needs of the launcher that starts its worker processes.
+"""Launchers of worker processes: what a run needs of one, and the one for this machine.
 
 Invariant: a worker is known by its link, since a process id means something on one machine only. Every process that a
 launcher started is gone when it is closed.
@@ -6,21 +6,19 @@ launcher started is gone when it is closed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from libra.backends.arithmetic import Bf16Speed
+from libra.backends.launch.fork_server import ForkServer
+from libra.backends.machine import Bf16Speed, hardware_name
 from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.engine_messages import LoadWeights
 from libra.exec import protocols
-
-
-class LaunchError(RuntimeError):
-    """Worker processes cannot be started."""
-
-
-class ForkError(RuntimeError):
-    """This one worker process cannot be started now; others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +49,62 @@ class WorkerLauncher(protocols.Launcher[WorkerLink], protocols.WeightStore[Worke
     def bf16(self) -> Sequence[Bf16Speed]:
         """How each node does bf16 products, one at least; known when workers can be started."""
         ...
+
+
+class LocalLauncher:
+    """See `Launcher` for its verbs. All slots are on this machine, and their workers share memory."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self._cores = tuple(sorted(os.sched_getaffinity(0)))
+        self.hardware = hardware_name()
+        self.slots_changed: Callable[[], None] = lambda: None  # they never do
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, logs: Path) -> AsyncIterator[LocalLauncher]:
+        """A launcher that is starting; closed on the way out."""
+        logs.mkdir(parents=True, exist_ok=True)
+        launcher = cls(ForkServer(logs))
+        try:
+            yield launcher
+        finally:
+            launcher.close()
+
+    @property
+    def bf16(self) -> tuple[Bf16Speed, ...]:
+        return (self._fork_server.bf16,)
+
+    def processes(self) -> tuple[int, ...]:
+        return (self._fork_server.pid,)
+
+    def offers(self, slot: int) -> bool:
+        return True
+
+    async def ready(self) -> float:
+        return await self._fork_server.ready()
+
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
+        ours, theirs = socket.socketpair()
+        try:
+            pid = await self._fork_server.fork(name, theirs, {})
+        except BaseException:
+            ours.close()
+            raise
+        channel = await ControllerChannel.open(ours)
+        return WorkerLink(name, pid, channel, self._cores, self._cores[slot % len(self._cores)])
+
+    def kill(self, link: WorkerLink) -> None:
+        self._fork_server.kill(link.pid)
+
+    async def gone(self, link: WorkerLink) -> None:
+        await self._fork_server.gone(link.pid)
+
+    def exists(self, link: WorkerLink) -> bool:
+        return Path(f"/proc/{link.pid}").exists()
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        pass  # they share the memory
+
+    def close(self) -> None:
+        self._fork_server.close()

@@ -1,27 +1,33 @@
-"""One node of a cluster: the memory that its workers share, and the fork server that forks them.
+"""One node of a cluster: the memory that its workers share, the fork server that forks them, and how they report to the
+controller.
 
 Invariant: whatever was started here is gone when the process in which this lives is. Its verbs are called from the
-controller's machine, so they take and return plain values.
+controller's machine, so they take and return plain values. At the controller a connection becomes a worker's channel
+only if it begins with a token that is expected, and each is expected once; any other is closed, unanswered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from libra.backends.arithmetic import Bf16Speed
-from libra.backends.environment import hardware_name
-from libra.backends.launch.fork_server import ForkServer
-from libra.backends.launch.launcher import LaunchError
-from libra.backends.transport.shared_vectors import Vector
-from libra.backends.transport.weights import WeightBuffer
+from libra.backends.launch.fork_server import ForkServer, LaunchError
+from libra.backends.machine import Bf16Speed, hardware_name
+from libra.backends.transport.channel import ControllerChannel
+from libra.backends.transport.shared_memory import Vector, WeightBuffer
 
 _CONNECT_SECONDS = 20.0
+_TOKEN_BYTES = 32
+_TOKEN_SECONDS = 10.0  # from a connection to its token
+# Seconds of silence before it is asked for, between two questions, and questions without an answer.
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +101,6 @@ class ClusterNode:
         return self._fork_server
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Small messages go at once, and a machine that vanished without a word is noticed."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-# Seconds of silence before it is asked for, between two questions, and questions without an answer.
-_KEEP_ALIVE: Iterable[tuple[int, int]] = (
-    (socket.TCP_KEEPIDLE, 10),
-    (socket.TCP_KEEPINTVL, 5),
-    (socket.TCP_KEEPCNT, 4),
-)
-
-
-def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
-    connection = socket.create_connection(controller, timeout=_CONNECT_SECONDS)
-    keep_alive(connection)
-    connection.sendall(token)
-    connection.settimeout(None)
-    return connection
-
-
 class NodeLostError(ConnectionError):
     """The node is gone, or the process on it that starts workers."""
 
@@ -152,3 +134,69 @@ class Nodes(Protocol):
     def open(self, number: int) -> RemoteNode:
         """A node for place `number`. It starts as soon as there is a machine for it."""
         ...
+
+
+class Reception:
+    """A listening socket at `address`, where workers report to the controller."""
+
+    def __init__(self) -> None:
+        self._expected: dict[bytes, asyncio.Future[ControllerChannel]] = {}
+        self.address = ("", 0)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, host: str) -> AsyncIterator[Reception]:
+        """Listens on this interface alone, on any free port."""
+        reception = cls()
+        server = await asyncio.start_server(reception._arrived, host, 0)
+        name = server.sockets[0].getsockname()
+        reception.address = (name[0], name[1])
+        try:
+            yield reception
+        finally:
+            server.close()
+
+    @contextlib.contextmanager
+    def expect(self) -> Iterator[tuple[bytes, asyncio.Future[ControllerChannel]]]:
+        """A token for one worker, and its channel when it comes; afterwards nobody is let in by it. The channel is the
+        caller's, unless this is left by an error: then it is closed, and a worker at its other end goes."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        arrival: asyncio.Future[ControllerChannel] = asyncio.get_running_loop().create_future()
+        self._expected[token] = arrival
+        try:
+            yield token, arrival
+        except BaseException:
+            if arrival.done() and not arrival.cancelled():
+                arrival.result().close()
+            raise
+        finally:
+            self._expected.pop(token, None)
+
+    async def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            token = await asyncio.wait_for(reader.readexactly(_TOKEN_BYTES), _TOKEN_SECONDS)
+        except (asyncio.IncompleteReadError, TimeoutError, OSError):
+            token = b""
+        arrival = self._expected.pop(token, None)
+        if arrival is None or arrival.done():
+            writer.close()
+            return
+        connection: socket.socket = writer.get_extra_info("socket")
+        _keep_alive(connection)
+        arrival.set_result(ControllerChannel(reader, writer))
+
+
+def _connect(controller: tuple[str, int], token: bytes) -> socket.socket:
+    connection = socket.create_connection(controller, timeout=_CONNECT_SECONDS)
+    _keep_alive(connection)
+    connection.sendall(token)
+    connection.settimeout(None)
+    return connection
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Small messages go at once, and a machine that vanished without a word is noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

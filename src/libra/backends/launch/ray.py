@@ -13,15 +13,17 @@ import secrets
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra.backends.launch.cluster import ClusterLauncher, NodeSlot, NoRoomError, SlotOffer, node_slots, room
-from libra.backends.launch.launcher import LaunchError, SourceLostError
+from libra.backends.launch.cluster import ClusterLauncher, NodeSlot
+from libra.backends.launch.fork_server import LaunchError
+from libra.backends.launch.launcher import SourceLostError
 from libra.backends.launch.node import ClusterNode, NodeFacts, NodeLostError
 from libra.config.cache import cache_directory
 from libra.config.run import ClusterConfig
-from libra.records.disk import writing
+from libra.records.files import writing
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -51,16 +53,14 @@ class RayNode:
 
     async def start(self, marks: Mapping[str, str]) -> NodeFacts:
         try:
-            facts: NodeFacts = await _answer(self._actor.start.remote(marks))
+            return await _answer(self._actor.start.remote(marks))
         except NodeLostError as error:
             raise NodeLostError(
                 f"a node of the Ray cluster did not start: {error}. Does it have the same Python environment?"
             ) from None
-        return facts
 
     async def fork(self, name: str, slot: int, controller: tuple[str, int], token: bytes) -> int:
-        pid: int = await _answer(self._actor.fork.remote(name, slot, controller, token))
-        return pid
+        return await _answer(self._actor.fork.remote(name, slot, controller, token))
 
     def kill(self, pid: int) -> None:
         self._actor.kill.remote(pid)
@@ -77,8 +77,7 @@ class RayNode:
         await _answer(self._actor.write.remote(buffer, size, checksum, content))
 
     async def ended(self) -> str:
-        why: str = await _answer(self._actor.ended.remote())
-        return why
+        return await _answer(self._actor.ended.remote())
 
     def close(self) -> None:
         import ray
@@ -128,31 +127,55 @@ class RayNodes:
         return RayNode(actor.remote(str(self._logs.absolute()), f"fork-server-{number}", accelerated))
 
 
+@dataclass(frozen=True, slots=True)
+class SlotOffer:
+    """What a node has for slots: accelerators, or where no node has any, cores."""
+
+    node: str
+    cpus: float
+    gpus: float
+
+
+def node_slots(slots: int, offers: Sequence[SlotOffer], share: float, most: int | None) -> list[NodeSlot]:
+    """Where each slot is. A node has one for each accelerator, or for each `share` of a core where no node has any; at
+    most `most`. Nodes without room, or not needed, are left out and the others numbered in order. Raises `LaunchError`
+    where there is too little room."""
+    accelerated = any(offer.gpus >= 1 for offer in offers)
+    rooms = [int(offer.gpus) if accelerated else int(offer.cpus / share + 1e-9) for offer in offers]
+    rooms = [each if most is None else min(each, most) for each in rooms]
+    if sum(rooms) < slots:
+        found = ", ".join(f"{offer.node} {each}" for offer, each in zip(offers, rooms, strict=True))
+        raise LaunchError(
+            f"cluster.slots: {slots} slots are wanted, and {len(rooms)} node(s) have room for {sum(rooms)}, {found};"
+            " use fewer, or add nodes"
+        )
+    rounds = [(node, number) for number in range(slots) for node, each in enumerate(rooms) if number < each]
+    chosen = rounds[:slots]
+    used = sorted({node for node, _ in chosen})
+    return [NodeSlot(used.index(node), number) for node, number in chosen]
+
+
 @contextlib.asynccontextmanager
-async def connected(
-    address: str | None, slots: int, share: float, most: int | None, logs: Path
-) -> AsyncIterator[tuple[RayNodes, list[NodeSlot]]]:
-    """The nodes for this many slots in the Ray cluster at `address`, or in one that is started here for as long; see
-    `places` for `share` and `most`. Raises `LaunchError`."""
+async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
+    """A launcher that is starting, in the Ray cluster that is configured or in one that is started here for as long;
+    closed on the way out. Raises `LaunchError`, `DiskError`."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    with _ray(address, logs):
+    with _marks((logs, cache_directory())) as marks, _ray(cluster.ray_address, logs):
         offers, here = _offers()
-        rooms = room(offers, share, most)
-        try:
-            found = node_slots(slots, rooms)
-        except NoRoomError as error:
-            raise LaunchError(f"cluster.slots: {error}, {_words(offers, rooms)}; use fewer, or add nodes") from None
-        counts = [count for _, count in sorted(Counter(slot.node for slot in found).items())]
-        kind, each = ("GPU", 1.0) if any(offer.gpus >= 1 for offer in offers) else ("CPU", share)
+        slots = node_slots(cluster.slots, offers, cluster.share, cluster.slots_per_node)
+        counts = [count for _, count in sorted(Counter(slot.node for slot in slots).items())]
+        kind, each = ("GPU", 1.0) if any(offer.gpus >= 1 for offer in offers) else ("CPU", cluster.share)
         group = placement_group([{kind: _amount(count, each)} for count in counts], strategy="SPREAD")
         try:
             if not await asyncio.to_thread(group.wait, _GROUP_SECONDS):
                 raise LaunchError(
-                    f"the Ray cluster has {slots} slots, but they were not free for {_GROUP_SECONDS:.0f} s: others use"
-                    " its devices, see `ray status`"
+                    f"the Ray cluster has {cluster.slots} slots, but they were not free for {_GROUP_SECONDS:.0f} s:"
+                    " others use its devices, see `ray status`"
                 )
-            yield RayNodes(here, group, counts, kind, each, logs), found
+            nodes = RayNodes(here, group, counts, kind, each, logs)
+            async with ClusterLauncher.open(nodes, slots, marks, cluster.losses_per_hour) as launcher:
+                yield launcher
         finally:
             remove_placement_group(group)
 
@@ -201,24 +224,6 @@ def _offers() -> tuple[list[SlotOffer], str]:
         for node in alive
     ]
     return offers, next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == own)
-
-
-def _words(offers: Sequence[SlotOffer], rooms: Sequence[int]) -> str:
-    return ", ".join(f"{offer.node} {slots}" for offer, slots in zip(offers, rooms, strict=True))
-
-
-@contextlib.asynccontextmanager
-async def open_on_ray(cluster: ClusterConfig, logs: Path) -> AsyncIterator[ClusterLauncher]:
-    """A launcher that is starting; closed on the way out. Raises `LaunchError`, `DiskError`."""
-    with _marks((logs, cache_directory())) as marks:
-        async with (
-            connected(cluster.ray_address, cluster.slots, cluster.share, cluster.slots_per_node, logs) as (
-                nodes,
-                slots,
-            ),
-            ClusterLauncher.open(nodes, slots, marks, cluster.losses_per_hour) as launcher,
-        ):
-            yield launcher
 
 
 @contextlib.contextmanager

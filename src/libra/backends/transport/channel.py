@@ -10,6 +10,7 @@ import asyncio
 import select
 import socket
 import struct
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -40,10 +41,14 @@ def _length(header: bytes) -> int:
     return length
 
 
-class _BlockingChannel:
+Received = TypeVar("Received")
+
+
+class _BlockingChannel(Generic[Received]):
     """An end that waits for what it wants to read."""
 
-    _gone = ""  # what it means that the other end was closed
+    _gone: str  # what it means that the other end was closed
+    _decoder: msgspec.json.Decoder[Received]
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -54,11 +59,16 @@ class _BlockingChannel:
     def send(self, message: Message) -> None:
         self._connection.sendall(_frame(message))
 
+    def receive(self) -> Received:
+        return self._decoder.decode(self._read(_length(self._read(_LENGTH.size))))
+
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether a message (or the end of the connection) is waiting; None waits for one."""
+        readable, _, _ = select.select([self._connection], [], [], seconds)
+        return bool(readable)
+
     def close(self) -> None:
         self._connection.close()
-
-    def _body(self) -> bytes:
-        return self._read(_length(self._read(_LENGTH.size)))
 
     def _read(self, count: int) -> bytes:
         parts = bytearray()
@@ -70,35 +80,16 @@ class _BlockingChannel:
         return bytes(parts)
 
 
-class WorkerChannel(_BlockingChannel):
+class WorkerChannel(_BlockingChannel[ToWorker]):
     """The worker's end: blocking, or polled between engine iterations."""
 
-    _gone = "the controller closed the connection"
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
-        self._decoder = msgspec.json.Decoder(ToWorker)
-
-    def receive(self) -> ToWorker:
-        return self._decoder.decode(self._body())
-
-    def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether a message (or the end of the connection) is waiting; None waits for one."""
-        readable, _, _ = select.select([self._connection], [], [], seconds)
-        return bool(readable)
+    _gone, _decoder = "the controller closed the connection", msgspec.json.Decoder(ToWorker)
 
 
-class PeerChannel(_BlockingChannel):
+class PeerChannel(_BlockingChannel[FromWorker]):
     """A worker's end of the channel to another process of its own: orders go there, answers come back."""
 
-    _gone = "the process closed the connection"
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
-        self._decoder = msgspec.json.Decoder(FromWorker)
-
-    def receive(self) -> FromWorker:
-        return self._decoder.decode(self._body())
+    _gone, _decoder = "the process closed the connection", msgspec.json.Decoder(FromWorker)
 
 
 class ControllerChannel:

@@ -1,7 +1,6 @@
 """Messages between the controller and a rollout engine.
 
-Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), KV lies in a buffer
-(`kv_buffer.py`).
+Invariant: no tensor travels here. Weights and KV go through shared memory (`shared_memory.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Messages between the controller and a training replica.
 
-Invariant: no tensor travels here. Weights go through shared memory (`weights.py`), gradients through a process group
-(`elastic.py`), and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
+Invariant: no tensor travels here. Weights go through shared memory, gradients through a process group (`elastic.py`),
+and a joiner reads a core's state from its board (`publication.py`) or through a relay (`relay.py`).
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import astuple
 
-from libra.backends.transport.messages import Message, Precision, Sharding
+from libra.backends.transport.messages import Denominator, Message, Precision, Sharding
 
 # --- from the controller ---------------------------------------------------------------------------------------------
 
@@ -19,7 +20,7 @@ class StartTrainer(Message, frozen=True):
     model_directory: str
     learning_rate: float
     clip: tuple[float, float]
-    denominator: str
+    denominator: Denominator
     token_constant: float
     temperature: float  # of sampling: the policy that is trained is softmax(logits / temperature)
     micro_batch_tokens: int
@@ -104,12 +105,11 @@ class Enter(Message, frozen=True):
 
 
 class StatePlace(msgspec.Struct, frozen=True, tag=True):
-    """Where one process of a replica publishes its part of the state, on its own node: two files that process `pid`
-    holds open."""
+    """Where one process of a replica publishes its part of the state, on its own node: a file that process `pid` holds
+    open."""
 
     pid: int
-    board: int  # file descriptors of that process
-    ring: int
+    descriptor: int  # of that process
 
 
 TOKEN_BYTES = 32  # of ASCII
@@ -190,18 +190,27 @@ class TrainingMeasured(Message, frozen=True):
     failure: str = ""  # why nothing was measured; empty where it was
 
 
+class TokenSums(msgspec.Struct, frozen=True):
+    """Of a share or a part of it: the tokens that went through the model, and sums over those that the policy wrote."""
+
+    forward_tokens: int = 0
+    generated_tokens: int = 0
+    clipped: float = 0.0  # tokens whose ratio was clipped
+    behaviour_weight: float = 0.0  # sum of min(pi_prox / mu, cap)
+    prox_gap: float = 0.0  # sum of |log pi_prox - log mu|
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        return TokenSums(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+
 class Reduced(Message, frozen=True):
-    """This replica's vote on a step. Sums over its generated tokens unless said otherwise."""
+    """This replica's vote on a step."""
 
     version: int
     failure: str  # why it does not hold the summed gradient; empty where it does
     compute_seconds: float
     exchange_seconds: float
-    forward_tokens: int
-    generated_tokens: int
-    clipped: float  # tokens whose ratio was clipped
-    behaviour_weight: float  # sum of min(pi_prox / mu, cap)
-    prox_gap: float  # sum of |log pi_prox - log mu|
+    sums: TokenSums
 
 
 class Trained(Message, frozen=True):

@@ -7,39 +7,25 @@ which tokens are of which version only with the end of a turn that it ended itse
 
 from __future__ import annotations
 
-import time
-from itertools import count
-from statistics import fmean
+from dataclasses import dataclass
 
 import msgspec
 from vllm import EngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from libra.backends.launch.pace import Pacer
-from libra.backends.transport.channel import WorkerChannel
-from libra.backends.transport.engine_messages import (
-    EngineMeasured,
-    Fetched,
-    Generate,
-    HandoverMeasured,
-    Interrupt,
-    KVTransfer,
-    Loaded,
-    LoadWeights,
-    MeasureEngine,
-    MeasureHandover,
-    Save,
-    Saved,
-    StartEngine,
-)
-from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
-from libra.backends.transport.weights import WeightBuffer, WeightUpdateError
+from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Save, Saved, StartEngine
+from libra.backends.transport.messages import Tensor
+from libra.backends.transport.shared_memory import WeightBuffer
 from libra.backends.vllm.kv_connector import FrameConnector, request_arguments, transfer_config
-from libra.backends.vllm.report import Report, Sampled
-from libra.backends.vllm.weight_transfer import BACKEND
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.backends.vllm.report import Sampled
+from libra.cost.engine_memory import BLOCK_TOKENS
+
+_BACKEND = "libra_shm"
 
 
 class VllmEngine:
@@ -64,7 +50,7 @@ class VllmEngine:
                 disable_log_stats=True,
                 async_scheduling=False,
                 seed=start.seed,
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
                 kv_transfer_config=transfer_config(start.kv) if start.kv is not None else None,
             )
         )
@@ -135,7 +121,9 @@ class VllmEngine:
 
     def give(self, order: Save) -> None:
         """Save KV of a context for another engine, a little in each of the next steps."""
-        self._connector.give(msgspec.structs.replace(order, salt=self._salt(order.salt)))
+        if self._kv is None:
+            raise RuntimeError("this engine was started without frames for KV")
+        self._kv.give(msgspec.structs.replace(order, salt=self._salt(order.salt)))
 
     def handed(self) -> list[Saved | Fetched]:
         """KV that was saved for others, or that others had saved, since the last call."""
@@ -157,132 +145,50 @@ class VllmEngine:
         if self._kv is not None:
             self._kv.version = order.version
 
-    @property
-    def _connector(self) -> FrameConnector:
-        if self._kv is None:
-            raise RuntimeError("this engine was started without frames for KV")
-        return self._kv
-
     def _salt(self, asked: str | None) -> str | None:
         """The namespace in the prefix cache of a request that asked for this one."""
         return f"v{self.version}" if asked is None and self._refresh_kv else asked
 
 
-def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
-    """The life of an engine worker: until `Stop`, or until the controller goes away."""
-    engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
-    pacer = Pacer(start.share, start.cores)
-    channel.send(Ready(seconds=time.monotonic() - began))
-    busy_seconds, report = 0.0, Report(time.monotonic())
-    while True:
-        if not engine.busy:
-            channel.poll(None)
-        began = time.monotonic()
-        while channel.poll():
-            match message := channel.receive():
-                case Generate():
-                    engine.add(message)
-                case Interrupt():
-                    if engine.interrupt(message.id):
-                        report.interrupted(message.id)
-                case LoadWeights():
-                    try:
-                        engine.load(message)
-                    except WeightUpdateError as error:
-                        channel.send(Failure(f"weight update to version {message.version}: {error}"))
-                        continue
-                    pacer.pace()
-                    channel.send(Loaded(message.version, time.monotonic() - began))
-                case Save():
-                    engine.give(message)
-                case MeasureEngine():
-                    channel.send(measure(engine, message, pacer))
-                case MeasureHandover():
-                    channel.send(measure_handover(engine, message, pacer))
-                case Stop():
-                    # Turns that run go on elsewhere, from where this report leaves them.
-                    channel.send(report.take(time.monotonic(), busy_seconds))
-                    channel.send(Acknowledged())
-                    return
-                case _:
-                    raise TypeError(f"{type(message).__name__} is not a message for an engine")
-        worked = engine.busy
-        if engine.generating:
-            report.iteration(engine.step(), engine.version)
-        elif worked:
-            engine.step()  # which saves KV and is no iteration
-        for handed in engine.handed():
-            channel.send(handed)
-        if not worked and not report.due(began):
-            continue
-        if report.due(now := time.monotonic()):
-            channel.send(report.take(now, busy_seconds))
-        pacer.pace()
-        busy_seconds += time.monotonic() - began
+# vLLM's own extension point for weight updates, filled with our shared-memory buffers
 
 
-def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMeasured:
-    """Time this engine at its device's pace. Prompts are arbitrary tokens; every request is private to the cache."""
-    tokens = 12  # decoded per request
-
-    def run(sequences: int, context: int, tag: str) -> list[float]:
-        for index in range(sequences):
-            prompt = [4 + (index + 7 * position) % 16 for position in range(context)]
-            engine.add(Generate(f"{tag}-{index}", prompt, tokens, 1.0, -1, 0, salt=f"{tag}-{index}"))
-        seconds = []
-        while engine.busy:
-            began = time.monotonic()
-            engine.step()
-            pacer.pace()
-            seconds.append(time.monotonic() - began)
-        return seconds
-
-    rows: dict[tuple[int, int], list[list[float]]] = {point: [] for point in order.points}
-    for repeat in range(order.repeats + 1):
-        for point in order.points:
-            seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
-            if repeat > 0:  # the first time pays for kernels that are set up when they are first met
-                rows[point].append(seconds)
-    iterations: list[tuple[float, float, float, float]] = []
-    for (sequences, context), runs in rows.items():
-        iterations.append((sequences, 0, sequences * context, fmean(run[0] for run in runs)))
-        decoding = sequences * (context + tokens / 2)
-        iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
-    return EngineMeasured(iterations)
+@dataclass
+class BufferInfo(WeightTransferInitInfo):
+    buffer: WeightBuffer
+    layout: tuple[Tensor, ...]
 
 
-def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
-    """Time what the two engines of a hand-over do, with one that is both: it saves a context, forgets it, and takes it.
-    What taking costs is what the request takes longer than one that finds its context in the prefix cache."""
-    numbers = count(order.transfer.number)
+@dataclass
+class VersionInfo(WeightTransferUpdateInfo):
+    buffer: int
+    checksum: int
 
-    def first_token(context: list[int], name: str, transfer: KVTransfer | None = None) -> float:
-        engine.add(Generate(name, context, 1, 1.0, -1, 0, transfer=transfer))
-        began = time.monotonic()
-        while engine.busy:
-            engine.step()
-        engine.handed()
-        pacer.pace()
-        return time.monotonic() - began
 
-    rows: list[tuple[int, float]] = []
-    for repeat in range(order.repeats + 1):
-        for length in order.contexts:
-            context = [4 + (repeat + 7 * position) % 16 for position in range(length)]
-            name = f"handover-{repeat}-{length}"
-            first_token(context, f"{name}-computed")
-            found = first_token(context, f"{name}-found")
-            transfer = KVTransfer(next(numbers), order.transfer.frames[: length // BLOCK_TOKENS])
-            began = time.monotonic()
-            engine.give(Save(context, None, transfer))
-            while engine.busy:
-                engine.step()
-                engine.handed()
-            pacer.pace()
-            saved = time.monotonic() - began
-            engine.forget()
-            taken = first_token(context, f"{name}-taken", transfer)
-            if repeat > 0:  # the first time pays for memory that is touched for the first time
-                rows.append((length // BLOCK_TOKENS * BLOCK_TOKENS, saved + max(0.0, taken - found)))
-    engine.forget()
-    return HandoverMeasured(rows)
+class SharedMemoryTransfer(WeightTransferEngine[BufferInfo, VersionInfo]):
+    """vLLM sees a complete layerwise reload or none: the checksum is tested before the first tensor is touched."""
+
+    init_info_cls = BufferInfo
+    update_info_cls = VersionInfo
+
+    def init_transfer_engine(self, init_info: BufferInfo) -> None:
+        self._buffer, self._layout = init_info.buffer, init_info.layout
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, int]) -> None:
+        # The base class synchronises an accelerator afterwards; there is none behind shared memory.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: VersionInfo) -> None:
+        self.model.load_weights(self._buffer.read(update_info.buffer, self._layout, update_info.checksum))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory.register_engine(_BACKEND, SharedMemoryTransfer)

@@ -17,21 +17,17 @@ from libra.backends.launch.handle import SILENT_LOOKS, Handle
 from libra.backends.launch.launcher import WorkerLink
 from libra.backends.transport.channel import FromWorker
 from libra.backends.transport.engine_messages import (
-    EngineMeasured,
     Fetched,
     Generate,
     Generated,
-    HandoverMeasured,
     Interrupt,
     Loaded,
     LoadWeights,
-    MeasureEngine,
-    MeasureHandover,
     Piece,
     Save,
     Saved,
 )
-from libra.exec.background import raise_in_loop
+from libra.exec.background import background
 from libra.exec.protocols import WorkerLostError
 
 # An engine with turns to make reports `report.REPORT_SECONDS` apart. Iterations take milliseconds, loading weights at
@@ -55,8 +51,7 @@ class EngineHandle(Handle):
 
     def __init__(self, link: WorkerLink, on_lost: Callable[[str, str], None]) -> None:
         self._turns: dict[str, _Turn] = {}
-        self._saving: dict[int, asyncio.Future[Saved | None]] = {}  # by transfer
-        self._fetching: dict[int, asyncio.Future[Fetched | None]] = {}
+        self._transfers: dict[tuple[type[Saved | Fetched], int], asyncio.Future[Any]] = {}
         self._reports = 0
         self.busy_seconds = 0.0
         self.prefilled_tokens = 0
@@ -66,8 +61,7 @@ class EngineHandle(Handle):
         self.version = -1
         self.load_tokens = 0  # context tokens of the requests it holds
         super().__init__(link, on_lost)
-        self._watcher = asyncio.create_task(self._watch(), name=f"watch {link.name}")
-        self._watcher.add_done_callback(raise_in_loop)
+        self._watcher = background(self._watch(), f"watch {link.name}")
 
     @property
     def running(self) -> int:
@@ -109,7 +103,7 @@ class EngineHandle(Handle):
 
     def save(self, order: Save) -> asyncio.Future[Saved | None]:
         """Have KV put down for another engine; None when the engine goes away first."""
-        saved = self._answer(self._saving, order.transfer.number)
+        saved = self._told_of(Saved, order.transfer.number)
         if not self.lost:
             self._channel.send(order)
         return saved
@@ -117,7 +111,7 @@ class EngineHandle(Handle):
     def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
         """When a transfer, that a request which is about to be sent comes with, is not needed any more; None when the
         engine goes away first."""
-        return self._answer(self._fetching, transfer)
+        return self._told_of(Fetched, transfer)
 
     async def vacate(self, deadline: float) -> None:
         """Stop all turns where they are, and wait until what they want of their KV is put down, `deadline` seconds at
@@ -127,13 +121,10 @@ class EngineHandle(Handle):
         ends = time.monotonic() + deadline
         while (left := ends - time.monotonic()) > 0:
             waiting: list[asyncio.Future[Any]] = [turn.ended for turn in self._turns.values()]
-            waiting += self._saving.values()
+            waiting += [saved for (kind, _), saved in self._transfers.items() if kind is Saved]
             if not waiting:
                 return
             await asyncio.wait(waiting, timeout=left)
-
-    async def measure_handover(self, order: MeasureHandover) -> HandoverMeasured:
-        return await self.ask(order, HandoverMeasured)
 
     async def load(self, order: LoadWeights) -> float:
         """Take new weights between two iterations; returns the seconds the engine stood still for it."""
@@ -143,9 +134,6 @@ class EngineHandle(Handle):
             raise WorkerLostError(f"engine {self.name} took no weights in time") from None
         self.version = order.version
         return loaded.seconds
-
-    async def measure(self, order: MeasureEngine) -> EngineMeasured:
-        return await self.ask(order, EngineMeasured)
 
     async def drained(self, deadline: float) -> bool:
         """Wait until no turn is running; False when the deadline came first."""
@@ -157,15 +145,15 @@ class EngineHandle(Handle):
 
     def _receive(self, message: FromWorker) -> None:
         self._reports += 1
-        if isinstance(message, Saved):
-            self._settle(self._saving, message)
-            return
-        if isinstance(message, Fetched):
-            self._settle(self._fetching, message)
-            return
-        if not isinstance(message, Generated):
-            super()._receive(message)
-            return
+        match message:
+            case Saved() | Fetched():
+                self._settle(message)
+            case Generated():
+                self._take(message)
+            case _:
+                super()._receive(message)
+
+    def _take(self, message: Generated) -> None:
         self.busy_seconds = message.busy_seconds
         self.prefilled_tokens = message.prefilled_tokens
         self.iterations = message.iterations
@@ -185,30 +173,25 @@ class EngineHandle(Handle):
         for turn in self._turns.values():
             if not turn.ended.done():
                 turn.ended.set_exception(WorkerLostError(f"engine {self.name} went away"))
-        while self._saving:
-            self._saving.popitem()[1].set_result(None)
-        while self._fetching:
-            self._fetching.popitem()[1].set_result(None)
+        while self._transfers:
+            self._transfers.popitem()[1].set_result(None)
         self._watcher.cancel()
 
-    def _answer(
-        self, answers: dict[int, asyncio.Future[Answer | None]], transfer: int
-    ) -> asyncio.Future[Answer | None]:
-        answer: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+    def _told_of(self, kind: type[Answer], transfer: int) -> asyncio.Future[Answer | None]:
+        told: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         if self.lost:
-            answer.set_result(None)
+            told.set_result(None)
         else:
-            answers[transfer] = answer
-        return answer
+            self._transfers[kind, transfer] = told
+        return told
 
-    def _settle(self, answers: dict[int, asyncio.Future[Answer | None]], message: Answer) -> None:
-        answer = answers.pop(message.transfer, None)
-        if answer is not None:
-            answer.set_result(message)
+    def _settle(self, message: Saved | Fetched) -> None:
+        kind, transfer = type(message), message.transfer
+        told = self._transfers.pop((kind, transfer), None)
+        if told is None:
+            self.declare_lost(f"it sent {kind.__name__} for transfer {transfer}, which it was not given")
         else:
-            self.declare_lost(
-                f"it sent {type(message).__name__} for transfer {message.transfer}, which it was not given"
-            )
+            told.set_result(message)
 
     async def _watch(self) -> None:
         """Take an engine for lost that has turns to make and does not go on with them."""

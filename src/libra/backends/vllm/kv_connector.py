@@ -30,8 +30,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
 from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
-from libra.backends.transport.kv_buffer import Filled, attach
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.backends.transport.shared_memory import Filled, KVBuffer
+from libra.cost.engine_memory import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -101,7 +101,7 @@ class FrameConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         cache = vllm_config.cache_config
         assert cache.block_size == BLOCK_TOKENS
-        self._frames = attach(
+        self._frames = KVBuffer.attach(
             msgspec.convert(self._kv_transfer_config.get_from_extra_config("place", None), KVBufferPlace)
         )
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, get_hash_fn_by_name(cache.prefix_caching_hash_algo))
@@ -238,5 +238,4 @@ class FrameConnector(KVConnectorBase_V1):
         """Nothing: blocks are saved when they are asked for."""
 
     def _copies(self) -> Copies:
-        copies: Copies = self._get_connector_metadata()
-        return copies
+        return self._get_connector_metadata()

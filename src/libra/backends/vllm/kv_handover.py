@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
-from libra.backends.transport.kv_buffer import OwnFrames
+from libra.backends.transport.shared_memory import OwnFrames
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.cost.device import DeviceProfile
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
 
 
 class KVLeases:
+    """Frames and who has them."""
+
     def __init__(self, frames: int) -> None:
         self._free = list(range(frames))
         self._written_by: list[tuple[int, KVTransfer]] = []  # by a process that may not have heard that it shall not

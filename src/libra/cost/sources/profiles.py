@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,14 +16,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from libra.config.cache import cache_directory
+from libra.config.cache import cache_directory, cache_key
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
-from libra.cost import collectives, grid
+from libra.cost import grid, lines, transfer
 from libra.cost.grid import EngineProfile
 from libra.cost.sources import rates, roofline
 from libra.cost.sources import tables as aiconfigurator
-from libra.cost.sources.grid_file import load_calibration, load_grid, save_grid
+from libra.cost.sources.files import load_calibration, load_grid, save_grid
 from libra.cost.sources.rates import Calibration
 from libra.cost.sources.roofline import node_roofline, tensor_degrees
 from libra.cost.sources.tables import NoTablesError, tables
@@ -99,7 +98,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
     except PackageNotFoundError:
         installed = "none"
     asked = [asdict(nodes.gpu), nodes.intra_bandwidth, asdict(model), degrees, installed, _code()]
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    key = cache_key(asked)
     cached = cache_directory() / "grids" / f"{nodes.gpu.name}-{key}.json"
     if cached.is_file():
         try:
@@ -117,7 +116,7 @@ def _tables(nodes: NodeClass, model: ModelSpec, recipe: Recipe) -> EngineProfile
 @cache
 def _code() -> str:
     """A digest of the code that makes a grid of tables: what another version of it made is no longer right."""
-    makers = (aiconfigurator, clusters, collectives, grid, rates, roofline)
+    makers = (aiconfigurator, clusters, transfer, grid, lines, rates, roofline)
     return hashlib.sha256("".join(inspect.getsource(module) for module in makers).encode()).hexdigest()
 
 

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from libra.plan.allocation import Allocation
+from libra.plan.explain.explanation import Split
 from libra.plan.model.solve import solve
-from libra.plan.options.price import fixed_seconds, training_option
+from libra.plan.options.price import fixed_seconds, own_training
 from libra.plan.problem import Family, InfeasiblePlanError, Problem, TrainingOption
+
+MOST_SPLITS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def relaxations(
 
 def restrictions(problem: Problem, allocation: Allocation) -> Iterator[Alternative]:
     """The decisions of an allocation that fits, each forbidden."""
-    option = training_option(problem, allocation)
+    option = own_training(problem, allocation)
     others = tuple(other for other in problem.training if other != option)
     yield Alternative("train on other devices or in another layout", replace(problem, training=others))
     for shape in dict.fromkeys(bucket.shape for bucket in allocation.buckets):
@@ -95,30 +98,7 @@ def _holding(problem: Problem, at_least: int) -> Problem:
     return replace(problem, engines=engines)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One training option, and the best generation on the devices that it leaves.
-
-    `generation` is the step that engines and the longest trajectory would keep if training bounded nothing, but
-    delayed publication as it does. Synchronous training waits for it, `step` is then a sum; else `step` is the larger.
-    """
-
-    layout: str
-    pool: str
-    devices: int  # that train
-    training: float
-    generation: float
-    step: float
-
-
-def splits(
-    problem: Problem,
-    most: int,
-    own: TrainingOption | None = None,
-    *,
-    deterministic_limit: float = 30.0,
-    seed: int = 0,
-) -> tuple[Split, ...]:
+def splits(problem: Problem, own: TrainingOption | None = None, most: int = MOST_SPLITS) -> tuple[Split, ...]:
     """By pool and devices that train; where there are more than `most` splits, evenly spread ones, ends included, and
     the one of the plan's `own` option.
 
@@ -127,7 +107,7 @@ def splits(
     found = []
     for option in _spread(_fastest(problem), most, own):
         try:
-            generation = _generation(problem, option, deterministic_limit, seed)
+            generation = _generation(problem, option)
         except InfeasiblePlanError:
             continue
         step = max(option.seconds, generation)
@@ -137,13 +117,13 @@ def splits(
     return tuple(found)
 
 
-def _generation(problem: Problem, option: TrainingOption, deterministic_limit: float, seed: int) -> float:
+def _generation(problem: Problem, option: TrainingOption) -> float:
     # No step is shorter than its share of what follows generation: seconds that bound nothing, and start the search.
     fixed = option.after_rollout + option.publish
     floor = fixed / (1 + problem.staleness)
     unbound = replace(option, seconds=floor, publish=fixed - floor, tail=None)
     alone = replace(problem, training=(unbound,))
-    step = solve(alone, deterministic_limit=deterministic_limit, seed=seed, tie_break=False).predicted.step
+    step = solve(alone, tie_break=False).predicted.step
     return step if problem.staleness else step - fixed_seconds(problem, option)
 
 

@@ -1,121 +1,140 @@
-"""A plan explained from what it embeds, and planned again for another cluster or recipe.
-
-Invariant: nothing but the plan is needed: prices, alternatives and what-ifs follow from its request.
-"""
+"""Why a plan is what it is, and what would change it: the problem solved again with one thing changed at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from libra.config.recipe import Recipe
-from libra.hardware.cluster import Cluster, override
-from libra.plan.explain.explanation import SAME_STEP, Bound, Explanation, SmallerCluster, bound_of, explain
-from libra.plan.explain.idle import IdleDevices, idle_devices
+from libra.plan.allocation import Allocation
+from libra.plan.explain.alternatives import Alternative, relaxations, restrictions, splits, without_strays
+from libra.plan.explain.explanation import (
+    Bound,
+    Explanation,
+    Otherwise,
+    PlanView,
+    PoolView,
+    RejectedKind,
+    Relief,
+    Routing,
+    SmallerCluster,
+)
+from libra.plan.explain.views import bound_of, bucket_views, plan_view, pool_views
+from libra.plan.explain.what_if import one_node_fewer, one_node_more, one_version_more, smallest_cluster
 from libra.plan.model.solve import solve
-from libra.plan.options.cluster_request import ClusterRequest
-from libra.plan.options.price import infeasibility, price
+from libra.plan.options.menu import Rejected
+from libra.plan.options.price import infeasibility, own_training, price
 from libra.plan.options.slots import SlotRequest
-from libra.plan.plan import Plan, make_plan
-from libra.plan.planner import rooflines
-from libra.plan.problem import InfeasiblePlanError, Problem
+from libra.plan.plan import Plan
+from libra.plan.problem import InfeasiblePlanError, Problem, Solution
+
+RUNNERS_UP = 3
+
+_DIFFERS = re.compile(r"[^\s,]*[\d*-][^\s,]*(?: [^\s,]*[\d*-][^\s,]*)*")  # numbers, and words of layouts
 
 
 def explain_plan(plan: Plan) -> Explanation:
-    """What bounds the plan, the next best ones, what binds and what one more node of each class would buy."""
-    request = plan.request
-    problem, rejected = plan.menu()
-    _require_own(plan, problem)
-    if isinstance(request, SlotRequest):
-        return explain(problem, plan.solution)
-    return explain(
-        problem,
-        plan.solution,
-        larger=_one_node_more(request),
-        staler=_one_version_more(request),
-        rejected=rejected,
-        fewer_nodes=_one_node_fewer(request, plan.predicted.step),
-        smallest=_smallest(request, plan.predicted.step),
-    )
+    """What bounds the plan, the next best ones, what binds and what one more node of each class would buy.
 
-
-def bound_and_idle(plan: Plan) -> tuple[Bound, tuple[IdleDevices, ...]]:
-    """What the plan's step consists of, and which devices idle, without solving anything."""
-    problem, rejected = plan.menu()
-    return bound_of(problem, plan.allocation), idle_devices(problem, plan.allocation, rejected)
-
-
-def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
-    """The plan for another number of nodes or another recipe, all else as it was; groups stay where they can.
-
-    Raises ValueError for the plan of a run on one machine, or when the cluster has a class of nodes without a profile.
+    Nothing but the plan is needed: all follows from its request. Raises ValueError where it does not answer that.
     """
     request = plan.request
+    menu = request.menu()
+    _require_own(plan, menu.problem)
     if isinstance(request, SlotRequest):
-        raise ValueError("this is the plan of a run on one machine; change the run's configuration and plan again")
-    profiles = dict(zip((nodes.name for nodes in request.cluster.nodes), request.profiles, strict=True))
-    unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
-    if unknown:
-        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan anew with it")
-    for field in ("tool_seconds_if_unknown", "max_length"):
-        if getattr(recipe, field) != getattr(request.recipe, field):
-            raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
-    # Profiles are of one width of the weights; other widths have a roofline.
-    same_width = recipe.rollout_weight_bytes == request.recipe.rollout_weight_bytes
-    known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
-    changed = replace(
-        request,
-        cluster=cluster,
-        recipe=recipe,
-        profiles=known if same_width else rooflines(cluster, request.model, recipe),
-        current=None,
-        held=(),
+        return explain(menu.problem, plan.solution)
+    return explain(
+        menu.problem,
+        plan.solution,
+        larger=one_node_more(request),
+        staler=one_version_more(request),
+        rejected=menu.rejected,
+        fewer_nodes=one_node_fewer(request, plan.predicted.step),
+        smallest=smallest_cluster(request, plan.predicted.step),
     )
-    return make_plan(changed, placed=plan.placement)
 
 
-def _one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerCluster]:
-    for nodes in request.cluster.nodes:
-        yield _smaller(request, {nodes.name: nodes.count - 1}, step)
+def bound_and_pools(plan: Plan) -> tuple[Bound, tuple[PoolView, ...]]:
+    """What the plan's step consists of, and what devices do, without solving anything."""
+    menu = plan.request.menu()
+    return bound_of(menu.problem, plan.allocation), pool_views(menu.problem, plan.allocation, menu.rejected)
 
 
-def _smallest(request: ClusterRequest, step: float) -> SmallerCluster | None:
-    """The cluster with the same step in which no class can give back another node: one class after the other, the
-    fewest nodes by bisection, as fewer nodes never make a step shorter."""
-    kept = {nodes.name: nodes.count for nodes in request.cluster.nodes}
-    found = None
-    for nodes in request.cluster.nodes:
-        suffice, too_few = nodes.count, -1
-        while suffice - too_few > 1:
-            middle = (suffice + too_few) // 2
-            smaller = _smaller(request, {**kept, nodes.name: middle}, step)
-            if smaller.seconds is not None and smaller.seconds < SAME_STEP * step:
-                suffice, found = middle, smaller
-            else:
-                too_few = middle
-        kept[nodes.name] = suffice
-    return found
+def explain(
+    problem: Problem,
+    solution: Solution,
+    *,
+    larger: Mapping[str, Problem] | None = None,
+    staler: Problem | None = None,
+    rejected: Sequence[Rejected] = (),
+    fewer_nodes: Iterable[SmallerCluster] = (),
+    smallest: SmallerCluster | None = None,
+) -> Explanation:
+    """Explain a solution of the problem by solving it again, with one thing changed at a time.
 
+    `larger[pool]` is the problem priced anew with one more node in that pool; without it the node is added to the menu
+    as it is, on which larger training layouts are missing. `staler` is the problem priced anew with one more version of
+    staleness; without it prices stay as they are. `fewer_nodes` and `smallest` are known to who can price other
+    clusters. Raises ValueError if the solution's allocation does not fit the problem.
+    """
+    allocation, step = solution.allocation, price(problem, solution.allocation).step
 
-def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> SmallerCluster:
-    before = {nodes.name: nodes for nodes in request.cluster.nodes}
-    left = tuple((name, counts.get(name, nodes.count), nodes.count) for name, nodes in before.items())
-    devices = sum((count - kept) * before[name].gpus for name, kept, count in left)
-    profiles = tuple(
-        profile
-        for profile, (_, kept, _) in zip(request.profiles, left, strict=True)
-        if kept  # a class without nodes is no class
+    def solved(changed: Problem, excluding: Sequence[Allocation] = ()) -> Allocation | None:
+        try:
+            return solve(changed, excluding=excluding).allocation
+        except InfeasiblePlanError:
+            return None
+
+    def shortest(changed: Problem) -> float:
+        return solve(changed, tie_break=False).predicted.step
+
+    def view(found: Allocation) -> PlanView:
+        return plan_view(problem, found, step)
+
+    def runners_up() -> Iterator[PlanView]:
+        known = [allocation]
+        while len(known) <= RUNNERS_UP and (found := solved(problem, known)) is not None:
+            known.append(found)
+            yield view(found)
+
+    def otherwise(restricted: Alternative) -> Otherwise:
+        found = solved(restricted.problem)
+        return Otherwise(restricted.what, None if found is None else view(found))
+
+    def relief(relaxed: Alternative) -> Relief:
+        after = shortest(relaxed.problem)
+        gain = 1 - after / step if step > 0 else 0.0
+        binds = after < solution.proof.bound
+        return Relief(relaxed.what, relaxed.relaxes, relaxed.node_of, after, step - after, gain, binds)
+
+    reliefs = map(relief, relaxations(problem, larger or {}, staler))
+    routed = without_strays(problem)
+    return Explanation(
+        plan=view(allocation),
+        proof=solution.proof,
+        bound=bound_of(problem, allocation),
+        buckets=bucket_views(problem, allocation),
+        pools=pool_views(problem, allocation, rejected),
+        runners_up=tuple(runners_up()),
+        otherwise=tuple(map(otherwise, restrictions(problem, allocation))),
+        reliefs=tuple(sorted(reliefs, key=lambda relief: -relief.seconds)),
+        fewer_nodes=tuple(fewer_nodes),
+        smallest=smallest,
+        routing=Routing(step, price(routed, allocation).step, shortest(routed)),
+        splits=splits(problem, own_training(problem, allocation)),
+        rejected=by_kind(rejected),
+        synchronous=problem.synchronous,
     )
-    try:
-        if not profiles:
-            raise InfeasiblePlanError("there is no node")
-        cluster = override(request.cluster, counts)
-        problem = replace(request, cluster=cluster, profiles=profiles, current=None, held=()).menu().problem
-        after = solve(problem, tie_break=False).predicted.step
-    except InfeasiblePlanError:
-        return SmallerCluster(left, devices, None, None)
-    return SmallerCluster(left, devices, after, after - step)
+
+
+def by_kind(rejected: Iterable[Rejected]) -> tuple[RejectedKind, ...]:
+    """By the first clause of the reason, whatever its numbers; the commonest kind first."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in rejected:
+        kind = _DIFFERS.sub("…", each.reason.partition(";")[0])
+        found.setdefault(kind, []).append((each.name, each.reason))
+    kinds = (RejectedKind(kind, tuple(options)) for kind, options in found.items())
+    return tuple(sorted(kinds, key=lambda kind: -len(kind.options)))
 
 
 def _require_own(plan: Plan, problem: Problem) -> None:
@@ -130,24 +149,3 @@ def _require_own(plan: Plan, problem: Problem) -> None:
             reason = "there is a plan below the bound that it states"
     if reason is not None:
         raise ValueError(f"the plan is not an answer to the request in it: {reason}; plan again")
-
-
-def _one_version_more(request: ClusterRequest) -> Problem | None:
-    """The problem with one more version of staleness; None where devices change sides and there can be none."""
-    recipe = request.recipe
-    if recipe.mode == "colocated":
-        return None
-    staler = recipe.model_copy(update={"mode": "async", "staleness": recipe.staleness + 1})
-    return replace(request, recipe=staler).menu().problem
-
-
-def _one_node_more(request: ClusterRequest) -> dict[str, Problem]:
-    """By class of nodes, the problem with one more of its nodes. Where even that trains nothing, it is left out."""
-    larger: dict[str, Problem] = {}
-    for nodes in request.cluster.nodes:
-        cluster = override(request.cluster, {nodes.name: nodes.count + 1})
-        try:
-            larger[nodes.name] = replace(request, cluster=cluster).menu().problem
-        except InfeasiblePlanError:
-            continue
-    return larger

@@ -1,4 +1,4 @@
-"""Another cluster, or another recipe, from words such as `gpus=64` or `batch=1024`.
+"""The same request for another cluster or recipe: from words such as `gpus=64`, with nodes more or less, or staler.
 
 Invariant: what is not named stays as it is, and a name that means nothing is refused with the names that do.
 """
@@ -6,7 +6,8 @@ Invariant: what is not named stays as it is, and a name that means nothing is re
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +15,15 @@ from pydantic import ValidationError
 from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError, unknown
 from libra.hardware.cluster import Cluster, override, with_gpus
+from libra.plan.explain.explanation import SmallerCluster
+from libra.plan.model.solve import solve
+from libra.plan.options.cluster_request import ClusterRequest
+from libra.plan.options.slots import SlotRequest
+from libra.plan.plan import Plan, make_plan
+from libra.plan.planner import rooflines
+from libra.plan.problem import InfeasiblePlanError, Problem
+
+SAME_STEP = 1e-3  # relative: steps that a smaller cluster and the plan's have in common
 
 
 def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tuple[Cluster, Recipe]:
@@ -63,3 +73,96 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def assume_otherwise(plan: Plan, cluster: Cluster, recipe: Recipe) -> Plan:
+    """The plan for another number of nodes or another recipe, all else as it was; groups stay where they can.
+
+    Raises ValueError for the plan of a run on one machine, or when the cluster has a class of nodes without a profile.
+    """
+    request = plan.request
+    if isinstance(request, SlotRequest):
+        raise ValueError("this is the plan of a run on one machine; change the run's configuration and plan again")
+    profiles = dict(zip((nodes.name for nodes in request.cluster.nodes), request.profiles, strict=True))
+    unknown = [nodes.name for nodes in cluster.nodes if nodes.name not in profiles]
+    if unknown:
+        raise ValueError(f"the plan has no profile for nodes {', '.join(unknown)}; plan anew with it")
+    for field in ("tool_seconds_if_unknown", "max_length"):
+        if getattr(recipe, field) != getattr(request.recipe, field):
+            raise ValueError(f"{field} is in the statistics that the plan embeds; give it to libra plan --what-if")
+    # Profiles are of one width of the weights; other widths have a roofline.
+    same_width = recipe.rollout_weight_bytes == request.recipe.rollout_weight_bytes
+    known = tuple(profiles[nodes.name] for nodes in cluster.nodes)
+    changed = replace(
+        request,
+        cluster=cluster,
+        recipe=recipe,
+        profiles=known if same_width else rooflines(cluster, request.model, recipe),
+        current=None,
+        held=(),
+    )
+    return make_plan(changed, placed=plan.placement)
+
+
+def one_node_fewer(request: ClusterRequest, step: float) -> Iterator[SmallerCluster]:
+    for nodes in request.cluster.nodes:
+        yield _smaller(request, {nodes.name: nodes.count - 1}, step)
+
+
+def smallest_cluster(request: ClusterRequest, step: float) -> SmallerCluster | None:
+    """The cluster with the same step in which no class can give back another node: one class after the other, the
+    fewest nodes by bisection, as fewer nodes never make a step shorter."""
+    kept = {nodes.name: nodes.count for nodes in request.cluster.nodes}
+    found = None
+    for nodes in request.cluster.nodes:
+        suffice, too_few = nodes.count, -1
+        while suffice - too_few > 1:
+            middle = (suffice + too_few) // 2
+            smaller = _smaller(request, {**kept, nodes.name: middle}, step)
+            if smaller.seconds is not None and smaller.seconds < SAME_STEP * step:
+                suffice, found = middle, smaller
+            else:
+                too_few = middle
+        kept[nodes.name] = suffice
+    return found
+
+
+def _smaller(request: ClusterRequest, counts: dict[str, int], step: float) -> SmallerCluster:
+    before = {nodes.name: nodes for nodes in request.cluster.nodes}
+    left = tuple((name, counts.get(name, nodes.count), nodes.count) for name, nodes in before.items())
+    devices = sum((count - kept) * before[name].gpus for name, kept, count in left)
+    profiles = tuple(
+        profile
+        for profile, (_, kept, _) in zip(request.profiles, left, strict=True)
+        if kept  # a class without nodes is no class
+    )
+    try:
+        if not profiles:
+            raise InfeasiblePlanError("there is no node")
+        cluster = override(request.cluster, counts)
+        problem = replace(request, cluster=cluster, profiles=profiles, current=None, held=()).menu().problem
+        after = solve(problem, tie_break=False).predicted.step
+    except InfeasiblePlanError:
+        return SmallerCluster(left, devices, None, None)
+    return SmallerCluster(left, devices, after, after - step)
+
+
+def one_version_more(request: ClusterRequest) -> Problem | None:
+    """The problem with one more version of staleness; None where devices change sides and there can be none."""
+    recipe = request.recipe
+    if recipe.mode == "colocated":
+        return None
+    staler = recipe.model_copy(update={"mode": "async", "staleness": recipe.staleness + 1})
+    return replace(request, recipe=staler).menu().problem
+
+
+def one_node_more(request: ClusterRequest) -> dict[str, Problem]:
+    """By class of nodes, the problem with one more of its nodes. Where even that trains nothing, it is left out."""
+    larger: dict[str, Problem] = {}
+    for nodes in request.cluster.nodes:
+        cluster = override(request.cluster, {nodes.name: nodes.count + 1})
+        try:
+            larger[nodes.name] = replace(request, cluster=cluster).menu().problem
+        except InfeasiblePlanError:
+            continue
+    return larger

@@ -197,24 +197,16 @@ class StepModel:
         return joining + sum(starts) + (1 - self.keep)
 
     def allocation(self, solver: cp_model.CpSolver) -> Allocation:
-        """The solution's allocation; engines that no bucket needs join the last bucket of their shape."""
         chosen = next(c for c, x in enumerate(self.x) if solver.boolean_value(x))
         candidate = self.candidates[chosen]
         keeps = solver.boolean_value(self.keep)
         kept = self.kept[chosen]
-        engines = kept if keeps and kept is not None else candidate.engines
+        need = kept if keeps and kept is not None else candidate.engines
         cover = sorted((r for r, z in self.z.items() if solver.boolean_value(z)), key=lambda r: r[1])
-        counts = [int(engines[r]) for r in cover]
+        spare = []
         if self.problem.use_all_devices:
-            for s in self.shapes:
-                last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
-                if last is not None:
-                    counts[last] += solver.value(self.n[s]) - sum(
-                        count for count, r in zip(counts, cover, strict=True) if r[0] == s
-                    )
-        current = self.problem.current
-        ends = [bucket.up_to for bucket in current.buckets] if keeps and current is not None else None
-        return make_allocation(self.problem, candidate.training, cover, counts, ends)
+            spare = [solver.value(self.n[s]) - sum(int(need[r]) for r in cover if r[0] == s) for s in self.shapes]
+        return make_allocation(self.problem, candidate.training, cover, need, spare, keeps)
 
     def _ranges_of(self, shape: int) -> list[Any]:
         return [z for (s, _, _), z in self.z.items() if s == shape]

@@ -22,15 +22,12 @@ import pulp
 from pulp.apis import coin_api
 
 from libra.plan.allocation import Allocation
+from libra.plan.model.feasibility import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, make_allocation, most_buckets, present_ranges
-from libra.plan.model.relaxation import all_devices_conflict, ample_step, require_feasible
-from libra.plan.model.solve import STEP_TOLERANCE
-from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import Problem, Proof, Solution, TrainingOption
+from libra.plan.model.solve import ROUNDING, SHORTEST, STEP_TOLERANCE
+from libra.plan.options.price import infeasibility, price, solution
+from libra.plan.problem import Problem, Solution, TrainingOption
 from libra.plan.transition import joins
-
-_SHORTEST = 1e-6  # seconds; steps are not told apart below it
-_ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
 
 
 def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = True) -> Solution:
@@ -40,8 +37,8 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
     none.
     """
     require_feasible(problem)
-    ample = max(_SHORTEST, ample_step(problem))
-    trial = max(_SHORTEST, min(option.seconds for option in problem.training))
+    ample = max(SHORTEST, ample_step(problem))
+    trial = max(SHORTEST, min(option.seconds for option in problem.training))
     allocation, disproven = keeps_step(problem, trial), 0.0
     while allocation is None:
         if trial == ample:
@@ -49,7 +46,7 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
         disproven, trial = trial, min(2 * trial, ample)
         allocation = keeps_step(problem, trial)
     step = price(problem, allocation).step
-    while step > max(_SHORTEST, disproven * (1 + tolerance)):
+    while step > max(SHORTEST, disproven * (1 + tolerance)):
         trial = min(math.sqrt(max(disproven, step / 4) * step), step / (1 + tolerance / 2))
         better = keeps_step(problem, trial)
         if better is None:
@@ -57,12 +54,9 @@ def solve_ilp(problem: Problem, *, tolerance: float = 1e-4, tie_break: bool = Tr
         else:
             allocation, step = better, price(problem, better).step
     if tie_break:
-        longest = max(_SHORTEST, step * (1 + STEP_TOLERANCE))
+        longest = max(SHORTEST, step * (1 + STEP_TOLERANCE))
         allocation = StepProgram(problem, longest).simplest() or allocation
-    predicted = price(problem, allocation)
-    bound = min(disproven, predicted.step)
-    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
-    return Solution(allocation, predicted, Proof("optimal", bound, gap))
+    return solution(problem, allocation, disproven, "optimal")
 
 
 def keeps_step(problem: Problem, step: float) -> Allocation | None:
@@ -219,16 +213,10 @@ class StepProgram:
         c = next(c for c, x in enumerate(self.x) if _is_one(x))
         candidate = self.candidates[c]
         cover = sorted((r for r, z in self.z[c].items() if _is_one(z)), key=lambda r: r[1])
-        counts = [int(candidate.need[r]) for r in cover]
-        for s, engines in enumerate(self.spare[c]):
-            last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
-            if last is not None:
-                counts[last] += round(engines.value() or 0.0)
-        current = self.problem.current
-        ends = [bucket.up_to for bucket in current.buckets] if candidate.keeps and current is not None else None
-        allocation = make_allocation(self.problem, candidate.training, cover, counts, ends)
+        spare = [round(engines.value() or 0.0) for engines in self.spare[c]]
+        allocation = make_allocation(self.problem, candidate.training, cover, candidate.need, spare, candidate.keeps)
         reason = infeasibility(self.problem, allocation)
-        if reason is None and price(self.problem, allocation).step > self.step * (1 + _ROUNDING):
+        if reason is None and price(self.problem, allocation).step > self.step * (1 + ROUNDING):
             reason = f"its step is {price(self.problem, allocation).step:.6g} s"
         if reason is not None:
             raise RuntimeError(f"CBC was asked for a step of {self.step:.6g} s and gave {allocation}: {reason}")

@@ -147,13 +147,21 @@ def make_allocation(
     problem: Problem,
     training: TrainingOption,
     cover: Sequence[Range],
-    counts: Sequence[int],
-    ends: Sequence[int] | None = None,
+    need: Counts,
+    spare: Sequence[int] = (),
+    keeps: bool = False,
 ) -> Allocation:
-    """The allocation of ranges (shape, first, last) with so many engines; `ends` are its limits in tokens, where they
-    are not the longest context of each range's last class."""
-    if ends is None:
-        ends = [*(problem.peaks[last] for _, _, last in cover[:-1]), problem.longest_context]
+    """The allocation of ranges (shape, first, last) with the engines that they need; `spare[shape]` more are in the
+    last bucket of their shape. Limits in tokens are the longest contexts of classes, or, where the present buckets are
+    kept, theirs."""
+    counts = [int(need[r]) for r in cover]
+    for s, more in enumerate(spare):
+        last = max((k for k, r in enumerate(cover) if r[0] == s), default=None)
+        if last is not None:
+            counts[last] += more
+    ends = [*(problem.peaks[last] for _, _, last in cover[:-1]), problem.longest_context]
+    if keeps and problem.current is not None:
+        ends = [bucket.up_to for bucket in problem.current.buckets]
     starts = [0, *ends[:-1]]
     buckets = tuple(
         Bucket(problem.shapes[shape], count, above, up_to)

@@ -1,5 +1,4 @@
-"""What can be said of a problem without a solver: whether it has a plan at all, and what is in none of the plans that
-keep a step of given length.
+"""What can be said without a solver: what is in none of the plans that keep a step of given length.
 
 Invariant: whatever the relaxation leaves out is in no plan that keeps the step; what remains may still not make one. It
 replaces the families `devices[p]` by one weighted sum over all pools (a surrogate constraint: any weights are valid)
@@ -9,20 +8,16 @@ range through which no path is short enough is in no plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from libra.plan.model.ranges import NEVER, Counts, Range, RangeTable, most_buckets
-from libra.plan.problem import EngineOption, InfeasiblePlanError, Problem, TrainingOption
+from libra.plan.model.ranges import NEVER, Counts, Floats, Range, RangeTable, most_buckets
+from libra.plan.problem import Problem, TrainingOption
 
 _ROUNDS = 6  # of new weights, when no weights so far settle the question
 _UNREACHED = 1e15  # weighted devices: more than any cluster has
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,59 +171,3 @@ def _shortest(cost: Floats, most_buckets: int) -> tuple[Floats, Floats]:
         before[b] = np.minimum(before[b - 1], (before[b - 1][:, None] + edges).min(axis=0))
         after[b] = np.minimum(after[b - 1], (edges + after[b - 1][None, :]).min(axis=1))
     return before, after
-
-
-def require_feasible(problem: Problem) -> None:
-    """Raise `InfeasiblePlanError` naming what conflicts, unless a plan exists."""
-    if not problem.training:
-        raise InfeasiblePlanError("nothing can train: there is no training option on any pool")
-    if not problem.engines:
-        raise InfeasiblePlanError("nothing can generate: there is no engine option on any pool")
-    longest = problem.longest_context
-    holding = [option for option in problem.engines if option.holds >= longest]
-    if not holding:
-        best = max(problem.engines, key=lambda option: option.holds)
-        raise InfeasiblePlanError(
-            f"no engine shape holds the longest context of {longest} tokens; the largest, {best.shape}, holds"
-            f" {best.holds}: lower the longest context, or add devices or shapes with more memory"
-        )
-    if not any(_both(problem, training, engine) for training in problem.training for engine in holding):
-        training = min(problem.training, key=lambda option: option.devices)
-        engine = min(holding, key=lambda option: option.devices)
-        pools = ", ".join(f"{pool.name} has {pool.devices}" for pool in problem.pools)
-        raise InfeasiblePlanError(
-            f"training ({training.layout}, {training.devices} devices of {training.pool} at least) and one engine for "
-            f"{longest} tokens ({engine.shape}, {engine.devices} devices of {engine.pool}) do not fit together: "
-            f"{pools}; add devices"
-        )
-
-
-def ample_step(problem: Problem) -> float:
-    """Seconds in which any training option trains and one engine of any option serves all, and as many to spare."""
-    train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
-    generate = max(
-        option.stall
-        + max(map(option.alone, range(len(problem.peaks))))
-        + max(sum(row) for row in option.work)
-        + sum(option.refill)
-        + math.sqrt(sum(option.refresh))
-        + max(option.residence)
-        for option in problem.engines
-    )
-    return 2 * (train + generate)
-
-
-def all_devices_conflict() -> InfeasiblePlanError:
-    """What to raise when plans exist, but each leaves a device idle that may not."""
-    return InfeasiblePlanError(
-        "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
-        " allow idle devices, or add smaller engine shapes or training options"
-    )
-
-
-def _both(problem: Problem, training: TrainingOption, engine: EngineOption) -> bool:
-    shared = training.pool == engine.pool and not problem.colocated
-    return (
-        training.devices + (engine.devices if shared else 0) <= problem.pool(training.pool).devices
-        and engine.devices <= problem.pool(engine.pool).devices
-    )

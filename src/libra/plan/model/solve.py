@@ -15,24 +15,18 @@ from ortools.sat.python import cp_model
 
 from libra.plan.allocation import Allocation
 from libra.plan.model.cpsat import StepModel, contains
+from libra.plan.model.feasibility import all_devices_conflict, ample_step, require_feasible
 from libra.plan.model.ranges import NEVER, Counts, RangeTable, make_allocation, most_buckets, present_ranges
-from libra.plan.model.relaxation import (
-    Candidate,
-    Relaxation,
-    all_devices_conflict,
-    ample_step,
-    cheapest_cover,
-    require_feasible,
-)
-from libra.plan.options.price import infeasibility, price
-from libra.plan.problem import InfeasiblePlanError, Problem, Proof, Solution
+from libra.plan.model.relaxation import Candidate, Relaxation, cheapest_cover
+from libra.plan.options.price import infeasibility, price, solution
+from libra.plan.problem import InfeasiblePlanError, Problem, Solution
 
 STEP_TOLERANCE = 3e-4  # relative; a step longer by less is worth it when it spares a move or a device
+SHORTEST = 1e-6  # seconds; steps are not told apart below it
+ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
 
 _BISECTION = 1e-4  # relative distance of proven and disproven steps at which the search ends
-_ROUNDING = 1e-8  # relative: between the price of a step and the step it was asked for
 _SHORTCUTS = 8  # candidates that are tried without a search, before one is made
-_SHORTEST = 1e-6  # seconds; steps are not told apart below it
 _NO_TIME = "no plan was found within deterministic_limit; raise it"
 _NO_OTHER = "there is no plan but the excluded ones"
 
@@ -58,13 +52,10 @@ def solve(
     search = _Search(problem, deterministic_limit, seed, excluding)
     allocation, bound = search.shortest_step()
     if tie_break:
-        longest = max(_SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
+        longest = max(SHORTEST, price(problem, allocation).step * (1 + STEP_TOLERANCE))
         stays = search.what_runs(longest)
         allocation = search.simplest(longest, otherwise=allocation) if stays is None else stays
-    predicted = price(problem, allocation)
-    bound = min(bound, predicted.step)
-    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
-    return Solution(allocation, predicted, Proof("optimal" if search.complete else "feasible", bound, gap))
+    return solution(problem, allocation, bound, "optimal" if search.complete else "feasible")
 
 
 class _Search:
@@ -84,7 +75,7 @@ class _Search:
 
     def shortest_step(self) -> tuple[Allocation, float]:
         """The allocation with the shortest step that was found, and a proven lower bound on any step."""
-        disproven, trial = 0.0, max(_SHORTEST, min(option.seconds for option in self._problem.training))
+        disproven, trial = 0.0, max(SHORTEST, min(option.seconds for option in self._problem.training))
         found = self._within(trial)
         ample = max(trial, ample_step(self._problem))
         while found is None:
@@ -93,7 +84,7 @@ class _Search:
             disproven, trial = (trial if self.complete else disproven), min(2 * trial, ample)
             found = self._within(trial)
         step = price(self._problem, found).step
-        while self.complete and step > max(_SHORTEST, disproven * (1 + _BISECTION)):
+        while self.complete and step > max(SHORTEST, disproven * (1 + _BISECTION)):
             trial = min(math.sqrt(max(disproven, step / 4) * step), step / (1 + _BISECTION / 2))
             better = self._within(trial)
             if better is not None:
@@ -106,11 +97,15 @@ class _Search:
         """The running allocation, if it keeps the step and may be the answer. Then nothing changes: engines that are
         not needed stay, too, as stopping them gains nothing."""
         current = self._problem.current
-        if current is None or infeasibility(self._problem, current) is not None:
-            return None
-        if any(contains(self._problem, current, excluded) for excluded in self._excluding):
+        if current is None or not self._is_answer(current):
             return None
         return current if price(self._problem, current).step <= step else None
+
+    def _is_answer(self, allocation: Allocation) -> bool:
+        """Whether it fits, and is none of the excluded ones with more."""
+        return infeasibility(self._problem, allocation) is None and not any(
+            contains(self._problem, allocation, excluded) for excluded in self._excluding
+        )
 
     def simplest(self, step: float, otherwise: Allocation) -> Allocation:
         """The allocation with the fewest moves, devices and buckets that keeps the step."""
@@ -159,15 +154,12 @@ class _Search:
         if self._problem.use_all_devices:
             return None
         cover = cheapest_cover(candidate.engines, self._relaxation.weights, most_buckets(self._problem))
-        counts = [int(candidate.engines[r]) for r in cover]
-        if any(count >= NEVER for count in counts):
+        if any(candidate.engines[r] >= NEVER for r in cover):
             return None
-        allocation = make_allocation(self._problem, candidate.training, cover, counts)
-        if infeasibility(self._problem, allocation) is not None:
+        allocation = make_allocation(self._problem, candidate.training, cover, candidate.engines)
+        if not self._is_answer(allocation):
             return None
-        if any(contains(self._problem, allocation, excluded) for excluded in self._excluding):
-            return None
-        return allocation if price(self._problem, allocation).step <= step * (1 + _ROUNDING) else None
+        return allocation if price(self._problem, allocation).step <= step * (1 + ROUNDING) else None
 
     def _solve(self, model: StepModel) -> cp_model.CpSolver | None:
         solver = cp_model.CpSolver()

@@ -20,25 +20,15 @@ from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
-from libra.plan.options.classes import check_classes, reach
-from libra.plan.options.engines import RejectedEngine, engine_kv_tokens, engine_options, most_buckets
-from libra.plan.options.layouts import Layouts, Rejected, training_layouts
+from libra.plan.options.engines import engine_kv_tokens, engine_options
+from libra.plan.options.layouts import Layouts, training_layouts
+from libra.plan.options.menu import Menu, Rejected, check_classes, most_buckets, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
 
 
 _USUAL_UTILIZATION = 0.9  # of vLLM's server
-
-
-@dataclass(frozen=True, slots=True)
-class Menu:
-    """A problem, and what its options stand for."""
-
-    problem: Problem
-    layouts: dict[tuple[str, int], ParallelLayout]  # by layout and replicas of the training option
-    rejected_layouts: tuple[Rejected, ...]
-    rejected_engines: tuple[RejectedEngine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ class ClusterRequest:
         training: list[TrainingOption] = []
         layouts: dict[tuple[str, int], ParallelLayout] = {}
         rejected_layouts: list[Rejected] = []
-        rejected_engines: list[RejectedEngine] = []
+        rejected_engines: list[Rejected] = []
         for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
             options, rejected = engine_options(model, nodes, recipe, classes, profile, recipe.max_length, factors)
             engines += options
@@ -115,14 +105,14 @@ class ClusterRequest:
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
-        return Menu(problem, layouts, tuple(rejected_layouts), tuple(rejected_engines))
+        return Menu(problem, layouts, (*rejected_layouts, *rejected_engines))
 
     def layouts(self) -> dict[str, Layouts]:
         """The training half of the menu, by class of nodes."""
         found = {}
         for nodes in self.cluster.nodes:
             held = [layout for name, layout in self.held if name == nodes.name]
-            found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, nodes.count, held=held)
+            found[nodes.name] = training_layouts(self.model, nodes, self.recipe, self.classes, held)
         return found
 
     @property
@@ -152,11 +142,11 @@ def sharing_layouts(requests: Sequence[ClusterRequest]) -> tuple[ClusterRequest,
     return tuple(replace(request, held=shared) for request in requests)
 
 
-def _nothing_generates(request: ClusterRequest, rejected: list[RejectedEngine]) -> str:
+def _nothing_generates(request: ClusterRequest, rejected: list[Rejected]) -> str:
     """Of each class of nodes its largest engine, which comes nearest, and the smallest change with which one fits."""
     model = request.model
-    largest = {each.shape.rpartition("/")[0]: each for each in rejected}
-    reasons = "; ".join(f"{each.shape}: {each.reason}" for each in largest.values())
+    largest = {each.name.rpartition("/")[0]: each for each in rejected}
+    reasons = "; ".join(f"{each.name}: {each.reason}" for each in largest.values())
     remedies = list(_that_hold(request))
     remedy = f"it would fit with {', or '.join(remedies)}" if remedies else "give nodes with more memory in all"
     return f"no engine holds {model.name}, and engines stay within a node: {reasons}: {remedy}"
@@ -194,6 +184,6 @@ def _nothing_trains(model: ModelSpec, rejected: list[Rejected]) -> str:
     too_large = [each for each in rejected if each.kind == "does not fit"]
     nearest = (too_large or rejected)[-1]
     return (
-        f"no layout trains {model.name} on any class of nodes: {len(too_large):,} do not fit; {nearest.layout}:"
+        f"no layout trains {model.name} on any class of nodes: {len(too_large):,} do not fit; {nearest.name}:"
         f" {nearest.reason}: add nodes, or lower max_length or what the optimiser keeps"
     )

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
 from libra.cost.corrections import BATCH, BatchFactors
 from libra.cost.engine_memory import kv_tokens
-from libra.cost.grid import EngineGrid, EngineProfile, iteration_lines, prefill_line
+from libra.cost.grid import EngineGrid, EngineProfile
+from libra.cost.lines import iteration_lines, prefill_line
 from libra.cost.rollout import (
     EngineTiming,
     batch_work,
@@ -27,10 +29,11 @@ from libra.cost.rollout import (
     secant_timings,
 )
 from libra.cost.sources.roofline import tensor_degrees
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.lengths import TrajectoryClass
+from libra.plan.options.menu import Rejected
 from libra.plan.problem import EngineOption
 
 # Of batches that overlap, one that waits for a long trajectory gives time to those behind it: with 0 each waits for its
@@ -39,20 +42,6 @@ _SHARED_WAIT = 1 / 3
 # Times as long as alone, between which the seconds of the longest are interpolated. The last is for the slope beyond
 # the one before: tools hardly count there.
 _SLOWED = (1.0, 2.0, 4.0, 8.0, 32.0, 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedEngine:
-    """An engine size that is no option, and why."""
-
-    shape: str
-    reason: str
-
-
-def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
-    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
-    which it could change its bucket."""
-    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1
 
 
 def engine_kv_tokens(model: ModelSpec, nodes: NodeClass, recipe: Recipe, tp: int) -> int:
@@ -76,27 +65,28 @@ def engine_options(
     profile: EngineProfile,
     longest_context: int,
     factors: BatchFactors = BATCH,
-) -> tuple[tuple[EngineOption, ...], tuple[RejectedEngine, ...]]:
+) -> tuple[tuple[EngineOption, ...], tuple[Rejected, ...]]:
     """Options of every tensor-parallel degree, and the degrees that hold no trajectory.
 
     All trajectories of a step start when weights are published, so fewer seats would only make them wait: engines have
     as many as memory lasts for. Options of a degree differ in the numbers of sequences near which they are priced.
     """
     options: list[EngineOption] = []
-    rejected: list[RejectedEngine] = []
+    rejected: list[Rejected] = []
     known = {grid.tp for grid in profile.engines}
     for tp in tensor_degrees(model, nodes):
         shape = f"{nodes.name}/tp{tp}"
         if tp not in known:
-            rejected.append(RejectedEngine(shape, f"the profile has no times for it ({profile.source})"))
+            rejected.append(Rejected(shape, "no times", f"the profile has no times for it ({profile.source})"))
             continue
         kv = engine_kv_tokens(model, nodes, recipe, tp)
         holds = min(kv, longest_context)
         if holds < classes[0].peak_context:
             weights = model.weight_bytes(recipe.rollout_weight_bytes, tp)
             rejected.append(
-                RejectedEngine(
+                Rejected(
                     shape,
+                    "does not fit",
                     f"{weights / 1e9:.1f} GB of weights leave room for {kv:,} tokens of"
                     f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {classes[0].peak_context:,}",
                 )
@@ -124,34 +114,32 @@ def _shape_options(
         prefill = prefill_line(grid, recipe.max_batched_tokens)
     except ValueError as error:
         raise ValueError(f"max_batched_tokens is {recipe.max_batched_tokens}: {error}: lower it") from None
-    weights = model.parameters * recipe.rollout_weight_bytes
-    stall = weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall
     max_num_seqs = min(int(kv / shortest), grid.batches[-1])
     lines = iteration_lines(grid, max_num_seqs, contexts=(1.0, float(max(2, holds))), kv_tokens=float(kv))
     timing = EngineTiming(lines, prefill.per_token, prefill.per_token_context, per_turn=0.0)
     generated = sum(cls.share * cls.generated for cls in served)
     mean = sum(cls.share * cls.context_sum for cls in served) / generated if generated else 1.0
     together = max(2, min(max_num_seqs, recipe.batch, int(kv / max(1.0, mean))))
+    weights = model.parameters * recipe.rollout_weight_bytes
+    option = partial(
+        EngineOption,
+        shape=shape,
+        pool=nodes.name,
+        devices=grid.tp,
+        max_num_seqs=max_num_seqs,
+        holds=holds,
+        stall=weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall,
+    )
     return [
-        _batch_option(near, recipe, classes, shape, nodes.name, grid.tp, max_num_seqs, kv, holds, stall, factors)
+        option(**_batch_prices(near, recipe, classes, kv, factors))
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
     ]
 
 
-def _batch_option(
-    timing: EngineTiming,
-    recipe: Recipe,
-    classes: Sequence[TrajectoryClass],
-    shape: str,
-    pool: str,
-    devices: int,
-    max_num_seqs: int,
-    kv: int,
-    holds: int,
-    stall: float,
-    factors: BatchFactors,
-) -> EngineOption:
-    """The option of one timing: what work, caches and the longest trajectory take."""
+def _batch_prices(
+    timing: EngineTiming, recipe: Recipe, classes: Sequence[TrajectoryClass], kv: int, factors: BatchFactors
+) -> dict[str, Any]:
+    """The prices of an option by one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
     expected = [recipe.batch * cls.share for cls in classes]
     draws = [batches**_SHARED_WAIT * count for count in expected]
@@ -172,28 +160,22 @@ def _batch_option(
         [count * row for row in batch_work(timing, cls, kv, factors)]
         for count, cls in zip(expected, classes, strict=True)
     ]
-    option = EngineOption(
-        shape=shape,
-        pool=pool,
-        devices=devices,
-        max_num_seqs=max_num_seqs,
-        holds=holds,
-        stall=stall,
-        work=tuple(zip(*work, strict=True)),
-        refresh=tuple(refresh),
-        residence=upto[0],
-        generates=tuple(generates for generates, _ in lines),
-        waits=tuple(waits for _, waits in lines),
-    )
+    prices = {
+        "work": tuple(zip(*work, strict=True)),
+        "refresh": tuple(refresh),
+        "residence": upto[0],
+        "generates": tuple(generates for generates, _ in lines),
+        "waits": tuple(waits for _, waits in lines),
+    }
     refill_all = [count * refills(timing, cls, factors) for count, cls in zip(expected, classes, strict=True)]
     if not any(refill_all):
-        return option
+        return prices
     # Whatever the staleness: of batches that overlap most trajectories are finished while the longest go on.
     caches = [
         count * cls.context_sum / cls.generated / kv if cls.generated else 0.0
         for count, cls in zip(expected, classes, strict=True)
     ]
-    return replace(option, refill=tuple(refill_all), kv_occupancy=tuple(caches))
+    return {**prices, "refill": tuple(refill_all), "kv_occupancy": tuple(caches)}
 
 
 def _chords(upto: Sequence[Sequence[float]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:

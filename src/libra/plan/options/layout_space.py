@@ -52,7 +52,7 @@ def _expert_degrees(model: ModelSpec) -> list[int]:
     return _powers(min(EXPERT_GROUP, model.experts.count)) if model.experts else [1]
 
 
-def impossible(model: ModelSpec, nodes: NodeClass, devices: int) -> Iterator[tuple[str, str]]:
+def impossible(model: ModelSpec, nodes: NodeClass) -> Iterator[tuple[str, str]]:
     """Degrees, and shapes of a replica, that no layout can have: what, and why."""
     for tp in _powers(nodes.gpus):
         refusal = _tp_refusal(model, nodes, tp)
@@ -65,7 +65,7 @@ def impossible(model: ModelSpec, nodes: NodeClass, devices: int) -> Iterator[tup
         if model.experts and model.experts.count % ep:
             yield (f"ep{ep}", f"ep is {ep}; it must divide the {model.experts.count} experts")
     for tp, pp, cp in _replicas(model, nodes):
-        refusal = _replica_refusal(nodes, devices, tp * pp * cp)
+        refusal = _replica_refusal(nodes, tp * pp * cp)
         if refusal:
             yield (f"tp{tp} pp{pp} cp{cp}", refusal)
 
@@ -82,9 +82,9 @@ def _tp_refusal(model: ModelSpec, nodes: NodeClass, tp: int) -> str | None:
     return model.tp_refusal(tp)
 
 
-def _replica_refusal(nodes: NodeClass, devices: int, replica: int) -> str | None:
-    if replica > devices:
-        return f"a replica has {replica} devices; there are {devices}"
+def _replica_refusal(nodes: NodeClass, replica: int) -> str | None:
+    if replica > nodes.devices:
+        return f"a replica has {replica} devices; there are {nodes.devices}"
     if replica % nodes.gpus and (nodes.gpus % replica or replica & (replica - 1)):
         # Blocks of sizes that divide each other always fit in place when they fit by count; engines are powers of two.
         return (
@@ -94,7 +94,7 @@ def _replica_refusal(nodes: NodeClass, devices: int, replica: int) -> str | None
     return None
 
 
-def families_of(model: ModelSpec, nodes: NodeClass, devices: int, longest: int) -> LayoutTable:
+def families_of(model: ModelSpec, nodes: NodeClass, longest: int) -> LayoutTable:
     """All layouts but for dp, which is the least that they can have."""
     low, high = MICRO_TOKENS
     sizes = [longest]
@@ -103,7 +103,7 @@ def families_of(model: ModelSpec, nodes: NodeClass, devices: int, longest: int) 
     smaller = [longest // 4] if longest // 4 >= low else []
     rows = []
     for tp, pp, cp in _replicas(model, nodes):
-        if _replica_refusal(nodes, devices, tp * pp * cp):
+        if _replica_refusal(nodes, tp * pp * cp):
             continue
         shardings = (0, 1, 2) if pp == 1 else (0,)
         micro = sizes if pp == 1 else smaller + sizes

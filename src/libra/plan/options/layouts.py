@@ -10,40 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
-from libra.cost.sources.train_rates import TrainingRates, training_rates
+from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch, batch_of
 from libra.cost.train_memory import memory_columns
 from libra.cost.train_passes import Work
 from libra.cost.train_step import StepTable, step_table
-from libra.cost.transfer import weight_sync
-from libra.hardware.cluster import GPU, NodeClass
+from libra.cost.transfer import fabric, weight_sync
+from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import Array, LayoutTable, ParallelLayout
 from libra.lengths import TrajectoryClass
 from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
+from libra.plan.options.menu import Rejected, RejectionKind
 from libra.plan.problem import TrainingOption
-
-# Its devices or degrees do not suit nodes or model; it is too large at every dp; another is faster wherever it fits.
-RejectionKind = Literal["does not divide", "does not fit", "slower"]
 
 _GB = 1e9
 _ENDLESS = 1e12  # data-parallel ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A layout, a family of layouts that differ in dp ("dp*"), or a degree, and why it is no option."""
-
-    layout: str
-    kind: RejectionKind
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +47,26 @@ def training_layouts(
     nodes: NodeClass,
     recipe: Recipe,
     classes: Sequence[TrajectoryClass],
-    nodes_available: int,
-    rates: TrainingRates | None = None,
     held: Sequence[ParallelLayout] = (),
 ) -> Layouts:
     """Every number of devices of `nodes` with its fastest layout, for one optimiser step over `recipe.batch`
-    trajectories of `classes`; then the layouts that are `held` and fit, whatever is faster. `rates` replace the
-    published ones of the GPU, where it has been measured.
+    trajectories of `classes`; then the layouts that are `held` and fit, whatever is faster.
 
     `publish` of an option is the time to send the weights to engines on other nodes of the class, or on the same node
     where there is only one. No option at all is an answer: the caller says what would help.
     """
-    if not 1 <= nodes_available <= nodes.count:
-        raise ValueError(f"nodes_available is {nodes_available}; {nodes.name} has 1 to {nodes.count} nodes")
     work = Work(
         model=model,
         batch=batch_of(classes, recipe.batch),
         state=recipe.training_bytes,
         reference=recipe.reference,
         gpu=nodes.gpu,
-        rates=rates or training_rates(nodes.gpu, recipe.dtype),
+        rates=training_rates(nodes.gpu, recipe.dtype),
         fabric=fabric(nodes),
     )
-    devices = nodes_available * nodes.gpus
-    rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes, devices)]
-    families = families_of(model, nodes, devices, recipe.max_length)
-    counts = device_counts(nodes.gpus, nodes_available)
-    family, table = members_of(families, counts, recipe.batch)
+    rejected = [Rejected(name, "does not divide", reason) for name, reason in impossible(model, nodes)]
+    families = families_of(model, nodes, recipe.max_length)
+    family, table = members_of(families, device_counts(nodes.gpus, nodes.count), recipe.batch)
 
     def memory(layouts: LayoutTable) -> Mapping[str, Array]:
         return memory_columns(model, layouts, recipe.max_length, nodes.gpu.memory, work.state, work.reference)
@@ -99,6 +79,15 @@ def training_layouts(
 
     options: list[TrainingOption] = []
     chosen: dict[tuple[str, int], ParallelLayout] = {}
+
+    def choose(layout: ParallelLayout, seconds: float) -> None:
+        # Replicas of one family are alike, however many there are: more of them join those that run.
+        name = f"{nodes.name}/{layout.family}"
+        chosen[name, layout.dp] = layout
+        publish = _publish_seconds(work, recipe, layout, nodes)
+        tail = _tail_seconds(work, recipe, classes, layout, seconds)
+        options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish, tail))
+
     kept = np.zeros(len(priced), dtype=bool)
     for row, price in best.items():
         layout = priced.layout(row)
@@ -106,24 +95,14 @@ def training_layouts(
             reason = f"takes {price:.4g} s on {layout.devices} devices; {options[-1].layout} is as fast on fewer"
             rejected.append(Rejected(layout.name, "slower", reason))
             continue
-        # Replicas of one family are alike, however many there are: more of them join those that run.
-        name = f"{nodes.name}/{layout.family}"
         kept[row] = True
-        chosen[name, layout.dp] = layout
-        publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
-        tail = _tail_seconds(work, recipe, classes, layout, price)
-        options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, price, publish, tail))
+        choose(layout, price)
     for layout in held:
-        name = f"{nodes.name}/{layout.family}"
         table = LayoutTable.of([layout])
-        small_enough = layout.devices <= devices and _total(memory(table))[0] <= nodes.gpu.memory
-        if (name, layout.dp) not in chosen and small_enough:
-            chosen[name, layout.dp] = layout
-            seconds = step_table(work, table).seconds(0)
-            publish = _publish_seconds(work, recipe, layout, nodes, nodes_available)
-            tail = _tail_seconds(work, recipe, classes, layout, seconds)
-            options.append(TrainingOption(name, nodes.name, layout.devices, layout.dp, seconds, publish, tail))
-    too_large = _too_large(families, memory, nodes.gpu, devices, recipe.batch)
+        small_enough = layout.devices <= nodes.devices and _total(memory(table))[0] <= nodes.gpu.memory
+        if (f"{nodes.name}/{layout.family}", layout.dp) not in chosen and small_enough:
+            choose(layout, step_table(work, table).seconds(0))
+    too_large = _too_large(families, memory, nodes, recipe.batch)
     slower = _slower(priced, owner, used, steps.total, best, kept)
     chosen_families = set(owner[kept].tolist())
     for at in range(len(families)):
@@ -149,11 +128,9 @@ def _tail_seconds(
     return min(seconds, step_table(replace(work, batch=last), LayoutTable.of([layout])).seconds(0))
 
 
-def _publish_seconds(
-    work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass, nodes_available: int
-) -> float:
+def _publish_seconds(work: Work, recipe: Recipe, layout: ParallelLayout, nodes: NodeClass) -> float:
     trainers = layout.devices / nodes.gpus
-    engines = 0.0 if nodes_available == 1 else max(1.0, nodes_available - trainers)
+    engines = 0.0 if nodes.count == 1 else max(1.0, nodes.count - trainers)
     return weight_sync(work.model.parameters * recipe.rollout_weight_bytes, trainers, engines, work.fabric).publish
 
 
@@ -185,19 +162,18 @@ def _fastest(used: Array, steps: StepTable) -> dict[int, float]:
 def _too_large(
     families: LayoutTable,
     memory: Callable[[LayoutTable], Mapping[str, Array]],
-    gpu: GPU,
-    devices: int,
+    nodes: NodeClass,
     batch: int,
 ) -> dict[int, str]:
     """Families that do not fit at every dp: at which one they begin to, and what is in the way before."""
-    unit = families.dp
+    unit, gpu = families.dp, nodes.gpu
     one, endless = (_total(memory(families.with_dp(np.full(len(families), dp)))) for dp in (1.0, _ENDLESS))
     room = gpu.memory - endless
     # What data-parallel ranks divide falls as 1 / dp; the rest stays.
     with np.errstate(divide="ignore", invalid="ignore"):
         least = np.where(room > 0, np.ceil(np.maximum(0.0, one - endless) / room - 1e-9), np.inf)
     least = np.maximum(1.0, np.ceil(least / unit)) * unit
-    limit = np.minimum(batch, devices // families.replica_devices)
+    limit = np.minimum(batch, nodes.devices // families.replica_devices)
     at = np.flatnonzero(least > np.minimum(unit, limit))
     shown = np.maximum(1.0, np.minimum(least[at] - unit[at], limit[at]))
     items = memory(families.take(at).with_dp(shown))
@@ -214,7 +190,7 @@ def _too_large(
             )
         else:
             reason = f"ep {families.ep[row]:.0f} needs a dp of {unit[row]:.0f} or more"
-        reasons[row] = f"{reason}; {_remedy(least[row], limit[row], replicas[row], devices, batch)}"
+        reasons[row] = f"{reason}; {_remedy(least[row], limit[row], replicas[row], nodes.devices, batch)}"
     return reasons
 
 

@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.plan.allocation import Allocation
-from libra.plan.problem import Bottleneck, EngineOption, Prediction, Problem, TrainingOption
+from libra.plan.problem import (
+    Bottleneck,
+    EngineOption,
+    Prediction,
+    Problem,
+    Proof,
+    Solution,
+    SolverStatus,
+    TrainingOption,
+)
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -34,6 +43,13 @@ def training_option(problem: Problem, allocation: Allocation) -> TrainingOption 
     """The option that the allocation trains with, or None if it is not on the menu."""
     wanted = (allocation.layout, allocation.replicas)
     return next((option for option in problem.training if (option.layout, option.replicas) == wanted), None)
+
+
+def own_training(problem: Problem, allocation: Allocation) -> TrainingOption:
+    """The option that an allocation that fits trains with."""
+    option = training_option(problem, allocation)
+    assert option is not None
+    return option
 
 
 def devices_used(problem: Problem, allocation: Allocation) -> dict[str, tuple[int, int]]:
@@ -90,14 +106,23 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     reason = infeasibility(problem, allocation)
     if reason is not None:
         raise ValueError(f"an allocation that does not fit has no price: {reason}")
-    training = training_option(problem, allocation)
-    assert training is not None  # it fits
+    training = own_training(problem, allocation)
     prices = bucket_prices(problem, allocation)
     rollout = max(bucket.load for bucket in prices)
     latency = max(bucket_latency(problem, training, bucket) for bucket in prices)
     step = max(rollout, training.seconds, latency)
     parts = _parts(problem, training, prices)
     return Prediction(step, rollout, training.seconds, latency, max(parts, key=lambda name: parts[name]))
+
+
+def solution(
+    problem: Problem, allocation: Allocation, bound: float = 0.0, status: SolverStatus = "feasible"
+) -> Solution:
+    """An allocation that fits with its price, where it is proven that no step is shorter than `bound` seconds."""
+    predicted = price(problem, allocation)
+    bound = min(bound, predicted.step)
+    gap = 1 - bound / predicted.step if predicted.step > 0 else 0.0
+    return Solution(allocation, predicted, Proof(status, bound, gap))
 
 
 def step_parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
@@ -107,8 +132,7 @@ def step_parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, flo
     and what others slow it by; training after it; publication, with the changes of side of colocated devices. Each is
     divided by 1 + staleness, as so many batches are under way. Another step is as long as training, or as generation.
     """
-    training = training_option(problem, allocation)
-    assert training is not None
+    training = own_training(problem, allocation)
     return _parts(problem, training, bucket_prices(problem, allocation))
 
 
@@ -143,8 +167,7 @@ def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice
 
 def bucket_prices(problem: Problem, allocation: Allocation) -> tuple[BucketPrice, ...]:
     """Each bucket of an allocation that fits, with the option of its shape under which it delays the step least."""
-    training = training_option(problem, allocation)
-    assert training is not None
+    training = own_training(problem, allocation)
     tried = problem.current is not None and problem.current.ranges == allocation.ranges
     routers = np.array(problem.recall_known if tried else problem.recall_possible)
     peaks = np.array(problem.peaks)

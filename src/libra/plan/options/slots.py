@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from libra.config.run import PlannerConfig, RunConfig, ShapeConfig
+from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile
-from libra.cost.engine_facts import BLOCK_TOKENS
+from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.rollout import concurrency, measured_timing, residence, work
-from libra.cost.train import step_seconds
 from libra.hardware.model import require_at_least
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import ONE_DEVICE, Allocation
-from libra.plan.options.classes import check_classes, present, reach
+from libra.plan.options.menu import Menu, check_classes, present, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 _POOL = "slots"
@@ -103,7 +102,7 @@ class SlotRequest:
         if any(short.max_model_len > long.max_model_len for short, long in pairwise(self.shapes)):
             raise ValueError("shapes are not ordered; sort them by max_model_len, shortest first")
 
-    def problem(self) -> Problem:
+    def menu(self) -> Menu:
         """Everything that could be chosen, priced. Raises `InfeasiblePlanError` when nobody may train or generate."""
         fleet, workload = self.fleet, self.workload
         if fleet.core < 1:
@@ -117,7 +116,7 @@ class SlotRequest:
                 "add a device to fleet.hybrid or fleet.rollout"
             )
         routers = reach(workload.classes, workload.router_hit)
-        return Problem(
+        problem = Problem(
             pools=(Pool(_POOL, fleet.devices, 1),),
             engines=tuple(option for shape in self.shapes for option in self._engine_options(shape)),
             training=tuple(self._training_option(r) for r in range(fleet.core, fleet.core + fleet.hybrid + 1)),
@@ -131,6 +130,7 @@ class SlotRequest:
             one_bucket_per_shape=True,
             current=self.current,
         )
+        return Menu(problem)
 
     def _engine_options(self, shape: EngineShape) -> list[EngineOption]:
         """One option for each number of sequences that may come to decode together, when so many engines share what is
@@ -165,7 +165,7 @@ class SlotRequest:
 
     def _training_option(self, replicas: int) -> TrainingOption:
         tokens = self.workload.trajectories * self.workload.train_tokens
-        seconds = step_seconds(self.profile.train, tokens, replicas)
+        seconds = self.profile.train.step_seconds(tokens, replicas)
         return TrainingOption(ONE_DEVICE, _POOL, devices=replicas, replicas=replicas, seconds=seconds, publish=0.0)
 
 
@@ -191,7 +191,8 @@ def longest_context(engines: Mapping[str, ShapeConfig]) -> int:
 
 
 def make_request(
-    config: RunConfig,
+    training: TrainingConfig,
+    engines: Mapping[str, ShapeConfig],
     classes: tuple[TrajectoryClass, ...],
     profile: DeviceProfile,
     *,
@@ -203,17 +204,16 @@ def make_request(
 ) -> SlotRequest:
     """The question for work of these classes. The keyword arguments are fields of `SlotRequest` and `StepWorkload`.
     Raises ValueError where no engine size holds one of the classes."""
-    training = config.training
     return SlotRequest(
         fleet=fleet,
-        shapes=engine_shapes(config.engines),
+        shapes=engine_shapes(engines),
         profile=profile,
         workload=StepWorkload(
             trajectories=training.trajectories,
             group_size=training.samples_per_prompt,
             max_staleness=training.max_staleness,
             max_turn_tokens=max_turn_tokens,
-            longest_context=longest_context(config.engines),
+            longest_context=longest_context(engines),
             train_tokens=train_tokens,
             router_hit=router_hit,
             classes=classes,

@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 from libra.sim.clock import seconds, ticks
-from libra.sim.engine.chain import Chain
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 _STREAM_SECONDS = 0.02  # between two pieces of a stream
 _ROUNDING = 1e-9  # seconds: loop times are floats, and must not fall before the tick
@@ -43,10 +42,6 @@ class WallClock:
     def at(self, tick: int, call: Callable[[], None]) -> asyncio.TimerHandle:
         """Call once this tick has passed."""
         return self._loop.call_at(self._origin + seconds(tick) / self._speed + _ROUNDING, call)
-
-
-class RefusedError(ValueError):
-    """The engine can never serve the request; the message says why."""
 
 
 class LiveEngine:
@@ -81,12 +76,12 @@ class LiveEngine:
         return self._engine.pool.held / self._engine.pool.blocks
 
     def submit(self, chain: Chain, prompt_tokens: int, output_tokens: int, priority: int = 0) -> Request:
-        """Raises `RefusedError`."""
+        """Raises ValueError where the engine can never serve the request."""
         now = self._catch_up()
         request = Request(next(self._numbers), now, prompt_tokens, output_tokens, chain=chain, priority=priority)
         self._engine.submit(request, now)
         if request.status == "refused":
-            raise RefusedError(request.reason)
+            raise ValueError(request.reason)
         self._ends[request] = asyncio.get_running_loop().create_future()
         self._reschedule(now)
         return request
@@ -146,7 +141,7 @@ class LiveEngine:
         now, engine = self._clock.now(), self._engine
         while True:
             if self._undecided is not None and self._undecided < now:
-                self._plan(self._undecided)
+                self._plan()
             if not engine.busy or engine.end > now:
                 return now
             self._undecided = engine.end
@@ -163,8 +158,7 @@ class LiveEngine:
 
     def _wake(self) -> None:
         self._catch_up()
-        if self._undecided is not None:
-            self._plan(self._undecided)
+        self._plan()
         self._wake_by(self._clock.at(self._engine.end, self._wake) if self._engine.busy else None)
 
     def _wake_by(self, timer: asyncio.Handle | None) -> None:
@@ -172,8 +166,9 @@ class LiveEngine:
             self._timer.cancel()
         self._timer = timer
 
-    def _plan(self, tick: int) -> None:
-        self._engine.plan(tick)
+    def _plan(self) -> None:
+        if self._undecided is not None:
+            self._engine.plan(self._undecided)
         self._undecided = None
 
     # Waiters

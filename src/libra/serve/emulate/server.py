@@ -18,10 +18,9 @@ from prometheus_client.metrics_core import Metric
 
 from libra.serve.emulate.live_engine import LiveEngine, WallClock
 from libra.serve.emulate.openai import Answer, GenerationRequest, parse
-from libra.serve.http import RefusedRequest, body_of, in_openai_shape, metrics, refused
-from libra.sim.engine.chain import Chain
+from libra.serve.http import RefusedRequest, body_of, in_openai_shape, metrics_response, refused
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 
 _LARGEST_BODY, _BODY_BASE, _BODY_PER_TOKEN = 64 * 2**20, 2**20, 64  # bytes; a longer body holds no prompt that fits
 _METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
@@ -67,7 +66,7 @@ class Emulator:
         return web.Response()
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return metrics(_families(self.engines))
+        return metrics_response(_families(self.engines))
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response({"engines": [{"name": name, "path": f"/engines/{name}/v1"} for name in self.engines]})

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from libra.config.yaml_file import Section, read_section, refusal
-from libra.route import cmlfq
 from libra.route.catalogue import policy_named
+from libra.route.cmlfq import CMLFQ
 
 _EXAMPLE = "examples/gateway.yaml"
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -116,7 +116,7 @@ class GatewayConfig(Section):
 
     engines: tuple[UpstreamSection, ...] = Field(min_length=1)
     limits: tuple[_Count, ...] | None = None  # largest final context of each bucket; None: one bucket
-    route: str = cmlfq.NAME
+    route: str = CMLFQ.NAME
     sticky: Annotated[bool, Field(strict=True)] = True
     turn_tokens: _Count = 1024  # room that one turn needs beyond its context
     priorities: Annotated[bool, Field(strict=True)] = (

@@ -28,7 +28,7 @@ from libra.serve.gateway.upstreams import (
     Upstream,
     Upstreams,
 )
-from libra.serve.http import CONNECTIONS, RefusedRequest, body_of, in_openai_shape, metrics, refused
+from libra.serve.http import CONNECTIONS, RefusedRequest, body_of, in_openai_shape, metrics_response, refused
 from libra.trajectory import Trajectory
 
 _LARGEST_BODY = 64 * 2**20  # bytes
@@ -129,7 +129,7 @@ class Gateway:
         began = self._loop.time()
         try:
             body = read_turn(raw)
-            context, room = self._needed(body)
+            context, room = body.needs(self.upstreams.longest, self._config.turn_tokens)
             libra = body.libra
             told = libra or LibraField(f"turn {next(self._single)}")
             id, prompt = told.trajectory, told.trajectory if told.prompt is None else told.prompt
@@ -149,18 +149,6 @@ class Gateway:
             if libra is None:  # it has no other turn
                 self.trajectories.forget(id)
                 self._policy.forget(id)
-
-    def _needed(self, body: TurnBody) -> tuple[int, int]:
-        """Tokens of its context, and of the room beyond. Raises ValueError for a turn that no engine can ever hold."""
-        context, counted = body.prompt_tokens()
-        longest, most = self.upstreams.longest, body.most_tokens
-        if (context if counted else 1) + (most or 1) > longest:
-            prompt = f"a prompt of {context} tokens" if counted else "a prompt"
-            raise ValueError(
-                f"{prompt} with max_tokens {most or 1} is more than any engine holds: the longest context is {longest}"
-            )
-        context = min(context, longest - (most or 1))  # a guess must not refuse: the engine counts
-        return context, most or max(1, min(self._config.turn_tokens, longest - context))
 
     async def _route(
         self,
@@ -296,7 +284,7 @@ class Gateway:
         return web.Response(status=200 if self.upstreams.instances else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return metrics(self._families())
+        return metrics_response(self._families())
 
     def _families(self) -> Iterator[Metric]:
         for counter in fields(self.counts):

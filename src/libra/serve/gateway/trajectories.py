@@ -52,16 +52,22 @@ class TurnBody(msgspec.Struct):
     libra: LibraField | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        """Limit on generated tokens; None: the body gives none."""
-        for value in (self.max_completion_tokens, self.max_tokens):
-            if type(value) is int and value >= 1:
-                return value
-        return None
-
-    @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.get("include_usage"))
+
+    def needs(self, longest: int, usual: int) -> tuple[int, int]:
+        """Tokens of its context, and of the room beyond: `usual` where the body gives no limit. Raises ValueError for
+        a turn that no engine of `longest` tokens can ever hold."""
+        limits = (self.max_completion_tokens, self.max_tokens)
+        most: int | None = next((it for it in limits if type(it) is int and it >= 1), None)
+        context, counted = self.prompt_tokens()
+        if (context if counted else 1) + (most or 1) > longest:
+            prompt = f"a prompt of {context} tokens" if counted else "a prompt"
+            raise ValueError(
+                f"{prompt} with max_tokens {most or 1} is more than any engine holds: the longest context is {longest}"
+            )
+        context = min(context, longest - (most or 1))  # a guess must not refuse: the engine counts
+        return context, most or max(1, min(usual, longest - context))
 
     def prompt_tokens(self) -> tuple[int, bool]:
         """Tokens, and whether that is exact: it is for a prompt of token ids; text is guessed by its length."""

@@ -7,8 +7,25 @@ is findable of a context is always its beginning, without a gap.
 
 from __future__ import annotations
 
-from libra.sim.engine.blocks import Context, FreeQueue, Owner, Path, Run
-from libra.sim.engine.chain import Chain
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from libra.sim.engine.request import Chain, Owner, Path, Request
+
+_END = 1 << 62  # of a context: it has none
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks `low` to `high` (exclusive) of an owner's context that have the same holders and were let go together.
+
+    Without an owner: so many blocks that nobody will ask for.
+    """
+
+    owner: Owner | None
+    low: int
+    high: int
+    holders: int
 
 
 class BlockPool:
@@ -17,7 +34,7 @@ class BlockPool:
     A context's blocks are let go from the last to the first, so a prefix outlives what follows it.
     """
 
-    __slots__ = ("_copies", "_free", "_runs", "blank", "block_size", "blocks", "caching", "findable")
+    __slots__ = ("_copies", "_free", "_own_copies", "_runs", "blank", "block_size", "blocks", "caching", "findable")
 
     def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
         self.blocks = blocks
@@ -25,9 +42,10 @@ class BlockPool:
         self.caching = caching
         self.blank = blocks  # free, with no tokens that anyone could ask for
         self.findable = 0  # free, with known tokens
-        self._free = FreeQueue()
+        self._free: OrderedDict[Run, None] = OrderedDict()  # nobody holds them; least recently let go first
         self._runs: dict[Owner, list[Run]] = {}  # in the order of blocks, without a gap
         self._copies: dict[Owner, dict[int, list[Run]]] = {}  # further copies of a block, oldest first
+        self._own_copies: dict[Request, Run] = {}  # a block that it computed although another copy of it was found
 
     @property
     def free(self) -> int:
@@ -40,18 +58,15 @@ class BlockPool:
     def path(self, context: Owner) -> Path:
         """Who owns the blocks of a request's context, or of a chain's. A block that only begins as the parent's is the
         child's own."""
-        chain = context if isinstance(context, Chain) else context.chain
-        if chain is None:
-            return ((context, 0),)
-        if chain.parent is None:
-            return ((chain, 0),)
-        path: list[tuple[Owner, int]] = []
-        end = None
-        link: Chain | None = chain
+        link = context if isinstance(context, Chain) else context.chain
+        if link is None or link.parent is None:
+            return ((link or context, 0, _END),)
+        path: list[tuple[Owner, int, int]] = []
+        end = _END
         while link is not None:
             start = link.fork // self.block_size
-            if end is None or start < end:
-                path.append((link, start))
+            if start < end:
+                path.append((link, start, end))
                 end = start
             link = link.parent
         return tuple(reversed(path))
@@ -63,9 +78,9 @@ class BlockPool:
     def find(self, path: Path, most: int) -> tuple[int, int]:
         """(blocks found from the beginning of a context, at most `most`; how many of them nobody holds)."""
         found = unheld = 0
-        last = len(path) - 1
-        for place, (owner, _) in enumerate(path):
-            end = most if place == last else min(most, path[place + 1][1])
+        for owner, _, end in path:
+            if end > most:
+                end = most
             for run in self._runs.get(owner, ()):
                 if run.low >= end:
                     break
@@ -79,23 +94,23 @@ class BlockPool:
 
     def hold(self, path: Path, blocks: int) -> None:
         """Hold the first `blocks` blocks of a context, which were found."""
-        last = len(path) - 1
-        for place, (owner, start) in enumerate(path):
-            end = blocks if place == last else min(blocks, path[place + 1][1])
-            if start >= end:
+        for owner, start, end in path:
+            if start >= blocks:
                 break
+            if end > blocks:
+                end = blocks
             runs = self._runs[owner]
             for index, run in enumerate(runs):
                 if run.low >= end:
                     break
-                if run.high > end:
-                    rest = Run(owner, end, run.high, run.holders)
-                    runs.insert(index + 1, rest)
+                if run.high > end:  # the rest stays as it is
                     if not run.holders:
-                        self._free.insert_before(rest, run)
-                    run.high = end
+                        self.findable -= end - run.low
+                    runs.insert(index, Run(owner, run.low, end, run.holders + 1))
+                    run.low = end
+                    break
                 if not run.holders:
-                    self._free.unlink(run)
+                    del self._free[run]
                     self.findable -= run.high - run.low
                 run.holders += 1
 
@@ -106,29 +121,57 @@ class BlockPool:
             self.blank = blank - blocks
             return
         self.blank = 0
-        self._forget(blocks - blank)
-
-    def write(self, context: Context, path: Path, low: int, high: int) -> None:
-        """Blocks `low` to `high` of a context that is held are full of tokens now: others may find them."""
-        last = len(path) - 1
-        for place, (owner, start) in enumerate(path):
-            end = high if place == last else min(high, path[place + 1][1])
-            begin = low if low > start else start
-            if begin >= end:
+        blocks -= blank
+        self.findable -= blocks
+        while blocks:
+            run = next(iter(self._free), None)
+            if run is None:
+                raise ValueError(f"{blocks} blocks are asked for that are not free")
+            owner = run.owner
+            if self._copies and owner in self._copies:
+                self._forget_last(run)
+                blocks -= 1
                 continue
+            size = run.high - run.low
+            if size > blocks:
+                run.high -= blocks
+                return
+            blocks -= size
+            del self._free[run]
+            if owner is None:
+                continue
+            runs = self._runs[owner]
+            if runs[-1] is not run:
+                raise AssertionError(f"{owner}: block {run.low} is forgotten before those that follow it")
+            runs.pop()
+            if not runs:
+                del self._runs[owner]
+
+    def write(self, request: Request, full: int) -> None:
+        """The first `full` blocks of a request, which it holds, are full of its tokens now: others may find them."""
+        written, request.written = request.written, full
+        own_copy = request in self._own_copies
+        for owner, start, end in request.path:
+            if end <= written:
+                continue
+            if start >= full:
+                break
+            begin = start if start > written else written
+            if end > full:
+                end = full
             runs = self._runs.get(owner)
             if runs is None:
                 self._runs[owner] = [Run(owner, begin, end, 1)]
                 continue
             newest = runs[-1]
             if newest.high == begin:
-                if newest.holders == 1 and context.own_copy is None:
+                if newest.holders == 1 and not own_copy:
                     newest.high = end
                 else:
                     runs.append(Run(owner, begin, end, 1))
-            elif end == begin + 1 and begin < newest.high and context.own_copy is None:
+            elif end == begin + 1 and begin < newest.high and not own_copy:
                 # The whole prompt was found, and its last block is computed again for the logits.
-                copy = context.own_copy = Run(owner, begin, end, 1)
+                copy = self._own_copies[request] = Run(owner, begin, end, 1)
                 self._copies.setdefault(owner, {}).setdefault(begin, []).append(copy)
             else:
                 raise ValueError(
@@ -147,58 +190,47 @@ class BlockPool:
         self.hold(path, found)
         here = found + min(blocks - found, self.free)
         self.take(here - found)
-        last = len(path) - 1
-        for place, (owner, start) in enumerate(path):
-            end = here if place == last else min(here, path[place + 1][1])
-            begin = max(found, start)
+        for owner, start, end in path:
+            begin, end = max(start, found), min(end, here)
             if begin < end:
                 self._runs.setdefault(owner, []).append(Run(owner, begin, end, 1))
         self._let_go(path, here, None)
         return here
 
-    def release(self, context: Context, path: Path, written: int, held: int) -> None:
-        """Let go of the `held` blocks of a context, of which the first `written` are full of known tokens."""
-        self.blank += held - written
-        self._let_go(path, written, context.own_copy)
-        context.own_copy = None
+    def release(self, request: Request, held: int) -> None:
+        """Let go of the `held` blocks of a request; those that it has written stay findable."""
+        self.blank += held - request.written
+        self._let_go(request.path, request.written, self._own_copies.pop(request, None))
 
     def _let_go(self, path: Path, blocks: int, copy: Run | None) -> None:
         """One holder less of the first `blocks` blocks of a context; of one of them it may have held a copy."""
-        end = blocks
-        for owner, start in reversed(path):
-            if start >= end:
+        free = self._free
+        for owner, start, end in reversed(path):
+            if start >= blocks:
                 continue
+            if end > blocks:
+                end = blocks
             runs = self._runs[owner]
-            index = len(runs) - 1
-            while runs[index].low >= end:
-                index -= 1
-            while index >= 0:
+            last = len(runs) - 1
+            while runs[last].low >= end:
+                last -= 1
+            for index in range(last, -1, -1):
                 run = runs[index]
-                if copy is not None and copy.owner is owner and copy.low == run.low:
-                    copy.holders -= 1
+                if copy is not None and copy.owner is owner and copy.low == run.low and copy is not run:
+                    copy.holders -= 1  # the other copy has other holders
                     if not copy.holders:
-                        self._let_go_last(copy)
-                    if copy is not run:  # the other copy has other holders
-                        index -= 1
-                        continue
-                else:
-                    run.holders -= 1
-                    if not run.holders:
-                        self._let_go_last(run)
-                newest = run.before
-                if (
-                    not run.holders
-                    and newest is not None
-                    and newest.low == run.high
-                    and newest.owner is owner
-                    and index + 1 < len(runs)
-                    and runs[index + 1] is newest
-                ):
+                        self.findable += 1
+                        free[copy] = None
+                    continue
+                run.holders -= 1
+                if run.holders:
+                    continue
+                self.findable += run.high - run.low
+                if index + 1 < len(runs) and free and runs[index + 1] is next(reversed(free)):
+                    newest, _ = free.popitem()
                     run.high = newest.high
-                    self._free.unlink(newest)
                     del runs[index + 1]
-                index -= 1
-            end = start
+                free[run] = None
 
     def discard(self, full: int, held: int) -> None:
         """Let go of `held` blocks that nobody will ask for, of which the first `full` are full.
@@ -208,47 +240,21 @@ class BlockPool:
         self.blank += held - full
         if not full:
             return
-        newest = self._free.newest
+        self.findable += full
+        newest = next(reversed(self._free), None)
         if newest is not None and newest.owner is None:
             newest.high += full
-            self.findable += full
         else:
-            self._let_go_last(Run(None, 0, full, 0))
+            self._free[Run(None, 0, full, 0)] = None
 
     def clear(self) -> None:
         """Forget all tokens. Nobody may hold a block."""
         if self.free != self.blocks:
             raise ValueError(f"{self.blocks - self.free} blocks are held: release them before the cache is cleared")
         self.blank, self.findable = self.blocks, 0
-        self._free = FreeQueue()
+        self._free.clear()
         self._runs.clear()
         self._copies.clear()
-
-    def _forget(self, blocks: int) -> None:
-        self.findable -= blocks
-        while blocks:
-            run = self._free.oldest
-            if run is None:
-                raise ValueError(f"{blocks} blocks are asked for that are not free")
-            owner = run.owner
-            if self._copies and owner in self._copies:
-                self._forget_last(run)
-                blocks -= 1
-                continue
-            size = run.high - run.low
-            if size > blocks:
-                run.high -= blocks
-                return
-            blocks -= size
-            self._free.unlink(run)
-            if owner is None:
-                continue
-            runs = self._runs[owner]
-            if runs[-1] is not run:
-                raise AssertionError(f"{owner}: block {run.low} is forgotten before those that follow it")
-            runs.pop()
-            if not runs:
-                del self._runs[owner]
 
     def _forget_last(self, run: Run) -> None:
         """Forget the last block of a run of an owner that has copies."""
@@ -261,12 +267,12 @@ class BlockPool:
         main = next(index for index, other in enumerate(runs) if other.low <= block < other.high)
         if runs[main] is not run:  # a copy
             assert others is not None
-            self._free.unlink(run)
+            del self._free[run]
             others.remove(run)
         else:
             run.high = block
             if run.low == block:
-                self._free.unlink(run)
+                del self._free[run]
                 del runs[main]
                 main -= 1
             if others:
@@ -279,8 +285,3 @@ class BlockPool:
             del copies[block]
             if not copies:
                 del self._copies[owner]
-
-    def _let_go_last(self, run: Run) -> None:
-        """Nobody holds it any more: it is reused last."""
-        self.findable += run.high - run.low
-        self._free.append(run)

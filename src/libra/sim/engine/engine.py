@@ -7,19 +7,18 @@ nobody outside can tell.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from libra.sim.clock import TICKS
-from libra.sim.engine.admission import refusal
-from libra.sim.engine.arriving import cached_blocks, take_in
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.iteration_cost import IterationCost
+from libra.sim.engine.admission import cached_blocks, refusal, take_in
 from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settle
 from libra.sim.engine.preemption import leave, mark, refresh
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
 from libra.sim.engine.scheduler import Pause, Scheduler
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SimEngine(Scheduler):
     """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
 
@@ -32,16 +31,12 @@ class SimEngine(Scheduler):
     unfinished, with the last plan. Both are cleared by the next commit or plan, whichever comes first.
     """
 
-    __slots__ = ("_due", "_pause", "closed", "closing", "open", "paused_ticks")
-
-    def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
-        super().__init__(config, cost, index, exact=exact)
-        self.open = False  # may decide on more before `end`
-        self.closing = False  # takes no more work
-        self.closed = False  # and has none
-        self.paused_ticks = 0
-        self._due: list[Pause] = []
-        self._pause: Pause | None = None
+    open: bool = field(default=False, init=False)  # may decide on more before `end`
+    closing: bool = field(default=False, init=False)  # takes no more work
+    closed: bool = field(default=False, init=False)  # and has none
+    paused_ticks: int = field(default=0, init=False)
+    _due: list[Pause] = field(default_factory=list, init=False)
+    _pause: Pause | None = field(default=None, init=False)
 
     # What comes from outside
 
@@ -230,7 +225,7 @@ class SimEngine(Scheduler):
         elif self._pause is None:
             self._pause = self._due.pop(0)
             self.start = now
-            self.end = self._pause.until(now)
+            self.end = now + self._pause.ticks
         self.busy, self.open = True, False
         return self.end
 

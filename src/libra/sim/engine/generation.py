@@ -7,105 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from typing import Protocol
 
 from libra.sim.engine.iteration_cost import DecodeBatch
 from libra.sim.engine.request import Request
-
-
-class Generation(Protocol):
-    """The requests of a batch that generate, and how fast they do.
-
-    `asks` has whoever is to be asked about, at least; it is empty where nobody is.
-    """
-
-    count: int  # requests
-    context: int  # sum of the tokens that they attend to in the next iteration, the new ones too
-    asks: list[tuple[int, int, Request]]
-
-    def batch(self, requests: int) -> DecodeBatch:
-        """What the next iteration decodes if so many requests are in it."""
-        ...
-
-    def add(self, request: Request) -> None:
-        """From the next iteration on: its prompt is computed, and its first token (or the next one) is known."""
-        ...
-
-    def remove(self, request: Request) -> int:
-        """Returns its computed tokens."""
-        ...
-
-    def computed(self, request: Request) -> int:
-        """Tokens whose KV there is before the next iteration."""
-        ...
-
-    def generated(self, request: Request) -> int:
-        """Tokens before the next iteration."""
-        ...
-
-    def needs(self, request: Request) -> int:
-        """Blocks that it needs for the next iteration."""
-        ...
-
-    def stall(self, requests: set[Request]) -> None:
-        """They generate nothing in the next iteration: everything of theirs is one iteration later."""
-        ...
-
-    def attended(self, requests: Iterable[Request]) -> int:
-        """Sum of the tokens that these attend to in the next iteration."""
-        ...
-
-    def demand(self, steps: int = 1) -> int:
-        """Blocks that the next iterations need."""
-        ...
-
-    def affordable(self, steps: int, blocks: int) -> int:
-        """How many of the next `steps` iterations `blocks` blocks last for."""
-        ...
-
-    def steps_to_end(self) -> int:
-        """Iterations until the first one has generated its last token. There must be one."""
-        ...
-
-    def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until it has generated so many tokens."""
-        ...
-
-    def ask(self, request: Request) -> None:
-        """Its `ask_at` is new, or comes in another iteration than before. Who ends with that token is not asked."""
-        ...
-
-    def steps_to_ask(self, most: int) -> int:
-        """Iterations until the first one has generated its `ask_at` tokens; `most` if that is later."""
-        ...
-
-    def advance(self, steps: int) -> list[Request]:
-        """These iterations are done. Returns whose last one was among them, in the order of admission: they are still
-        here."""
-        ...
-
-    def reached(self) -> list[Request]:
-        """Who has generated its `ask_at` tokens by now, in the order of admission; each is told once."""
-        ...
-
 
 _KEPT = 1024
 _BATCHES = [DecodeBatch(requests) for requests in range(_KEPT)]  # one is asked for at every event
 
 
-class Even:
-    """A token each in every iteration, so that any number of iterations costs as much as one.
+class Generation:
+    """The requests of a batch that generate: a token each in every iteration, so that any number of iterations costs as
+    much as one.
 
     What changes with each iteration is kept in sums for all requests, and of one request only differences to the count
-    of iterations.
+    of iterations. `asks` has whoever is to be asked about, at least; it is empty where nobody is.
     """
 
     __slots__ = ("_ends", "_phases", "_size", "_stalled", "asks", "context", "count", "iteration")
 
     def __init__(self, block_size: int) -> None:
         self.iteration = 0  # the next one
-        self.count = 0
-        self.context = 0
+        self.count = 0  # requests
+        self.context = 0  # sum of the tokens that they attend to in the next iteration, the new ones too
         self._size = block_size
         self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
@@ -113,9 +36,11 @@ class Even:
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
 
     def batch(self, requests: int) -> DecodeBatch:
+        """What the next iteration decodes if so many requests are in it."""
         return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
 
     def add(self, request: Request) -> None:
+        """From the next iteration on: its prompt is computed, and its first token (or the next one) is known."""
         iteration, tokens = self.iteration, request.target
         request.offset = offset = tokens - iteration
         request.last = last = iteration + request.output_tokens - request.generated - 1
@@ -127,6 +52,7 @@ class Even:
             self.ask(request)
 
     def remove(self, request: Request) -> int:
+        """Returns its computed tokens."""
         offset = request.offset
         tokens = offset + self.iteration
         self.context -= tokens + 1
@@ -138,15 +64,19 @@ class Even:
         return tokens
 
     def computed(self, request: Request) -> int:
+        """Tokens whose KV there is before the next iteration."""
         return request.offset + self.iteration
 
     def generated(self, request: Request) -> int:
+        """Tokens before the next iteration."""
         return request.output_tokens - (request.last + 1 - self.iteration) + (request in self._stalled)
 
     def needs(self, request: Request) -> int:
+        """Blocks that it needs for the next iteration."""
         return int((request.offset + self.iteration) % self._size == 0)
 
     def stall(self, requests: set[Request]) -> None:
+        """They generate nothing in the next iteration: everything of theirs is one iteration later."""
         self._stalled = requests
         for request in requests:
             self._phases[-request.offset % self._size] -= 1
@@ -158,14 +88,17 @@ class Even:
                 self.ask(request)
 
     def ask(self, request: Request) -> None:
+        """Its `ask_at` is new, or comes in another iteration than before. Who ends with that token is not asked."""
         assert request.ask_at is not None
         if request.ask_at < request.output_tokens:
             heappush(self.asks, (_iteration_of(request, request.ask_at), request.admission, request))
 
     def attended(self, requests: Iterable[Request]) -> int:
+        """Sum of the tokens that these attend to in the next iteration."""
         return sum(request.offset + self.iteration + 1 for request in requests)
 
     def steps_to_end(self) -> int:
+        """Iterations until the first one has generated its last token. There must be one."""
         ends = self._ends
         while True:
             last, admission, request = ends[0]
@@ -174,9 +107,11 @@ class Even:
             heappop(ends)
 
     def steps_to(self, request: Request, tokens: int) -> int:
+        """Iterations until it has generated so many tokens."""
         return tokens - self.generated(request)
 
     def steps_to_ask(self, most: int) -> int:
+        """Iterations until the first one has generated its `ask_at` tokens; `most` if that is later."""
         asks = self.asks
         while asks:
             if _holds(asks[0]):
@@ -185,6 +120,7 @@ class Even:
         return most
 
     def demand(self, steps: int = 1) -> int:
+        """Blocks that the next iterations need."""
         size, phases = self._size, self._phases
         phase = self.iteration % size
         if steps == 1:
@@ -196,6 +132,7 @@ class Even:
         return demand + sum(phases[phase:]) + sum(phases[: phase + rest - size])
 
     def affordable(self, steps: int, blocks: int) -> int:
+        """How many of the next `steps` iterations `blocks` blocks last for."""
         size, count = self._size, self.count
         if (steps // size + 1) * count <= blocks:
             return steps
@@ -214,6 +151,8 @@ class Even:
         return affordable
 
     def advance(self, steps: int) -> list[Request]:
+        """These iterations are done. Returns whose last one was among them, in the order of admission: they are still
+        here."""
         if self._stalled:
             self.context += self.count - len(self._stalled)
             self._stalled = set()
@@ -229,6 +168,7 @@ class Even:
         return done
 
     def reached(self) -> list[Request]:
+        """Who has generated its `ask_at` tokens by now, in the order of admission; each is told once."""
         asks = self.asks
         asked = []
         while asks and asks[0][0] < self.iteration:

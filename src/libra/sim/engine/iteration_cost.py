@@ -25,11 +25,6 @@ class DecodeBatch(NamedTuple):
     requests: int
     tokens_each: int = 1
 
-    @property
-    def drafts(self) -> int:
-        """Tokens beyond one a request."""
-        return self.requests * (self.tokens_each - 1)
-
 
 class IterationCost(Protocol):
     """`context` is the sum of the tokens that the requests of the batch attend to, the new ones too."""
@@ -56,6 +51,7 @@ class AffineCost:
     per_context_token: int = 0
     per_new_token: int = 0  # of prefill, and drafts
     per_pair: int = 0  # for each pair of a new token of prefill and one it attends to, itself too
+    per_chunk: int = 0  # of prefill
 
     def __post_init__(self) -> None:
         if self.step < 1:
@@ -68,29 +64,19 @@ class AffineCost:
 
     def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
         base, slope, _ = self.line(batch, context)
-        ticks = base + slope * context
+        ticks = base + slope * context + self.per_chunk * len(chunks)
         for new, before in chunks:
             ticks += self.per_new_token * new + self.per_pair * (new * before + new * (new + 1) // 2)
         return ticks
 
 
-class TurnCost:
-    """`IterationCost` of an `EngineCost`, as a run measures its engines. Every prefill chunk pays `per_turn`: an engine
-    of this kind takes a prompt in one chunk."""
-
-    __slots__ = ("_affine", "_per_turn")
-
-    def __init__(self, cost: EngineCost) -> None:
-        self._affine = AffineCost(
-            step=max(1, ticks(cost.step)),
-            per_sequence=ticks(cost.per_sequence),
-            per_context_token=ticks(cost.per_context_token),
-            per_new_token=ticks(cost.per_prefill_token),
-        )
-        self._per_turn = ticks(cost.per_turn)
-
-    def line(self, batch: DecodeBatch, context: int) -> tuple[int, int, int]:
-        return self._affine.line(batch, context)
-
-    def mixed(self, batch: DecodeBatch, context: int, chunks: Sequence[Chunk]) -> int:
-        return self._affine.mixed(batch, context, chunks) + self._per_turn * len(chunks)
+def measured_cost(cost: EngineCost) -> AffineCost:
+    """Of an engine as a run measures it. Every prefill chunk pays `per_turn`: an engine of this kind takes a prompt in
+    one chunk."""
+    return AffineCost(
+        step=max(1, ticks(cost.step)),
+        per_sequence=ticks(cost.per_sequence),
+        per_context_token=ticks(cost.per_context_token),
+        per_new_token=ticks(cost.per_prefill_token),
+        per_chunk=ticks(cost.per_turn),
+    )

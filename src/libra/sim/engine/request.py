@@ -1,93 +1,85 @@
-"""One call to an engine: a prompt, and tokens generated after it.
+"""One call to an engine, a prompt and tokens generated after it; and the chains that say which contexts share tokens.
 
 Invariant: what is asked never changes; what happened is written once, except for the counts of repeated events. Only
-`ask_at`, which is no part of the work, comes and goes.
+`ask_at`, which is no part of the work, comes and goes. Two contexts have the same tokens as far as they follow the same
+chains, and no further.
 """
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
-
-from libra.sim.engine.blocks import Context
-from libra.sim.engine.chain import Chain
 
 Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "unfinished"]
 
 
-class Request(Context):
+@dataclass(slots=True, eq=False)
+class Chain:
+    """A sequence of tokens of any length, which may begin as another one does.
+
+    The first `fork` tokens are those of `parent`; the others are the chain's own. A prompt that sixteen trajectories
+    share is one chain, and each of them forks from it at the prompt's end. One request at a time generates on a chain.
+    """
+
+    name: str
+    parent: Chain | None = field(default=None, repr=False)
+    fork: int = 0  # tokens
+
+    def __post_init__(self) -> None:
+        name, parent, fork = self.name, self.parent, self.fork
+        if fork < 0 or (parent is None and fork):
+            raise ValueError(f"chain {name!r}: fork is {fork}; give the number of tokens shared with a parent")
+        if parent is not None and fork < parent.fork:
+            raise ValueError(
+                f"chain {name!r} forks at {fork}, where {parent.name!r} is still its parent's (up to {parent.fork}):"
+                " fork from that one"
+            )
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Request:
     """What is asked, and what became of it. Times are ticks, lengths are tokens.
 
     `output_tokens` is how many tokens it will generate (the simulator is told; a policy is not). A request without a
     chain shares its tokens with no other. `ask_at` is a count of generated tokens, 1 or more, at which the engine stops
-    to be asked about the request; while an engine has it, `Engine.ask` sets it.
+    to be asked about the request; while an engine has it, `SimEngine.ask` sets it.
     """
 
-    __slots__ = (
-        "admission",
-        "arrival",
-        "ask_at",
-        "cached_tokens",
-        "cancel_at",
-        "computed",
-        "engine",
-        "finish",
-        "first_token",
-        "flight",
-        "generated",
-        "last",
-        "number",
-        "offset",
-        "output_tokens",
-        "owner",
-        "preemptions",
-        "prefill_end",
-        "priority",
-        "prompt_tokens",
-        "reason",
-        "scheduled",
-        "status",
-        "target",
-    )
+    number: int  # ties between equal arrivals go to the lower one
+    arrival: int
+    prompt_tokens: int
+    output_tokens: int
+    _: KW_ONLY
+    chain: Chain | None = None
+    priority: int = 0  # lower is served first
+    cancel_at: int | None = None
+    ask_at: int | None = None
+    owner: object = None  # whoever submitted it
+    status: Status = field(default="waiting", init=False)
+    reason: str | None = field(default=None, init=False)  # why it was refused, or did not finish
+    engine: int | None = field(default=None, init=False)
+    scheduled: int | None = field(default=None, init=False)  # start of its first iteration
+    prefill_end: int | None = field(default=None, init=False)
+    first_token: int | None = field(default=None, init=False)
+    finish: int | None = field(default=None, init=False)  # also of what was cancelled, interrupted or refused
+    generated: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the cache when it was first admitted
+    preemptions: int = field(default=0, init=False)
+    # What follows is the engine's own, while it has the request.
+    path: Path = field(default=(), init=False)  # who owns its blocks
+    written: int = field(default=0, init=False)  # blocks that the pool knows to be full of its tokens
+    admission: int = field(default=-1, init=False)  # number of its admission, while it runs
+    flight: int = field(default=-1, init=False)  # batch it generates in, once its prompt is computed with one
+    computed: int = field(default=0, init=False)  # tokens, while it is prefilled
+    target: int = field(default=0, init=False)  # tokens to compute before it generates the next one
+    offset: int = field(default=0, init=False)  # computed tokens less the engine's iterations, while it generates
+    last: int = field(default=0, init=False)  # iteration that generates its last token
 
-    def __init__(
-        self,
-        number: int,
-        arrival: int,
-        prompt_tokens: int,
-        output_tokens: int,
-        *,
-        chain: Chain | None = None,
-        priority: int = 0,
-        cancel_at: int | None = None,
-        ask_at: int | None = None,
-        owner: object = None,
-    ) -> None:
-        self.number = number  # ties between equal arrivals go to the lower one
-        self.arrival = arrival
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.chain = chain
-        self.priority = priority  # lower is served first
-        self.cancel_at = cancel_at
-        self.ask_at = ask_at
-        self.owner = owner  # whoever submitted it
-        self.status: Status = "waiting"
-        self.reason: str | None = None  # why it was refused, or did not finish
-        self.engine: int | None = None
-        self.scheduled: int | None = None  # start of its first iteration
-        self.prefill_end: int | None = None
-        self.first_token: int | None = None
-        self.finish: int | None = None  # also of what was cancelled, interrupted or refused
-        self.generated = 0
-        self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
-        self.preemptions = 0
-        # What follows is the engine's own, while it has the request.
-        self.path = ()
-        self.own_copy = None
-        self.written = 0
-        self.admission = -1  # number of its admission, while it runs
-        self.flight = -1  # batch that it generates in, once its prompt is computed with one
-        self.computed = 0  # tokens, while it is prefilled
-        self.target = 0  # tokens to compute before it generates the next one
-        self.offset = 0  # computed tokens less the engine's iterations, while it generates
-        self.last = 0  # iteration that generates its last token
+
+Owner = Chain | Request  # whose tokens are in a block: a chain's, or those of a request that shares with no other
+Path = tuple[tuple[Owner, int, int], ...]  # who owns a context's blocks, each from which block on and up to which
+
+
+def owner_of(path: Path, block: int) -> Owner:
+    """Whose a block of a context is."""
+    return next(owner for owner, _, end in path if block < end)

@@ -6,7 +6,7 @@ Waiting ones are admitted only if nothing was preempted for these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from libra.sim.engine.admission import admit, may_admit
 from libra.sim.engine.iteration_cost import Chunk
@@ -36,7 +36,7 @@ def schedule(state: Scheduler, now: int) -> bool:
         chunk = min(partial.target - partial.computed, config.max_num_batched_tokens - batch.requests)
         blocks = config.blocks(partial.computed + chunk) - config.blocks(partial.computed)
     preempted: Sequence[Request] = ()
-    skipped: set[Request] = set()
+    skipped: Collection[Request] = ()
     if demand + blocks <= pool.free:
         pool.take(demand + blocks)
     else:

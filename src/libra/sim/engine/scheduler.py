@@ -1,21 +1,76 @@
 """What the phases of an iteration share: the queues, the blocks, and the batches of one engine.
 
-Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens held.
+Invariant: a request is either in `waiting`, or in `running` with the blocks of its computed tokens held. The head of
+the queue is the request that is admitted next; nothing overtakes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from heapq import heapify, heappop, heappush
 
 from libra.sim.engine.block_pool import BlockPool
-from libra.sim.engine.blocks import Owner, Path
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.flight import Flights
-from libra.sim.engine.generation import Even, Generation
+from libra.sim.engine.flight import Flight, Flights
+from libra.sim.engine.generation import Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
-from libra.sim.engine.queue import FcfsQueue, PriorityQueue
-from libra.sim.engine.request import Request, Status
+from libra.sim.engine.request import Owner, Path, Request, Status
+
+
+class FcfsQueue(deque[Request]):
+    """First come, first served; a preempted request goes on where it was: at the head."""
+
+    __slots__ = ()
+
+    push_back = deque.appendleft  # a preempted one
+    pop_head = deque.popleft
+
+    @property
+    def head(self) -> Request:
+        return self[0]
+
+    def push(self, request: Request) -> bool:
+        """True: it is the head now."""
+        self.append(request)
+        return len(self) == 1
+
+
+class PriorityQueue:
+    """By priority, the lowest number first; then by arrival, then by number. Preempted requests are like all others."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[3] for entry in sorted(self._entries))
+
+    @property
+    def head(self) -> Request:
+        return self._entries[0][3]
+
+    def push(self, request: Request) -> bool:
+        """True: it is the head now."""
+        heappush(self._entries, (request.priority, request.arrival, request.number, request))
+        return self._entries[0][3] is request
+
+    def push_back(self, request: Request) -> None:
+        """A preempted one."""
+        self.push(request)
+
+    def pop_head(self) -> Request:
+        return heappop(self._entries)[3]
+
+    def remove(self, request: Request) -> None:
+        self._entries.remove((request.priority, request.arrival, request.number, request))
+        heapify(self._entries)
+
 
 Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks of its first one, and their growth
 
@@ -37,78 +92,61 @@ class Iteration:
 class Pause:
     """An engine stops between two iterations, for new weights."""
 
-    until: Callable[[int], int]  # tick at which it goes on, told the tick at which it stopped
+    ticks: int
     refresh: bool  # contexts are computed again, with the new weights
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Scheduler:
-    """State and its smallest changes; the rules are in `running`, `admission`, `preemption`, `arriving` and `jump`."""
+    """State and its smallest changes; the rules are in `running`, `admission`, `preemption` and `jump`.
 
-    __slots__ = (
-        "admissions",
-        "asked",
-        "blocked",
-        "busy",
-        "busy_ticks",
-        "config",
-        "cost",
-        "end",
-        "events",
-        "flight",
-        "flights",
-        "held_ticks",
-        "index",
-        "interrupted",
-        "iterations",
-        "leaving",
-        "load_tokens",
-        "most_steps",
-        "overlapping",
-        "partial",
-        "pieces",
-        "pool",
-        "preemptions",
-        "running",
-        "seen",
-        "start",
-        "steps",
-        "taken",
-        "trace",
-        "waiting",
-        "writers",
-    )
+    `exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is finer then.
+    """
 
-    def __init__(self, config: EngineConfig, cost: IterationCost, index: int = 0, *, exact: bool = False) -> None:
-        """`exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is finer then."""
-        self.config = config
-        self.cost = cost
-        self.index = index
+    config: EngineConfig
+    cost: IterationCost
+    index: int = 0
+    _: KW_ONLY
+    exact: bool = False
+    trace: Callable[[Iteration], None] | None = None
+    pool: BlockPool = field(init=False)
+    waiting: FcfsQueue | PriorityQueue = field(init=False)
+    running: dict[Request, None] = field(default_factory=dict, init=False)  # in the order of admission
+    partial: Request | None = field(default=None, init=False)  # its prompt is not computed yet: the last admitted
+    blocked: bool = field(default=False, init=False)  # the head of the queue fits only once something is let go
+    admissions: int = field(default=0, init=False)
+    flights: Flights = field(init=False)
+    flight: Flight = field(init=False)  # the batch that is looked at
+    overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
+    most_steps: int = field(init=False)  # that may be planned at once
+    writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # who generates on a chain
+    leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
+    asked: list[Request] = field(default_factory=list, init=False)
+    interrupted: list[Request] = field(default_factory=list, init=False)
+    # Of what is planned
+    busy: bool = field(default=False, init=False)  # until `end`
+    start: int = field(default=0, init=False)  # tick
+    end: int = field(default=0, init=False)
+    steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
+    pieces: list[Piece] = field(default_factory=list, init=False)  # of these iterations
+    taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
+    # Counted
+    load_tokens: int = field(default=0, init=False)  # prompts of the requests accepted and not finished
+    events: int = field(default=0, init=False)
+    iterations: int = field(default=0, init=False)
+    preemptions: int = field(default=0, init=False)
+    busy_ticks: int = field(default=0, init=False)
+    held_ticks: int = field(default=0, init=False)  # 2 x blocks held x ticks; even growth between two events
+    seen: int = field(default=0, init=False)  # tick up to which they are counted
+
+    def __post_init__(self) -> None:
+        config, stages = self.config, self.config.pipeline_parallel_size
         self.pool = BlockPool(config.kv_blocks, config.block_size, config.enable_prefix_caching)
-        self.trace: Callable[[Iteration], None] | None = None
         self.waiting = FcfsQueue() if config.policy == "fcfs" else PriorityQueue()
-        self.running: dict[Request, None] = {}  # in the order of admission
-        self.partial: Request | None = None  # the one whose prompt is not computed yet: always the last admitted
-        self.blocked = False  # the head of the queue does not fit, nor will it before something is let go
-        self.admissions = 0
-        stages = config.pipeline_parallel_size
-        self.flights = Flights([Even(config.block_size) for _ in range(stages)])
-        self.flight = self.flights.all[0]  # the batch that is looked at
-        self.writers: dict[Owner, Request] = {}  # who generates on a chain
-        self.leaving: dict[Request, Status] = {}  # cancelled or interrupted, until the next boundary
-        self.asked: list[Request] = []
-        self.interrupted: list[Request] = []
-        self.overlapping = stages > 1  # batches: every iteration of theirs is visited
-        self.most_steps = 0 if self.overlapping else 1 if exact else UNLIMITED
-        # Of what is planned
-        self.busy = False  # until `end`
-        self.start = self.end = 0  # ticks
-        self.steps = 0  # iterations planned that only generate; 0: one of another kind, or a pause
-        self.pieces: list[Piece] = []  # of these iterations
-        self.taken = 0  # blocks of their demand that have been taken already
-        self.load_tokens = 0  # prompts of the requests accepted and not finished
-        self.events = self.iterations = self.preemptions = self.busy_ticks = 0
-        self.held_ticks = 0  # blocks held, times ticks, times 2; between two events they are taken to grow evenly
-        self.seen = 0  # tick up to which they are counted
+        self.flights = Flights([Generation(config.block_size) for _ in range(stages)])
+        self.flight = self.flights.all[0]
+        self.overlapping = stages > 1
+        self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def count_held(self, now: int) -> None:
         """What is held has been held since it was last counted."""
@@ -147,19 +185,18 @@ class Scheduler:
         """Let others find the full blocks of its computed tokens."""
         full = tokens // self.config.block_size
         if full > request.written:
-            self.pool.write(request, request.path, request.written, full)
-            request.written = full
+            self.pool.write(request, full)
 
     def write_all(self, path: Path, more: int = 0) -> None:
         """Let others find what is generated on the chains of a context, `more` tokens of each after those counted."""
-        for owner, _ in path:
+        for owner, _, _ in path:
             writer = self.writers.get(owner)
             if writer is not None:
                 self.write(writer, self.flights.all[writer.flight].generation.computed(writer) + more)
 
     def is_written(self, request: Request) -> bool:
         """Whether another request generates on a chain that this one's context follows."""
-        return any(owner in self.writers for owner, _ in request.path)
+        return any(owner in self.writers for owner, _, _ in request.path)
 
     def release(self, request: Request, tokens: int) -> None:
         """It runs no longer: let go of the blocks of its computed tokens."""
@@ -170,7 +207,7 @@ class Scheduler:
         if not self.pool.caching:
             self.pool.blank += held
         elif request.written:
-            self.pool.release(request, request.path, request.written, held)
+            self.pool.release(request, held)
         else:
             self.pool.discard(tokens // size, held)
         self.blocked = False

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.request import Status
-from libra.sim.outcome.request_columns import ENDS, RequestColumns
-from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.result import ENDS, RequestColumns, SimulationResult
+
+Durations = NDArray[np.int64] | NDArray[np.float64]  # ticks
 
 _DIFFERS = re.compile(r"\d[\d,.]*\d|\d")
 
@@ -98,13 +99,13 @@ class Ending:
 
 def metrics_of(result: SimulationResult) -> Metrics:
     requests, engines = result.requests, result.engines
-    finished = requests.ended("finished")
+    finished, admitted = requests.ended("finished"), requests.scheduled >= 0
     makespan = result.makespan
     generated = int(requests.generated[finished | requests.ended("interrupted")].sum())
     prompt = int(requests.prompt[finished].sum())
     events, iterations = sum(it.events for it in engines), sum(it.iterations for it in engines)
     blocks = sum(it.config.kv_blocks for it in engines)
-    trajectories = trajectory_ticks(requests)
+    took = durations(requests)
     return Metrics(
         requests=len(requests),
         **{status: int(requests.ended(status).sum()) for status in ENDS},
@@ -114,19 +115,19 @@ def metrics_of(result: SimulationResult) -> Metrics:
         generated_rate=_rate(generated, makespan),
         prompt_rate=_rate(prompt, makespan),
         request_rate=_rate(int(finished.sum()), makespan),
-        queueing=spread(queueing_ticks(requests)),
-        ttft_prefill=spread(ttft_prefill_ticks(requests)),
-        ttft=spread(ttft_ticks(requests)),
-        tpot=spread(tpot_ticks(requests)),
-        latency=spread(latency_ticks(requests)),
+        queueing=spread(took["queueing"]),
+        ttft_prefill=spread(took["ttft_prefill"]),
+        ttft=spread(took["ttft"]),
+        tpot=spread(took["tpot"]),
+        latency=spread(took["latency"]),
         trajectories=len(requests.trajectories),
-        trajectories_completed=len(trajectories),
-        trajectory_latency=spread(trajectories),
+        trajectories_completed=len(took["trajectory_latency"]),
+        trajectory_latency=spread(took["trajectory_latency"]),
         busy_share=_share(sum(it.busy_ticks for it in engines), makespan * len(engines)),
         paused_share=_share(sum(it.paused_ticks for it in engines), makespan * len(engines)),
         kv_share=_share(sum(it.held_ticks for it in engines), 2 * blocks * makespan),
         kv_peak_share=max((_peak(result, index) for index in range(len(result.series))), default=None),
-        cache_hit_rate=_hit_rate(requests, requests.scheduled >= 0),
+        cache_hit_rate=_share(int(requests.cached[admitted].sum()), int(requests.prompt[admitted].sum())),
         preemptions=sum(it.preemptions for it in engines),
         iterations=iterations,
         events=events,
@@ -192,28 +193,22 @@ def endings(requests: RequestColumns) -> tuple[Ending, ...]:
     return tuple(made)
 
 
-def queueing_ticks(requests: RequestColumns) -> NDArray[np.int64]:
-    return (requests.scheduled - requests.arrival)[requests.ended("finished")]
+def durations(requests: RequestColumns) -> dict[str, Durations]:
+    """Ticks that each finished request (or completed trajectory) took, by the metric that they are spread in."""
+    finished = requests.ended("finished")
+    several = finished & (requests.generated >= 2)
+    decoding = (requests.finish - requests.first_token)[several]
+    return {
+        "queueing": (requests.scheduled - requests.arrival)[finished],
+        "ttft_prefill": (requests.prefill_end - requests.arrival)[finished],
+        "ttft": (requests.first_token - requests.arrival)[finished],
+        "tpot": decoding / (requests.generated[several] - 1),
+        "latency": (requests.finish - requests.arrival)[finished],
+        "trajectory_latency": _trajectory_ticks(requests),
+    }
 
 
-def ttft_prefill_ticks(requests: RequestColumns) -> NDArray[np.int64]:
-    return (requests.prefill_end - requests.arrival)[requests.ended("finished")]
-
-
-def ttft_ticks(requests: RequestColumns) -> NDArray[np.int64]:
-    return (requests.first_token - requests.arrival)[requests.ended("finished")]
-
-
-def tpot_ticks(requests: RequestColumns) -> NDArray[np.float64]:
-    several = requests.ended("finished") & (requests.generated >= 2)
-    return (requests.finish - requests.first_token)[several] / (requests.generated[several] - 1)
-
-
-def latency_ticks(requests: RequestColumns) -> NDArray[np.int64]:
-    return (requests.finish - requests.arrival)[requests.ended("finished")]
-
-
-def trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
+def _trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
     """Of the completed trajectories, in the order of their first arrivals."""
     of = requests.trajectory >= 0
     which = requests.trajectory[of]
@@ -227,7 +222,7 @@ def trajectory_ticks(requests: RequestColumns) -> NDArray[np.int64]:
     return ticks
 
 
-def spread(ticks: NDArray[np.int64] | NDArray[np.float64]) -> Spread | None:
+def spread(ticks: Durations) -> Spread | None:
     """Of durations in ticks. None: there are none."""
     count = len(ticks)
     if not count:
@@ -237,10 +232,6 @@ def spread(ticks: NDArray[np.int64] | NDArray[np.float64]) -> Spread | None:
     total = sum(ordered) if ticks.dtype == np.int64 else fsum(ordered)
     p50, p90, p99, most = (ordered[-(-percent * count // 100) - 1] / TICKS for percent in (50, 90, 99, 100))
     return Spread(count, total / (count * TICKS), p50, p90, p99, most)
-
-
-def _hit_rate(requests: RequestColumns, admitted: NDArray[np.bool_]) -> float | None:
-    return _share(int(requests.cached[admitted].sum()), int(requests.prompt[admitted].sum()))
 
 
 def _peak(result: SimulationResult, index: int) -> float:

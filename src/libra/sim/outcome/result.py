@@ -1,21 +1,60 @@
-"""What came out of one simulation.
+"""What came out of one simulation: a column for each fact about its requests, and each engine's counts.
 
-Invariant: a value that holds on to nothing of the cluster it was made from: columns of numbers, and each engine's name,
-configuration and counts. Equal simulations give equal results.
+Invariant: a value that holds on to nothing of the cluster it was made from. Equal simulations give equal results. Rows
+of requests are in the order in which they came; what never happened, or is not known, is -1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.config import EngineConfig, EngineSpec
-from libra.sim.engine.engine import SimEngine
-from libra.sim.outcome.engine_series import EngineSeries
-from libra.sim.outcome.request_columns import RequestColumns, request_columns
-from libra.sim.outcome.watcher import OccupancyRecorder
+from libra.sim.engine.config import EngineConfig
+from libra.sim.engine.request import Request, Status
+from libra.sim.outcome.occupancy import EngineSeries, OccupancyRecorder
+from libra.sim.workload.caller import Caller
+
+ENDS: tuple[Status, ...] = ("finished", "interrupted", "cancelled", "refused", "unfinished")
+
+Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestColumns:
+    """Read-only arrays of one entry a request. Times are ticks, lengths are tokens."""
+
+    number: Column
+    arrival: Column
+    scheduled: Column  # start of its first iteration
+    prefill_end: Column
+    first_token: Column
+    finish: Column  # also of what was cancelled or refused
+    prompt: Column
+    output: Column  # asked for; less where the model length cuts it
+    generated: Column  # as far as it came
+    cached: Column  # of the prompt, found in the prefix cache when it was first admitted
+    preemptions: Column
+    engine: Column  # index
+    status: Column  # index into `ENDS`
+    reason: Column  # index into `reasons`
+    trajectory: Column  # index into `trajectories`
+    turn: Column  # of the trajectory, from 0
+    last_call: NDArray[np.bool_]  # the trajectory makes no request after this one
+    reasons: tuple[str, ...]
+    trajectories: tuple[str, ...]  # ids
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def ended(self, status: Status) -> NDArray[np.bool_]:
+        """Which requests ended so."""
+        return np.equal(self.status, ENDS.index(status))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +101,78 @@ def result_of(cluster: SimCluster, watcher: OccupancyRecorder | None = None) -> 
     return SimulationResult(
         workload=cluster.workload.describe(),
         requests=request_columns(cluster.requests),
-        engines=tuple(_engine(spec, engine) for spec, engine in zip(cluster.specs, cluster.engines, strict=True)),
+        engines=tuple(
+            EngineResult(
+                name=spec.name,
+                bucket=spec.bucket,
+                config=spec.config,
+                busy_ticks=engine.busy_ticks,
+                paused_ticks=engine.paused_ticks,
+                held_ticks=engine.held_ticks,
+                iterations=engine.iterations,
+                events=engine.events,
+                preemptions=engine.preemptions,
+            )
+            for spec, engine in zip(cluster.specs, cluster.engines, strict=True)
+        ),
         series=() if watcher is None else tuple(watcher.series(it.index, cluster.now) for it in cluster.engines),
         partial=cluster.partial,
         end=cluster.now,
     )
 
 
-def _engine(spec: EngineSpec, engine: SimEngine) -> EngineResult:
-    return EngineResult(
-        name=spec.name,
-        bucket=spec.bucket,
-        config=spec.config,
-        busy_ticks=engine.busy_ticks,
-        paused_ticks=engine.paused_ticks,
-        held_ticks=engine.held_ticks,
-        iterations=engine.iterations,
-        events=engine.events,
-        preemptions=engine.preemptions,
-    )
+def request_columns(requests: Sequence[Request]) -> RequestColumns:
+    """The columns of requests that a cluster has run. Raises ValueError where one is still under way, and where a time
+    does not fit: an int64 holds 106 days of ticks."""
+    reasons: dict[str, int] = {}
+    trajectories: dict[str, int] = {}
+    codes = {status: code for code, status in enumerate(ENDS)}
+
+    def column(values: Iterable[int]) -> Column:
+        return np.fromiter(values, np.int64, len(requests))
+
+    def all_of(field: str) -> Column:
+        return column(map(attrgetter(field), requests))
+
+    def where_any(field: str) -> Column:
+        of: Callable[[Request], int | None] = attrgetter(field)
+        return column(-1 if (value := of(request)) is None else value for request in requests)
+
+    callers = [it if isinstance(it := request.owner, Caller) else None for request in requests]
+    try:
+        columns = RequestColumns(
+            number=all_of("number"),
+            arrival=all_of("arrival"),
+            scheduled=where_any("scheduled"),
+            prefill_end=where_any("prefill_end"),
+            first_token=where_any("first_token"),
+            finish=where_any("finish"),
+            prompt=all_of("prompt_tokens"),
+            output=all_of("output_tokens"),
+            generated=all_of("generated"),
+            cached=all_of("cached_tokens"),
+            preemptions=all_of("preemptions"),
+            engine=where_any("engine"),
+            status=column(codes[request.status] for request in requests),
+            reason=column(
+                -1 if request.reason is None else reasons.setdefault(request.reason, len(reasons))
+                for request in requests
+            ),
+            trajectory=column(
+                -1 if caller is None else trajectories.setdefault(caller.trajectory.id, len(trajectories))
+                for caller in callers
+            ),
+            turn=column(-1 if caller is None else caller.call.turn for caller in callers),
+            last_call=np.fromiter((caller is not None and caller.last for caller in callers), bool, len(requests)),
+            reasons=tuple(reasons),
+            trajectories=tuple(trajectories),
+        )
+    except KeyError as error:
+        raise ValueError(f"a request is {error.args[0]}: run the cluster to its end before looking at it") from None
+    except OverflowError:
+        raise ValueError("a request has a time after tick 2^63 - 1, 106 days: set a time limit before that") from None
+    for field in fields(columns):
+        values = getattr(columns, field.name)
+        if isinstance(values, np.ndarray):
+            values.flags.writeable = False
+    return columns

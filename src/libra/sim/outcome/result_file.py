@@ -1,6 +1,6 @@
-"""A simulation as files: its numbers as versioned JSON text, and what became of each request, a line of JSON each.
+"""A simulation as files: its numbers as versioned JSON, and what became of each request, a line of JSON each.
 
-Invariant: equal results give equal bytes, and every metric in the text is defined in it. There is a line for every
+Invariant: every metric in the document is defined in it. There is a line for every
 request that was submitted, in the order in which they came; times are seconds, and what never happened is null.
 """
 
@@ -16,19 +16,14 @@ from libra.sim.clock import TICKS, seconds
 from libra.sim.engine.config import EngineConfig
 from libra.sim.outcome.definitions import COMPLETED, DEFINITIONS
 from libra.sim.outcome.metrics import endings, engine_metrics, metrics_of
-from libra.sim.outcome.request_columns import ENDS, RequestColumns
-from libra.sim.outcome.result import SimulationResult
+from libra.sim.outcome.result import ENDS, RequestColumns, SimulationResult
 
 FORMAT = 1
 
 
-def dump_result(result: SimulationResult) -> str:
-    """What was asked and what came of it, without the single requests."""
-    return _written(document(result), "") + "\n"
-
-
 def document(result: SimulationResult) -> dict[str, Any]:
-    """The same as JSON values. Engines tell their configuration by its place in `configs`: most have the same."""
+    """What was asked and what came of it as JSON values, without the single requests. Engines tell their configuration
+    by its place in `configs`: most have the same."""
     configs: dict[EngineConfig, int] = {}
     places = [configs.setdefault(engine.config, len(configs)) for engine in result.engines]
     return {
@@ -47,18 +42,6 @@ def document(result: SimulationResult) -> dict[str, Any]:
             **{key: {"name": it.name, "unit": it.unit, "text": it.text} for key, it in DEFINITIONS.items()},
         },
     }
-
-
-def _written(value: Any, indent: str) -> str:
-    """One entry a line, but an object or list of nothing but scalars is one line: a line an engine."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    if not any(isinstance(part, dict | list | tuple) for part in inside):
-        return json.dumps(value, allow_nan=False)
-    deeper = indent + "  "
-    if isinstance(value, dict):
-        lines = [f"{json.dumps(key)}: {_written(part, deeper)}" for key, part in value.items()]
-        return "{\n" + ",\n".join(deeper + line for line in lines) + f"\n{indent}}}"
-    return "[\n" + ",\n".join(deeper + _written(part, deeper) for part in value) + f"\n{indent}]"
 
 
 FIELDS = {
@@ -85,17 +68,12 @@ _ROWS = 10_000  # in memory at a time
 
 def write_outcomes(result: SimulationResult, path: Path | str) -> None:
     """Write the lines; `FIELDS` says what is in them."""
-    with open(path, "w", encoding="utf-8") as file:
-        for line in outcome_lines(result):
-            file.write(line)
-
-
-def outcome_lines(result: SimulationResult) -> Iterator[str]:
-    """One a request, each with its newline."""
     names = [engine.name for engine in result.engines]
-    for first in range(0, len(result.requests), _ROWS):
-        for row in _rows(result.requests, names, slice(first, first + _ROWS)):
-            yield json.dumps(dict(zip(FIELDS, row, strict=True)), allow_nan=False, separators=(",", ":")) + "\n"
+    with open(path, "w", encoding="utf-8") as file:
+        for first in range(0, len(result.requests), _ROWS):
+            for row in _rows(result.requests, names, slice(first, first + _ROWS)):
+                record = dict(zip(FIELDS, row, strict=True))
+                file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
 
 
 def _rows(requests: RequestColumns, names: list[str], part: slice) -> Iterator[tuple[Any, ...]]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.sim.training_run.episodes import prompt_at
+from libra.sim.training_run.episodes import generator_of, prompt_at
 from libra.sim.training_run.task_shape import TaskShape, ToolOutcome
 from libra.trajectory import Trajectory, Turn, truncate
 
@@ -74,7 +74,6 @@ class DriftingTasks:
     shape: TaskShape
     seed: int
     steps: int
-    name: str = "drifting tasks"
     _prompts: _Prompts = field(init=False, repr=False, compare=False)
     _lengths: _Lengths = field(init=False, repr=False, compare=False)
     _tools: _Tools = field(init=False, repr=False, compare=False)
@@ -97,17 +96,13 @@ class DriftingTasks:
     def max_context(self) -> int:
         return self.shape.max_context
 
-    def progress(self, version: int) -> float:
-        """How much of the drift is over at this version: 0 to 1."""
+    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         if version < 0:
             raise ValueError(f"version is {version}; versions are counted from 0")
-        return min(version / self.steps, 1.0)
-
-    def group(self, number: int, version: int) -> tuple[Trajectory, ...]:
         prompt = prompt_at(number, self.shape.prompts, self.seed)
-        progress = self.progress(version)
-        generator = _generator(self.seed, _GROUP, number)
-        generated, turns = self._sizes(prompt, progress, generator)
+        drifted = min(version / self.steps, 1.0)
+        generator = generator_of(self.seed, _GROUP, number)
+        generated, turns = self._sizes(prompt, drifted, generator)
         # Turn by turn, so that the first ones are the same however many there are.
         draws = generator.standard_normal((int(turns.max()), 6, self.samples_per_prompt))
         size, tells, level, pick, returned, seconds = draws.swapaxes(0, 1)
@@ -144,17 +139,14 @@ class DriftingTasks:
             for trajectory, long in zip(made, (total > self.max_context).tolist(), strict=True)
         )
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "seed": self.seed, "steps": self.steps, "shape": asdict(self.shape)}
-
-    def _sizes(self, prompt: int, progress: float, generator: np.random.Generator) -> tuple[Numbers, Indices]:
+    def _sizes(self, prompt: int, drifted: float, generator: np.random.Generator) -> tuple[Numbers, Indices]:
         """Tokens that each sample generates, and in how many turns."""
         shape, lengths = self.shape, self._lengths
         own, length, many = generator.standard_normal((3, self.samples_per_prompt))
         unexplained = math.sqrt(max(1 - shape.task_share - shape.prompt_share, 0.0))
         difficulty = self._prompts.difficulty[prompt] + unexplained * own
-        its = np.searchsorted(_cuts(shape.class_shares(progress)), difficulty)
-        log_generated = lengths.log_median[its] + lengths.sigma[its] * length + math.log(shape.growth) * progress
+        its = np.searchsorted(_cuts(shape.class_shares(drifted)), difficulty)
+        log_generated = lengths.log_median[its] + lengths.sigma[its] * length + math.log(shape.growth) * drifted
         # More than the context can hold is as much as it can hold: the exponent must not outgrow a float.
         generated = np.exp(np.minimum(log_generated, math.log(shape.max_context)))
         turns = np.rint(np.exp(lengths.turns_log_median[its] + lengths.turns_sigma[its] * many))
@@ -180,12 +172,8 @@ def _turns(
     return (*calls, Turn(generated[count - 1], None, None, 0))
 
 
-def _generator(seed: int, *stream: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, *stream))))
-
-
 def _make_prompts(shape: TaskShape, seed: int) -> _Prompts:
-    generator = _generator(seed, _PROMPTS)
+    generator = generator_of(seed, _PROMPTS)
     # Normal quantiles in random order: a data set of few prompts has the mean and spread that one of many has.
     task = generator.permutation(np.arange(shape.prompts) % len(shape.tasks))
     of_task = generator.permutation(_standard(len(shape.tasks)))

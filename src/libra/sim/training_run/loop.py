@@ -12,41 +12,31 @@ Synchronous training is the case of staleness 0; colocated training has engines 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 
-from libra.cost.collectives import fabric
-from libra.cost.transfer import weight_sync
+from libra.cost.transfer import fabric, weight_sync
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
 from libra.route.admission import Admission
 from libra.sim.clock import seconds, ticks
 from libra.sim.cluster import SimCluster
-from libra.sim.engine.chain import Chain
+from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
-from libra.sim.engine.request import Request
+from libra.sim.engine.request import Chain, Request
 from libra.sim.handover import KVMoves
-from libra.sim.training_run.caller import EpisodeCaller
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
 from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
-from libra.sim.weight_update import WeightUpdate
-from libra.sim.workload.caller import calls
+from libra.sim.workload.caller import EpisodeCaller, calls
 from libra.trajectory import Trajectory
 
 _RECENT = 0.5  # weight of the latest step in the expected seconds of the next
 
 
-def simulate_posttraining(
-    system: System,
-    episodes: Episodes,
-    steps: int,
-    *,
-    progress: Callable[[SimulatedStep], None] | None = None,
-    exact: bool = False,
-) -> SimulatedRun:
+def simulate_posttraining(system: System, episodes: Episodes, steps: int, *, exact: bool = False) -> SimulatedRun:
     """`steps` optimiser steps of a system. The same arguments give the same outcome.
 
     Exactly the groups that these steps train on are started, so that systems are compared over equal work. `exact`
@@ -66,7 +56,7 @@ def simulate_posttraining(
             f"trajectories grow to {episodes.max_context} tokens, the recipe's max_length is {recipe.max_length}: raise"
             " it, or cut them"
         )
-    return _Run(system, episodes, steps, progress, exact).outcome()
+    return _Run(system, episodes, steps, exact).outcome()
 
 
 class _Run:
@@ -77,11 +67,10 @@ class _Run:
         system: System,
         episodes: Episodes,
         steps: int,
-        progress: Callable[[SimulatedStep], None] | None,
         exact: bool,
     ) -> None:
         request = system.request
-        self._system, self._episodes, self._steps, self._progress = system, episodes, steps, progress
+        self._system, self._episodes, self._steps = system, episodes, steps
         self._recipe = request.recipe
         self._plan = system.plan
         self._policy = system.route()
@@ -155,7 +144,7 @@ class _Run:
         return ()
 
     def describe(self) -> dict[str, object]:
-        return {"name": "posttraining", "system": self._system.name, "episodes": self._episodes.describe()}
+        return {"name": "posttraining", "system": self._system.name}
 
     def finished(self, request: Request, now: int) -> Request | None:
         caller = request.owner
@@ -173,7 +162,7 @@ class _Run:
         return self._ask(caller, now + call.delay)
 
     def _ask(self, caller: EpisodeCaller, arrival: int) -> Request:
-        request = caller.request(next(self._numbers), arrival)
+        request = caller.request(next(self._numbers), arrival, caller.chain)
         self._requests[caller.trajectory.id] = request
         return request
 
@@ -205,7 +194,7 @@ class _Run:
                 if not made:
                     nothing_to_do.append(trajectory)
                     continue
-                caller = EpisodeCaller(trajectory, made, 0, name, prompt, due=due)
+                caller = EpisodeCaller(trajectory, made, prompt, group=name, due=due)
                 self._live[trajectory.id] = caller
                 self._cluster.submit(self._ask(caller, now + made[0].delay))
             for trajectory in nothing_to_do:
@@ -251,8 +240,6 @@ class _Run:
     def _stepped(self, step: SimulatedStep, now: int) -> None:
         """The optimiser has made a version; its weights go to the engines while the trainer goes on."""
         self._trained.append(step)
-        if self._progress is not None:
-            self._progress(step)
         # Versions arrive in their order, also when another layout sends them faster.
         there = max(now + ticks(self._trainer.option.publish + self._trainer.switch), self._publishing_until)
         self._publishing_until = there

@@ -31,7 +31,7 @@ class Service:
     def devices(self) -> int:
         """Of engines in service."""
         specs = self.cluster.specs
-        return sum(specs[instance.engine.index].devices for instance in self.cluster.fleet.instances)
+        return sum(specs[instance.engine.index].devices for instance in self.cluster.placer.fleet.instances)
 
     def device_ticks(self, now: int) -> int:
         """In which engines were in service, until now."""
@@ -43,7 +43,7 @@ class Service:
         """Go over to a plan. Returns how many engines stop, how many start, and the devices of all that it wants."""
         cluster = self.cluster
         wanted = {spec.name: spec for spec in self._specs(plan)}
-        here = {instance.id for instance in cluster.fleet.instances}
+        here = {instance.id for instance in cluster.placer.fleet.instances}
         self._pending = {name: (wanted[name], ready) for name, (_, ready) in self._pending.items() if name in wanted}
         self.device_ticks(now)
         closing = sorted(here - wanted.keys())

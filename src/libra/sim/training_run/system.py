@@ -12,6 +12,7 @@ from typing import Protocol
 from libra.cost.device import SwitchCost
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.plan import Plan
+from libra.plan.replanner import Replanner
 from libra.route.policy import Policy
 from libra.trajectory import Trajectory
 
@@ -41,6 +42,20 @@ class Replan(Protocol):
     def decide(self, moment: Moment) -> Plan | None:
         """The plan to go over to; None: the present one stays."""
         ...
+
+
+@dataclass(slots=True)
+class Replanning:
+    """The library's replanner, asked and told what an executor would ask and tell it, and no more."""
+
+    replanner: Replanner
+    period: int  # steps
+
+    def decide(self, moment: Moment) -> Plan | None:
+        if self.replanner.looks:
+            self.replanner.realised(moment.seconds_per_step)
+        decision = self.replanner.step(moment.finished, moment.running)
+        return self.replanner.plan if decision.taken else None
 
 
 @dataclass(frozen=True, slots=True)

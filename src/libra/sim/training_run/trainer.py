@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 
 from libra.config.recipe import Recipe
-from libra.cost.collectives import fabric
-from libra.cost.sources.train_rates import training_rates
+from libra.cost.sources.rates import training_rates
 from libra.cost.train_batch import Batch
 from libra.cost.train_passes import Work
 from libra.cost.train_step import train_step
+from libra.cost.transfer import fabric
 from libra.hardware.cluster import NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout

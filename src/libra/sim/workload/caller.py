@@ -1,8 +1,9 @@
-"""The calls that a trajectory makes, and who makes a request, as a router sees it.
+"""The calls that a trajectory makes, and who makes a request, as engines and routers see it.
 
 Invariant: every turn that generates is one call, in order; a turn that generates nothing calls no engine, but its tool
 takes its time and what it returned is in the context of the next call. A caller says of its turn what was known when
-that was placed, and goes on saying it until it is placed anew.
+that was placed, and goes on saying it until it is placed anew. It tells of each tool return once. A turn that is
+stopped loses no token: it goes on with what it has generated as part of its prompt.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from libra.route import policy
-from libra.sim.clock import ticks
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
+from libra.sim.clock import seconds, ticks
+from libra.sim.engine.request import Chain, Request
 from libra.trajectory import Trajectory, Turn
 
 UNKNOWN_TOOL_SECONDS = 1.0  # a tool call whose duration was not recorded
@@ -48,15 +48,12 @@ def calls(trajectory: Trajectory, unknown_tool_seconds: float = UNKNOWN_TOOL_SEC
                 )
             made.append(Call(number, context, turn.generated_tokens, delay, rewritten))
             delay, rewritten = 0, False
-        delay += _tool_ticks(turn, unknown)
+        if turn.tool_seconds is not None:
+            delay += ticks(turn.tool_seconds)
+        elif turn.tool is not None:
+            delay += unknown
         running = context + turn.generated_tokens + turn.returned_tokens
     return tuple(made)
-
-
-def _tool_ticks(turn: Turn, unknown: int) -> int:
-    if turn.tool_seconds is not None:
-        return ticks(turn.tool_seconds)
-    return 0 if turn.tool is None else unknown
 
 
 @dataclass(slots=True)
@@ -65,12 +62,14 @@ class Caller:
 
     trajectory: Trajectory
     calls: tuple[Call, ...]  # all that the trajectory makes
-    position: int  # in `calls`, of the one that the request is of
-    generated_before: int = field(default=0, kw_only=True)  # tokens of the turn before this request was made
-    placed_before: int = field(default=0, kw_only=True)  # those of them that a policy knew when it last placed the turn
-    engine: int | None = field(default=None, kw_only=True)  # of its latest request; kept only where KV moves
-    told: bool = field(default=False, kw_only=True)  # the policy knows of the return before this call
-    due: float | None = field(default=None, kw_only=True)  # seconds by which its group has to be complete
+    prompt: Chain  # what the trajectory began with
+    position: int = 0  # in `calls`, of the one that the request is of
+    first_number: int = 0  # of the request of the first call, where each call is one request
+    generated_before: int = 0  # tokens of the turn before this request was made
+    placed_before: int = 0  # those of them that a policy knew when it last placed the turn
+    engine: int | None = None  # of its latest request; kept only where KV moves
+    told: bool = False  # the policy knows of the return before this call
+    due: float | None = None  # seconds by which its group has to be complete
 
     @property
     def call(self) -> Call:
@@ -82,9 +81,26 @@ class Caller:
         return self.position == len(self.calls) - 1
 
     @property
+    def name(self) -> str:
+        """Of what is generated from this call on."""
+        return f"{self.trajectory.id} from turn {self.call.turn}"
+
+    @property
     def generated_since(self) -> int:
         """Tokens of the turn before this request was made, and after the turn was last placed."""
         return self.generated_before - self.placed_before
+
+    def fork(self) -> Chain:
+        """A new chain for the call, which keeps the prompt where the context is no shorter than that."""
+        kept = self.trajectory.prompt_tokens
+        return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
+
+    def request(self, number: int, arrival: int, chain: Chain | None) -> Request:
+        """What is left of the turn."""
+        call, before = self.call, self.generated_before
+        return Request(
+            number, arrival, call.context_tokens + before, call.output_tokens - before, chain=chain, owner=self
+        )
 
     def routing_request(self) -> policy.TurnRequest:
         """The turn as it was last placed."""
@@ -99,26 +115,68 @@ class Caller:
         )
 
     def returned(self) -> policy.ToolReturn | None:
-        """The tool return that the request follows, unless the policy was told of it before."""
-        return None if self.told else _returned_before(self.trajectory, self.calls, self.position)
+        """The tool return that the request follows, unless the policy was told of it before: a request that finds no
+        engine, or is stopped on one, is placed again. A policy has not heard of a trajectory before its first request,
+        so a return before that means nothing to it."""
+        if self.told or self.position == 0:
+            return None
+        self.told = True
+        before = self.trajectory.turns[self.call.turn - 1]
+        if before.tool is None or before.status is None:
+            return None
+        return policy.ToolReturn(before.tool, before.status, before.returned_tokens)
 
 
 @dataclass(slots=True)
-class TrajectoryCaller(Caller):
-    """A caller of a replayed trajectory: each turn is one request."""
+class EpisodeCaller(Caller):
+    """One trajectory of a training run on its way; it has one request at most."""
 
-    prompt: Chain  # what the trajectory began with
-    first_number: int  # of the request of its first call
+    group: str = field(kw_only=True)
+    chain: Chain = field(init=False)
 
-    @property
-    def turn(self) -> int:
-        return self.call.turn
+    def __post_init__(self) -> None:
+        self.chain = self.fork()
+
+    def advance(self) -> Call:
+        """The turn is over; the next call."""
+        self.position += 1
+        self.generated_before = 0
+        self.told = False
+        call = self.call
+        if call.rewritten:
+            self.chain = self.fork()
+        return call
+
+    def so_far(self, generated: int, *, left: float) -> Trajectory:
+        """The unfinished trajectory: turns that are over, and `generated` tokens of the present one; or, where there
+        are seconds `left` until a tool returns before that, all that it has generated, and how long it has waited."""
+        turns = self.trajectory.turns[: self.call.turn]
+        if left > 0:
+            before = self.calls[self.position - 1].turn if self.position else None
+            waited = max(0.0, seconds(self.call.delay) - left)
+            turns = () if before is None else (*turns[:before], _pending(turns[before], waited))
+        elif generated:
+            present = replace(self.trajectory.turns[self.call.turn], generated_tokens=generated)
+            turns = (*turns, _untold(present))
+        return replace(self.trajectory, turns=turns, finished=False, reward=None)
+
+
+def _pending(turn: Turn, waited: float) -> Turn:
+    """A turn whose tool has returned nothing yet."""
+    return (
+        _untold(turn) if turn.tool is None else replace(turn, status="unknown", returned_tokens=0, tool_seconds=waited)
+    )
+
+
+def _untold(turn: Turn) -> Turn:
+    """A turn that has called no tool yet."""
+    return replace(turn, tool=None, status=None, returned_tokens=0, tool_seconds=None)
 
 
 def rest_of(request: Request, number: int, now: int) -> Request:
     """What is left of a request that was stopped, as a request of its own."""
     owner = request.owner
-    if isinstance(owner, TrajectoryCaller):
+    if isinstance(owner, Caller):
         owner = replace(owner, generated_before=owner.generated_before + request.generated, told=True)
     return Request(
         number,
@@ -130,14 +188,3 @@ def rest_of(request: Request, number: int, now: int) -> Request:
         cancel_at=request.cancel_at,
         owner=owner,
     )
-
-
-def _returned_before(trajectory: Trajectory, calls: tuple[Call, ...], position: int) -> policy.ToolReturn | None:
-    """The tool return before a call. A policy has not heard of a trajectory before its first request, so a return
-    before that means nothing to it."""
-    if position == 0:
-        return None
-    before = trajectory.turns[calls[position].turn - 1]
-    if before.tool is None or before.status is None:
-        return None
-    return policy.ToolReturn(before.tool, before.status, before.returned_tokens)

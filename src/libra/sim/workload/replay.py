@@ -7,17 +7,16 @@ is not finished.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, Literal
 
 import numpy as np
 
-from libra.sim.engine.chain import Chain
-from libra.sim.engine.request import Request
-from libra.sim.workload.arrivals import Arrivals, AtOnce
-from libra.sim.workload.caller import UNKNOWN_TOOL_SECONDS, Call, TrajectoryCaller, calls
+from libra.sim.engine.request import Chain, Request
+from libra.sim.workload.caller import UNKNOWN_TOOL_SECONDS, Call, Caller, calls
+from libra.sim.workload.distributions import Arrivals, AtOnce
 from libra.trajectory import Trajectory
 
 Kept = Literal["prompt", "last prompt"]
@@ -68,18 +67,22 @@ class Replay:
         made = [calls(trajectory, unknown_tool_seconds) for trajectory in logged]
         asking = [(trajectory, its) for trajectory, its in zip(logged, made, strict=True) if its]
         self.silent = (len(logged) - len(asking)) * samples_per_prompt  # trajectories that generate nothing
-        times = _start_times(arrivals or AtOnce(), len(asking), seed)
+        arrivals = arrivals or AtOnce()
+        chunks = arrivals.chunks(len(asking), np.random.default_rng(seed))
+        times = [time for chunk in chunks for time in chunk.tolist()]
 
         self._trajectories: list[Trajectory] = []
         self._calls: list[tuple[Call, ...]] = []
         self._starts: list[int] = []  # ticks
-        self._delays: list[int] = []  # ticks from the start to the first request
         counts: list[int] = []  # of requests
         for (trajectory, its), time in zip(asking, times, strict=True):
-            self._trajectories += _copies(trajectory, samples_per_prompt)
+            one = samples_per_prompt == 1
+            self._trajectories += [
+                trajectory if one else replace(trajectory, id=f"{trajectory.id}/{copy}")
+                for copy in range(samples_per_prompt)
+            ]
             self._calls += [its] * samples_per_prompt
             self._starts += [time] * samples_per_prompt
-            self._delays += [its[0].delay] * samples_per_prompt
             counts += [len(its)] * samples_per_prompt
         *self._numbers, self.requests = accumulate(counts, initial=0)
         self._description = {
@@ -87,7 +90,7 @@ class Replay:
             "source": dict(source or {}),
             "trajectories": len(self._trajectories),
             "requests": self.requests,
-            "arrivals": (arrivals or AtOnce()).describe(),
+            "arrivals": arrivals.describe(),
             "seed": seed,
             "concurrency": concurrency,
             "samples_per_prompt": samples_per_prompt,
@@ -101,12 +104,12 @@ class Replay:
         self._forget()
         first = len(self._trajectories) if self.concurrency is None else self.concurrency
         begun = list(islice(self._waiting, first))
-        begun.sort(key=lambda which: (self._starts[which] + self._delays[which], self._numbers[which]))
+        begun.sort(key=lambda which: (self._starts[which] + self._calls[which][0].delay, self._numbers[which]))
         return (self._begin(which, 0) for which in begun)
 
     def finished(self, request: Request, now: int) -> Request | None:
         caller = request.owner
-        if not isinstance(caller, TrajectoryCaller):
+        if not isinstance(caller, Caller):
             raise ValueError(f"request {request.number} was made by no trajectory: tell the workload that it came from")
         if request.status != "finished":
             self.unfinished[caller.trajectory.id] = request.reason or "cancelled"
@@ -128,56 +131,25 @@ class Replay:
 
     def _begin(self, which: int, now: int) -> Request:
         trajectory, made = self._trajectories[which], self._calls[which]
-        caller = TrajectoryCaller(trajectory, made, 0, self._prompt(trajectory), self._numbers[which])
+        prompt = Chain(trajectory.prompt_id)
+        if self.share_prompts:
+            prompt = self._prompts.setdefault(trajectory.prompt_id, prompt)
+        caller = Caller(trajectory, made, prompt, first_number=self._numbers[which])
         arrival = max(now, self._starts[which]) + made[0].delay
-        return _request(caller, arrival, _chain_of_prompt(caller))
+        return caller.request(caller.first_number, arrival, caller.fork())
 
-    def _follow(self, request: Request, caller: TrajectoryCaller, now: int) -> Request:
-        following = TrajectoryCaller(
-            caller.trajectory, caller.calls, caller.position + 1, caller.prompt, caller.first_number
+    def _follow(self, request: Request, caller: Caller, now: int) -> Request:
+        following = Caller(
+            caller.trajectory, caller.calls, caller.prompt, caller.position + 1, first_number=caller.first_number
         )
-        return _request(following, now + following.call.delay, self._chain(request, following))
-
-    def _chain(self, request: Request, following: TrajectoryCaller) -> Chain:
-        call = following.call
-        if not call.rewritten and request.chain is not None:
-            return request.chain
-        if self.rewrite_keeps == "last prompt" and call.context_tokens >= request.prompt_tokens:
-            return Chain(_name(following.trajectory, call), request.chain, request.prompt_tokens)
-        return _chain_of_prompt(following)
-
-    def _prompt(self, trajectory: Trajectory) -> Chain:
-        if not self.share_prompts:
-            return Chain(trajectory.prompt_id)
-        if trajectory.prompt_id not in self._prompts:
-            self._prompts[trajectory.prompt_id] = Chain(trajectory.prompt_id)
-        return self._prompts[trajectory.prompt_id]
-
-
-def _chain_of_prompt(caller: TrajectoryCaller) -> Chain:
-    """A new chain that keeps the prompt, where the context is no shorter than that."""
-    name = _name(caller.trajectory, caller.call)
-    prompt_tokens = caller.trajectory.prompt_tokens
-    return Chain(name, caller.prompt, prompt_tokens) if caller.call.context_tokens >= prompt_tokens else Chain(name)
-
-
-def _request(caller: TrajectoryCaller, arrival: int, chain: Chain) -> Request:
-    call = caller.call
-    number = caller.first_number + caller.position
-    return Request(number, arrival, call.context_tokens, call.output_tokens, chain=chain, owner=caller)
-
-
-def _name(trajectory: Trajectory, call: Call) -> str:
-    return f"{trajectory.id} from turn {call.turn}"
-
-
-def _copies(trajectory: Trajectory, count: int) -> list[Trajectory]:
-    return [trajectory] if count == 1 else [replace(trajectory, id=f"{trajectory.id}/{copy}") for copy in range(count)]
-
-
-def _start_times(arrivals: Arrivals, count: int, seed: int) -> list[int]:
-    generator = np.random.default_rng(seed)
-    return [time for chunk in arrivals.chunks(count, generator) for time in chunk.tolist()]
+        call, chain = following.call, request.chain
+        if call.rewritten or chain is None:
+            kept = request.prompt_tokens
+            if self.rewrite_keeps == "last prompt" and call.context_tokens >= kept:
+                chain = Chain(following.name, chain, kept)
+            else:
+                chain = following.fork()
+        return following.request(following.first_number + following.position, now + call.delay, chain)
 
 
 def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
@@ -193,3 +165,29 @@ def _check_ids(trajectories: list[Trajectory], samples_per_prompt: int) -> None:
             )
         ids.add(trajectory.id)
         prompts.add(trajectory.prompt_id)
+
+
+def draw(log: Sequence[Trajectory], count: int, seed: int, *, same_prompts: bool = True) -> tuple[Trajectory, ...]:
+    """A workload of a wanted size from a log, by the seed: `count` trajectories in random order, without replacement as
+    far as the log goes, what is missing with it.
+
+    One that is drawn again gets an id of its own. It is another sample of its prompt, or with `same_prompts` off, of a
+    prompt as long. Raises ValueError where the log is empty.
+    """
+    if not log:
+        raise ValueError("there is no finished trajectory to draw from; give a log with at least one")
+    if count < 1:
+        raise ValueError(f"count is {count}; draw 1 trajectory or more")
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(log))[:count].tolist()
+    order += generator.integers(len(log), size=count - len(order)).tolist()
+    times: dict[int, int] = {}
+    drawn = []
+    for which in order:
+        again = times[which] = times.get(which, 0) + 1
+        trajectory = log[which]
+        if again > 1:
+            prompt = trajectory.prompt_id if same_prompts else f"{trajectory.prompt_id} (drawn {again})"
+            trajectory = replace(trajectory, id=f"{trajectory.id} (drawn {again})", prompt_id=prompt)
+        drawn.append(trajectory)
+    return tuple(drawn)

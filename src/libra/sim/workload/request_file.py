@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from libra.sim.clock import TICKS, ticks
+from libra.sim.workload.requests import RecordedRequest
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,12}))?", re.ASCII)  # a tick is the 12th decimal
@@ -30,19 +31,6 @@ _Instant = Annotated[float, Field(lt=_LATEST)]
 
 class RequestFormatError(ValueError):
     """A file of requests cannot be used. The message is one line: file, line, field, what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
-    """One line. Times are ticks since the file's time zero."""
-
-    arrival: int
-    prompt_tokens: int
-    output_tokens: int
-    prefix: str | None = None  # requests of one prefix have their first `prefix_tokens` tokens in common
-    prefix_tokens: int = 0
-    priority: int = 0  # lower is served first
-    cancel_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""What every worker process does: it ends with its parent, says of what it ended, and keeps to the speed of its slot.
+
+A CPU slot is a device of fixed speed on a machine without accelerators. Invariant: over any stretch longer than
+`BURST`, a paced process uses at most `share` of one core, whether its neighbours are idle or busy. Without this an idle
+slot would give its time away and moving it would mean nothing.
+
+Two slots of half a core live on one core. A slot's share is a little less than one half: the rest of the core is for
+the controller and the operating system, so that a busy neighbour takes nothing from a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from libra.backends.transport.messages import Failure, Message
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BURST = 0.02  # seconds of CPU time that an idle slot may save up: a few engine iterations
+
+
+def die_with(parent: int) -> None:
+    """From now on this process is killed when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def serve_and_leave(serve: Callable[[], None], send: Callable[[Message], None]) -> NoReturn:
+    """Serve, send an error if that is how it ends, and end without the clean-up handlers of the parent."""
+    status = 0
+    try:
+        serve()
+    except ConnectionError:
+        pass  # the other end went away: nothing is left to serve
+    except Exception as error:  # noqa: BLE001 - the process boundary: everything becomes a message and a log entry
+        traceback.print_exc()
+        status = 1
+        try:
+            send(Failure(f"{type(error).__name__}: {error}"))
+        except OSError:
+            pass
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Pacer:
+    """Call `pace()` between pieces of work (engine iterations, micro-batches); it sleeps what the slot owes."""
+
+    def __init__(self, share: float, cores: tuple[int, ...]) -> None:
+        if not 0 < share <= len(cores):
+            raise ValueError(f"share {share}: expected more than 0 and at most the {len(cores)} core(s) of the slot")
+        os.sched_setaffinity(0, cores)
+        self._share = share
+        self._cpu, self._wall = time.process_time(), time.monotonic()
+        self._debt = 0.0  # seconds of CPU time used beyond the share
+
+    def pace(self) -> None:
+        self._account()
+        if self._debt > 0 and self._share < 1:
+            time.sleep(self._debt / self._share)
+            self._account()
+
+    def _account(self) -> None:
+        cpu, wall = time.process_time(), time.monotonic()
+        self._debt += (cpu - self._cpu) - self._share * (wall - self._wall)
+        self._debt = max(self._debt, -BURST)
+        self._cpu, self._wall = cpu, wall

@@ -1,0 +1,217 @@
+"""Memory that processes of one machine share: weights on their way to the engines, KV from one engine to another.
+
+Invariant: it is an anonymous file, which has no name on disk and vanishes with the last process that holds it. What is
+taken from it is whole and checked, or is not taken.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from libra.backends.transport.engine_messages import KVBufferPlace
+from libra.backends.transport.messages import DTYPE_BYTES, Dtype, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+Vector = npt.NDArray[Any]
+
+CACHE_LINE = 64  # bytes
+
+
+class LayoutError(RuntimeError):
+    """A process shares something else than is expected of it."""
+
+
+def make_memory(owner: object, name: str, size: int) -> tuple[int, mmap.mmap]:
+    """A descriptor, to which others attach for as long as the owner lives, and the owner's map."""
+    descriptor = os.memfd_create(name, 0)
+    weakref.finalize(owner, os.close, descriptor)
+    os.ftruncate(descriptor, size)
+    return descriptor, mmap.mmap(descriptor, size)
+
+
+def attach(pid: int, descriptor: int, size: int, *, writable: bool = False) -> mmap.mmap:
+    """A map of another process's memory. Raises `LayoutError` when it has another size, `OSError` when the process is
+    gone."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        found = os.fstat(opened).st_size
+        if found != size:
+            raise LayoutError(f"process {pid} shares {found} bytes where {size} are expected")
+        return mmap.mmap(opened, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    finally:
+        os.close(opened)
+
+
+def round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+# Two buffers take turns: version v lies in buffer v % 2, so the trainer may write v + 1 while engines still read v. The
+# controller sees to it that v + 2 is not written before every engine has acknowledged v.
+BUFFERS = 2
+
+
+class WeightUpdateError(RuntimeError):
+    """A weight update arrived damaged. The engine keeps the version it had."""
+
+
+def make_layout(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: Dtype) -> tuple[tuple[Tensor, ...], int]:
+    """Where each weight lies, and the bytes of one buffer; all are of one type."""
+    layout, offset = [], 0
+    for name, shape in shapes:
+        layout.append(Tensor(name, shape, offset, dtype))
+        offset += round_up(prod(shape) * DTYPE_BYTES[dtype], CACHE_LINE)
+    return tuple(layout), offset
+
+
+def create_buffer() -> int:
+    """The descriptor of empty memory for weights, to be inherited by the workers."""
+    return os.memfd_create("libra-weights", 0)
+
+
+class WeightBuffer:
+    """One end of the shared buffers. The file holds `BUFFERS` copies of the layout."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        if os.fstat(descriptor).st_size < BUFFERS * size:
+            os.ftruncate(descriptor, BUFFERS * size)
+        self._size = size
+        self._map = mmap.mmap(descriptor, BUFFERS * size)
+
+    def write(self, buffer: int, layout: Iterable[Tensor], weights: Mapping[str, torch.Tensor]) -> int:
+        """Store the weights in the types of the layout, taking one at a time in its order; returns their checksum
+        (CRC-32)."""
+        for tensor, place in self._places(buffer, layout):
+            place.copy_(weights[tensor.name].detach())
+        return self.checksum(buffer)
+
+    def read(self, buffer: int, layout: Iterable[Tensor], checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by name, as views of the shared memory. Raises `WeightUpdateError` before the first one."""
+        self.verify(buffer, checksum)
+        for tensor, place in self._places(buffer, layout):
+            yield tensor.name, place
+
+    def content(self, buffer: int) -> Vector:
+        """The bytes of a buffer, as a view."""
+        return np.frombuffer(self._map, np.uint8, self._size, buffer * self._size)
+
+    def store(self, buffer: int, content: Vector, checksum: int) -> None:
+        """Fill a buffer with what another node's holds. Raises `WeightUpdateError` when it is not that."""
+        if len(content) != self._size:
+            raise WeightUpdateError(f"{len(content)} bytes for buffer {buffer}, expected {self._size}")
+        np.copyto(self.content(buffer), content)
+        self.verify(buffer, checksum)
+
+    def checksum(self, buffer: int) -> int:
+        return zlib.crc32(self.content(buffer).data)
+
+    def verify(self, buffer: int, checksum: int) -> None:
+        """Raises `WeightUpdateError` when the buffer does not hold what the checksum was made of."""
+        found = self.checksum(buffer)
+        if found != checksum:
+            raise WeightUpdateError(f"checksum {found:#010x} of buffer {buffer}, expected {checksum:#010x}")
+
+    def _places(self, buffer: int, layout: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Tensor]]:
+        import torch
+
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)[buffer * self._size : (buffer + 1) * self._size]
+        for tensor in layout:
+            place = memory[tensor.offset : tensor.offset + prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]]
+            yield tensor, place.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
+# --- KV --------------------------------------------------------------------------------------------------------------
+
+BLOCK_NAME = 32  # bytes: vLLM names a block by the SHA-256 of all tokens up to its end, and of its salt
+
+_HEADER = np.dtype(
+    [
+        ("transfer", "<i8"),
+        ("version", "<i8"),
+        ("length", "<u4"),
+        ("checksum", "<u4"),
+        ("block", "u1", (BLOCK_NAME,)),
+        ("unused", "u1", (8,)),  # to a cache line
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a frame is to hold."""
+
+    transfer: int
+    version: int  # of the weights that the engine held when it gave the block away
+    block: bytes
+
+
+class KVBuffer:
+    """One map of frames for KV blocks, of fixed size, made by the controller. `payload` has a row of bytes for each.
+
+    A frame is taken for the block that was put into it, whole, or for nothing: it says which transfer and which block
+    it holds, under which weights that was computed, and the checksum of its bytes."""
+
+    def __init__(self, memory: mmap.mmap, place: KVBufferPlace) -> None:
+        self._headers = np.frombuffer(memory, _HEADER, place.frames)
+        self.payload: npt.NDArray[np.uint8] = np.frombuffer(
+            memory, np.uint8, place.frames * place.frame_bytes, _headers_size(place.frames)
+        ).reshape(place.frames, place.frame_bytes)
+
+    @classmethod
+    def attach(cls, place: KVBufferPlace) -> KVBuffer:
+        """The controller's frames, in a worker. Raises as `attach` does."""
+        return cls(attach(place.pid, place.descriptor, _size(place.frames, place.frame_bytes), writable=True), place)
+
+    def seal(self, frame: int, filled: Filled) -> None:
+        """Say what the payload of a frame is, now that it lies there."""
+        header = self._headers[frame : frame + 1]
+        header["transfer"], header["version"] = filled.transfer, filled.version
+        header["length"] = self.payload.shape[1]
+        header["block"] = np.frombuffer(filled.block, np.uint8)
+        header["checksum"] = self._checksum(frame)
+
+    def holds(self, frame: int, wanted: Filled) -> bool:
+        """Whether a frame holds this block undamaged, computed under weights of this version or older ones."""
+        header = self._headers[frame]
+        return bool(
+            header["transfer"] == wanted.transfer
+            and header["version"] <= wanted.version
+            and header["length"] == self.payload.shape[1]
+            and header["block"].tobytes() == wanted.block
+            and header["checksum"] == self._checksum(frame)
+        )
+
+    def _checksum(self, frame: int) -> int:
+        return zlib.crc32(self.payload[frame].data)
+
+
+class OwnFrames(KVBuffer):
+    """The controller's map. Workers attach to `place` for as long as this object lives."""
+
+    def __init__(self, frames: int, frame_bytes: int) -> None:
+        descriptor, memory = make_memory(self, "libra-kv", _size(frames, frame_bytes))
+        self.place = KVBufferPlace(os.getpid(), descriptor, frames, frame_bytes)
+        super().__init__(memory, self.place)
+
+
+def _headers_size(frames: int) -> int:
+    """Bytes before the first payload, in whole pages."""
+    return round_up(frames * _HEADER.itemsize, mmap.PAGESIZE)
+
+
+def _size(frames: int, frame_bytes: int) -> int:
+    return _headers_size(frames) + frames * frame_bytes

@@ -1,0 +1,148 @@
+"""The life of an engine worker: iterations, orders and reports between them, measurements at the device's pace."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from statistics import fmean
+
+from libra.backends.launch.worker import Pacer
+from libra.backends.transport.channel import WorkerChannel
+from libra.backends.transport.engine_messages import (
+    EngineMeasured,
+    Generate,
+    HandoverMeasured,
+    Interrupt,
+    KVTransfer,
+    Loaded,
+    LoadWeights,
+    MeasureEngine,
+    MeasureHandover,
+    Save,
+    StartEngine,
+)
+from libra.backends.transport.messages import Acknowledged, Failure, Ready, Stop
+from libra.backends.transport.shared_memory import WeightBuffer, WeightUpdateError
+from libra.backends.vllm.engine import VllmEngine
+from libra.backends.vllm.report import Report
+from libra.cost.engine_memory import BLOCK_TOKENS
+
+
+def serve_engine(channel: WorkerChannel, start: StartEngine, descriptor: int, began: float) -> None:
+    """Until `Stop`, or until the controller goes away."""
+    engine = VllmEngine(start, WeightBuffer(descriptor, start.buffer_bytes))
+    pacer = Pacer(start.share, start.cores)
+    channel.send(Ready(seconds=time.monotonic() - began))
+    busy_seconds, report = 0.0, Report(time.monotonic())
+    while True:
+        if not engine.busy:
+            channel.poll(None)
+        began = time.monotonic()
+        while channel.poll():
+            match message := channel.receive():
+                case Generate():
+                    engine.add(message)
+                case Interrupt():
+                    if engine.interrupt(message.id):
+                        report.interrupted(message.id)
+                case LoadWeights():
+                    try:
+                        engine.load(message)
+                    except WeightUpdateError as error:
+                        channel.send(Failure(f"weight update to version {message.version}: {error}"))
+                        continue
+                    pacer.pace()
+                    channel.send(Loaded(message.version, time.monotonic() - began))
+                case Save():
+                    engine.give(message)
+                case MeasureEngine():
+                    channel.send(measure(engine, message, pacer))
+                case MeasureHandover():
+                    channel.send(measure_handover(engine, message, pacer))
+                case Stop():
+                    # Turns that run go on elsewhere, from where this report leaves them.
+                    channel.send(report.take(time.monotonic(), busy_seconds))
+                    channel.send(Acknowledged())
+                    return
+                case _:
+                    raise TypeError(f"{type(message).__name__} is not a message for an engine")
+        worked = engine.busy
+        if engine.generating:
+            report.iteration(engine.step(), engine.version)
+        elif worked:
+            engine.step()  # which saves KV and is no iteration
+        for handed in engine.handed():
+            channel.send(handed)
+        if not worked and not report.due(began):
+            continue
+        if report.due(now := time.monotonic()):
+            channel.send(report.take(now, busy_seconds))
+        pacer.pace()
+        busy_seconds += time.monotonic() - began
+
+
+def measure(engine: VllmEngine, order: MeasureEngine, pacer: Pacer) -> EngineMeasured:
+    """Time this engine at its device's pace. Prompts are arbitrary tokens; every request is private to the cache."""
+    tokens = 12  # decoded per request
+
+    def run(sequences: int, context: int, tag: str) -> list[float]:
+        for index in range(sequences):
+            prompt = [4 + (index + 7 * position) % 16 for position in range(context)]
+            engine.add(Generate(f"{tag}-{index}", prompt, tokens, 1.0, -1, 0, salt=f"{tag}-{index}"))
+        seconds = []
+        while engine.busy:
+            began = time.monotonic()
+            engine.step()
+            pacer.pace()
+            seconds.append(time.monotonic() - began)
+        return seconds
+
+    rows: dict[tuple[int, int], list[list[float]]] = {point: [] for point in order.points}
+    for repeat in range(order.repeats + 1):
+        for point in order.points:
+            seconds = run(*point, f"measure-{repeat}-{point[0]}-{point[1]}")
+            if repeat > 0:  # the first time pays for kernels that are set up when they are first met
+                rows[point].append(seconds)
+    iterations: list[tuple[float, float, float, float]] = []
+    for (sequences, context), runs in rows.items():
+        iterations.append((sequences, 0, sequences * context, fmean(run[0] for run in runs)))
+        decoding = sequences * (context + tokens / 2)
+        iterations.append((sequences, decoding, 0, fmean(fmean(run[1:]) for run in runs)))
+    return EngineMeasured(iterations)
+
+
+def measure_handover(engine: VllmEngine, order: MeasureHandover, pacer: Pacer) -> HandoverMeasured:
+    """Time what the two engines of a hand-over do, with one that is both: it saves a context, forgets it, and takes it.
+    What taking costs is what the request takes longer than one that finds its context in the prefix cache."""
+    numbers = count(order.transfer.number)
+
+    def first_token(context: list[int], name: str, transfer: KVTransfer | None = None) -> float:
+        engine.add(Generate(name, context, 1, 1.0, -1, 0, transfer=transfer))
+        began = time.monotonic()
+        while engine.busy:
+            engine.step()
+        engine.handed()
+        pacer.pace()
+        return time.monotonic() - began
+
+    rows: list[tuple[int, float]] = []
+    for repeat in range(order.repeats + 1):
+        for length in order.contexts:
+            context = [4 + (repeat + 7 * position) % 16 for position in range(length)]
+            name = f"handover-{repeat}-{length}"
+            first_token(context, f"{name}-computed")
+            found = first_token(context, f"{name}-found")
+            transfer = KVTransfer(next(numbers), order.transfer.frames[: length // BLOCK_TOKENS])
+            began = time.monotonic()
+            engine.give(Save(context, None, transfer))
+            while engine.busy:
+                engine.step()
+                engine.handed()
+            pacer.pace()
+            saved = time.monotonic() - began
+            engine.forget()
+            taken = first_token(context, f"{name}-taken", transfer)
+            if repeat > 0:  # the first time pays for memory that is touched for the first time
+                rows.append((length // BLOCK_TOKENS * BLOCK_TOKENS, saved + max(0.0, taken - found)))
+    engine.forget()
+    return HandoverMeasured(rows)

@@ -1,0 +1,110 @@
+"""Engine profiles, calibrations and measured device profiles as JSON files.
+
+Invariant: what was saved is loaded equal; a file that was changed by hand, or is not exactly what it should be, is
+refused with the field's name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from libra.config.yaml_file import ConfigError
+from libra.cost.device import DeviceProfile
+from libra.cost.grid import EngineProfile
+from libra.cost.sources.rates import Calibration
+
+T = TypeVar("T", EngineProfile, Calibration, DeviceProfile)
+
+
+def save_grid(path: Path, profile: EngineProfile) -> None:
+    """Write the profile and its digest: the file whole, or not at all."""
+    _write(path, _json({"digest": profile.digest, "profile": asdict(profile)}))
+
+
+def load_grid(path: Path) -> EngineProfile:
+    """Read a profile. Raises `ConfigError` naming the file and the field, or that the values are not the digest's."""
+    remedy = "make the profile again"
+    content = _read(path, remedy)
+    if not isinstance(content, dict) or set(content) != {"digest", "profile"}:
+        raise ConfigError(f"{path}: a profile file has digest and profile, nothing else; {remedy}")
+    profile = _checked(path, EngineProfile, content["profile"], remedy)
+    if profile.digest != content["digest"]:
+        raise ConfigError(f"{path}: digest is {content['digest']}, the values have {profile.digest}; {remedy}")
+    return profile
+
+
+def save_calibration(path: Path, calibration: Calibration) -> None:
+    """Write the file whole, or not at all."""
+    _write(path, _json(asdict(calibration)))
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration. Raises `ConfigError` naming the file and the field."""
+    remedy = "calibrate again"
+    return _checked(path, Calibration, _read(path, remedy), remedy)
+
+
+def save_profile(path: Path, profile: DeviceProfile) -> None:
+    """Write what a run measured: the file whole, or not at all."""
+    _write(path, TypeAdapter(DeviceProfile).dump_json(profile, indent=1) + b"\n")
+
+
+def load_profile(path: Path) -> DeviceProfile:
+    """Read what a run measured. Raises `ConfigError` naming the file and the field."""
+    remedy = "give a profile.json that a run has written"
+    return _checked(path, DeviceProfile, _read(path, remedy), remedy)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".part{os.getpid()}")
+    part.write_bytes(content)
+    part.rename(path)
+
+
+def _read(path: Path, remedy: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {remedy}, or give another file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); {remedy}") from None
+
+
+def _checked(path: Path, kind: type[T], content: Any, remedy: str) -> T:
+    adapter = TypeAdapter(kind)
+    try:
+        value = adapter.validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigError(f"{path}: {field}: {first['msg']}; {remedy}") from None
+    unknown = _unknown(content, json.loads(adapter.dump_json(value)))
+    if unknown:
+        raise ConfigError(f"{path}: {unknown}: not a field of it; {remedy}")
+    return value
+
+
+def _unknown(content: Any, known: Any) -> str:
+    """Where `content` has a key that `known` has not: its path, or nothing."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key not in known:
+                return str(key)
+            if inner := _unknown(value, known[key]):
+                return f"{key}.{inner}"
+    if isinstance(content, list):
+        for index, value in enumerate(content):
+            if inner := _unknown(value, known[index]):
+                return f"{index}.{inner}"
+    return ""

@@ -1,0 +1,103 @@
+"""What the workers of a run cost: measured once, and kept for the next run.
+
+Invariant: a kept profile is used only where nothing has changed that its numbers depend on: machine, model, layout of
+the run, libraries, and the code that was timed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import libra
+from libra.backends.machine import COMPUTING, versions
+from libra.backends.transport.messages import Precision
+from libra.config.cache import cache_directory, cache_key
+from libra.config.run import RunConfig
+from libra.cost.device import DeviceProfile
+from libra.cost.sources.files import load_profile, save_profile
+from libra.exec.recovery import Recovery
+from libra.loop.measure import measure, measure_plain, profile_words
+from libra.loop.process_controller import RunExecutor
+from libra.records.files import writing
+
+_LAID_OUT = {"launcher", "slots_per_node", "slots", "core", "hybrid", "rollout", "share"}  # of the cluster
+_TRAINED = {"micro_batch_tokens", "processes", "sharding"}
+_CODE = ("backends/**/*.py", "cost/**/*.py", "loop/measure.py")  # of workers and of their measurement
+
+
+def profile_key(
+    config: RunConfig,
+    hardware: str,
+    precision: Precision,
+    model_config: Mapping[str, Any],
+    code: Path = Path(libra.__file__).parent,
+) -> str:
+    """What a measured profile depends on. `hardware` as a launcher names it; `code`: the directory of this library."""
+    parts = {
+        "hardware": hardware,
+        "precision": precision,
+        "model": dict(model_config),
+        "cluster": config.cluster.model_dump(include=_LAID_OUT),
+        "start": config.start.model_dump(),  # which workers are measured side by side
+        "engines": {name: shape.model_dump() for name, shape in config.engines.items()},
+        "training": config.training.model_dump(include=_TRAINED),
+        "trajectories": config.training.trajectories,
+        "versions": versions(COMPUTING),
+        "code": _digest_of(code),
+    }
+    return cache_key(parts)
+
+
+def _digest_of(code: Path) -> str:
+    sources = sorted(path for pattern in _CODE for path in code.glob(pattern))
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(f"{path.relative_to(code)}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def profile_path(key: str) -> Path:
+    return cache_directory() / "profiles" / f"{key}.json"
+
+
+def known_profile(calibration: Path | None, key: str, say: Callable[[str], None]) -> DeviceProfile | None:
+    """What this machine's workers cost, from the user's file or an earlier run here; None: it is to be measured."""
+    if calibration is not None:
+        return load_profile(calibration)
+    path = profile_path(key)
+    if not path.is_file():
+        return None
+    say(f"costs measured earlier on this hardware are used ({path})")
+    return load_profile(path)
+
+
+async def measured_profile(
+    key: str, config: RunConfig, hardware: str, executor: RunExecutor, recovery: Recovery, say: Callable[[str], None]
+) -> DeviceProfile:
+    """What the workers cost now, as they will run; it is kept, and engines hand KV over from now on where that pays.
+    Raises `DiskError`."""
+    engines, trajectories = config.engines, config.training.trajectories
+    fleet, began = executor.processes.fleet, time.monotonic()
+    profile = await recovery.attempts("measuring", lambda: measure(executor, engines, trajectories, hardware, key))
+    handover = fleet.handover
+    if handover is not None:
+        handover.price_by(profile)
+        prepared = any(handover.place(entry.handle) is not None for entry in fleet.instances())
+        if prepared and not handover.may_pay(executor.longest_context):
+            # Whether KV is handed over stays decided: engines that start from here on cannot do it, whatever they cost.
+            measured = profile
+            profile = await recovery.attempts(
+                "measuring engines that hand no KV over",
+                lambda: measure_plain(executor, engines, trajectories, measured),
+            )
+    if len(executor.pool.healthy()) == config.cluster.slots:  # else it is of a smaller machine
+        path = profile_path(key)
+        with writing(path):
+            save_profile(path, profile)
+    say(f"measured in {time.monotonic() - began:.1f} s: {profile_words(profile)}")
+    return profile

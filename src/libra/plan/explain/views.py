@@ -1,0 +1,124 @@
+"""What an allocation that fits shows of itself, without solving anything: what its step consists of, what each bucket
+and each pool does, and why devices idle.
+
+Invariant: a reason to idle holds for every engine of the pool: it is what keeps all of them from serving any class
+within the plan's step, or says that they could and that it would not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from libra.plan.allocation import Allocation
+from libra.plan.explain.explanation import Bound, BucketView, PlanView, PoolView
+from libra.plan.model.ranges import NEVER, RangeTable
+from libra.plan.options.menu import Rejected
+from libra.plan.options.price import (
+    bucket_latency,
+    bucket_prices,
+    devices_used,
+    fixed_seconds,
+    own_training,
+    price,
+    step_parts,
+)
+from libra.plan.problem import EngineOption, Problem
+
+
+def plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanView:
+    """The allocation beside a plan whose step is `step` seconds."""
+    predicted, training = price(problem, allocation), own_training(problem, allocation)
+    return PlanView(
+        layout=allocation.layout,
+        replicas=allocation.replicas,
+        training_pool=training.pool,
+        training_devices=training.devices,
+        engines=tuple(allocation.engines_by_shape.items()),
+        buckets=len(allocation.buckets),
+        predicted=predicted,
+        loss=predicted.step / step - 1 if step > 0 else 0.0,
+    )
+
+
+def bound_of(problem: Problem, allocation: Allocation) -> Bound:
+    predicted = price(problem, allocation)
+    parts = sorted(step_parts(problem, allocation).items(), key=lambda part: -part[1])
+    slack = None
+    if len(parts) == 1 and predicted.step > 0:
+        asked = {"rollout": predicted.rollout, "training": predicted.training, "latency": predicted.latency}
+        slack = 1 - max(seconds for name, seconds in asked.items() if name != predicted.bottleneck) / predicted.step
+    return Bound(predicted.bottleneck, tuple(parts), 1 + problem.staleness, slack)
+
+
+def bucket_views(problem: Problem, allocation: Allocation) -> tuple[BucketView, ...]:
+    step, training = price(problem, allocation).step, own_training(problem, allocation)
+    views = []
+    for bucket, priced in zip(allocation.buckets, bucket_prices(problem, allocation), strict=True):
+        latency = bucket_latency(problem, training, priced)
+        views.append(
+            BucketView(
+                shape=bucket.shape,
+                pool=priced.option.pool,
+                engines=bucket.engines,
+                devices=bucket.engines * priced.option.devices,
+                max_num_seqs=priced.option.max_num_seqs,
+                above=bucket.above,
+                up_to=bucket.up_to,
+                load=priced.load,
+                residence=priced.residence,
+                latency=latency,
+                share=max(priced.load, latency) / step if step > 0 else 0.0,
+            )
+        )
+    return tuple(views)
+
+
+def pool_views(problem: Problem, allocation: Allocation, rejected: Sequence[Rejected] = ()) -> tuple[PoolView, ...]:
+    """`rejected` are shapes that are no option, named `POOL/...`."""
+    used = devices_used(problem, allocation)
+    views = []
+    for pool in problem.pools:
+        training, generating = used[pool.name]
+        idle = pool.devices - (max(training, generating) if problem.colocated else training + generating)
+        why = _why_idle(problem, allocation, pool.name, rejected) if idle else ""
+        views.append(PoolView(pool.name, pool.devices, training, generating, idle, why))
+    return tuple(views)
+
+
+def _why_idle(problem: Problem, allocation: Allocation, pool: str, rejected: Sequence[Rejected]) -> str:
+    engines = tuple(option for option in problem.engines if option.pool == pool)
+    if not engines:
+        there = (each.reason for each in reversed(rejected) if each.name.startswith(f"{pool}/"))
+        return f"no engine there: {next(there, 'none fits')}"
+    if _serves(problem, allocation, engines):
+        return "others suffice: the step would not be shorter with them"
+    if _serves(problem, allocation, tuple(replace(option, holds=problem.longest_context) for option in engines)):
+        holds = max(option.holds for option in engines)
+        return f"engines there hold {holds:,} tokens at most, fewer than what they would serve"
+    step = price(problem, allocation).step
+    left = (1 + problem.staleness) * step - fixed_seconds(problem, own_training(problem, allocation))
+    least = min(max(option.residence[0], option.alone(0)) for option in engines)
+    if least > left:
+        return (
+            f"too slow there: the longest trajectory of a bucket takes {least:,.2f} s even by itself, and a step of"
+            f" {step:,.2f} s leaves it {left:,.2f} s"
+        )
+    stall, alone = min((option.stall, option.alone(0)) for option in engines)
+    return (
+        f"too slow there: of a step of {step:,.2f} s, loading new weights takes {stall:,.2f} s and the longest"
+        f" trajectory {alone:,.2f} s by itself; the rest is too little for the shortest class"
+    )
+
+
+def _serves(problem: Problem, allocation: Allocation, engines: tuple[EngineOption, ...]) -> bool:
+    """Whether such engines, with all devices of their pool, could serve some class within the allocation's step."""
+    changed = replace(problem, engines=engines)
+    training, step = own_training(problem, allocation), price(problem, allocation).step
+    need = RangeTable(changed, tried=False).engines(training, step)
+    room = np.array(
+        [problem.pool(pool).devices // devices for pool, devices, _ in map(changed.footprint, changed.shapes)]
+    )
+    return bool(((need < NEVER) & (need <= room[:, None, None])).any())

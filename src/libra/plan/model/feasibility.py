@@ -1,0 +1,139 @@
+"""Whether a problem has a plan at all, and why not: named constraints that conflict, none of which could be left out.
+
+Invariant: `conflict` is empty exactly when a plan exists that may leave devices idle. Otherwise all its constraints
+together admit no plan, and leaving out any one of them admits one. It is found by a deletion filter (Chinneck and
+Dravnieks 1991, Locating minimal infeasible constraint sets in linear programs): drop one constraint after the other,
+and keep those that turn out to be needed.
+
+Families are those of `libra.plan.problem`. Numbers of buckets and seconds never conflict: given time, one engine that
+holds the longest context serves everything. Whether a plan leaves no device idle is for the solvers to find out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from libra.plan.problem import EngineOption, Family, InfeasiblePlanError, Problem, TrainingOption
+
+_REMEDIES: Mapping[Family, str] = {  # of what conflicts by itself
+    "one_training": "add devices, or give what training keeps less memory",
+    "every_class_once": "add devices with more memory",
+    "longest_context": "lower the longest context, or add devices or shapes with more memory",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Something that the problem demands: of which family, of which pool (where it is one pool's), and in words."""
+
+    family: Family
+    text: str
+    pool: str | None = None
+
+
+def require_feasible(problem: Problem) -> None:
+    """Raise `InfeasiblePlanError` naming what conflicts, unless a plan exists that may leave devices idle."""
+    conflicting = conflict(problem)
+    if not conflicting:
+        return
+    stated = "; ".join(constraint.text for constraint in conflicting)
+    if len(conflicting) == 1:
+        raise InfeasiblePlanError(f"{stated}: {_REMEDIES.get(conflicting[0].family, 'add devices')}")
+    shared = "" if problem.colocated or problem.use_all_devices else ", or share devices (mode: colocated)"
+    raise InfeasiblePlanError(
+        f"these conflict, and without any one of them there would be a plan: {stated}:"
+        f" add devices, ask for less{shared}"
+    )
+
+
+def all_devices_conflict() -> InfeasiblePlanError:
+    """What to raise when plans exist, but each leaves a device idle that may not."""
+    return InfeasiblePlanError(
+        "use_all_devices leaves no plan: no training option and engines together use exactly the devices of every pool;"
+        " allow idle devices, or add smaller engine shapes or training options"
+    )
+
+
+def conflict(problem: Problem) -> tuple[Constraint, ...]:
+    """A minimal set of constraints that conflict; empty where there is a plan."""
+    needed = constraints(problem)
+    if has_plan(problem, needed):
+        return ()
+    # What is tried first is dropped first: a pool that is large enough must not be named for being finite.
+    for constraint in needed:
+        others = tuple(other for other in needed if other != constraint)
+        if not has_plan(problem, others):
+            needed = others
+    return needed
+
+
+def constraints(problem: Problem) -> tuple[Constraint, ...]:
+    """Every constraint that could be part of a conflict. Where an option is missing altogether, that alone is one."""
+    if not problem.training:
+        return (Constraint("one_training", "some layout must train the model; none fits any pool"),)
+    if not problem.engines:
+        return (Constraint("every_class_once", "some engine must hold the model; none fits any pool"),)
+    pools = (
+        Constraint("devices", f"pool {pool.name} has {pool.devices:,} devices", pool.name) for pool in problem.pools
+    )
+    own = (Constraint("own_devices", "training and generation have devices of their own"),)
+    return (*pools, *(() if problem.colocated else own), _training(problem), _longest_context(problem))
+
+
+def has_plan(problem: Problem, kept: Collection[Constraint]) -> bool:
+    """Whether a plan exists for which only the constraints in `kept` have to hold; idle devices are allowed."""
+    if not problem.training or not problem.engines:
+        return not kept
+    families = {constraint.family for constraint in kept}
+    limits = {constraint.pool: problem.pool(constraint.pool).devices for constraint in kept if constraint.pool}
+    training: list[TrainingOption | None] = [*problem.training] if "one_training" in families else [None]
+    needed = problem.longest_context if "longest_context" in families else 0
+    engines = [option for option in problem.engines if option.holds >= needed]
+    return any(_fit(limits, train, engine, "own_devices" in families) for train, engine in product(training, engines))
+
+
+def _training(problem: Problem) -> Constraint:
+    least = (
+        min((option for option in problem.training if option.pool == pool.name), key=lambda option: option.devices)
+        for pool in problem.pools
+        if any(option.pool == pool.name for option in problem.training)
+    )
+    stated = " or ".join(f"{option.devices:,} devices of {option.pool} ({option.layout})" for option in least)
+    return Constraint("one_training", f"training needs at least {stated}")
+
+
+def _longest_context(problem: Problem) -> Constraint:
+    longest = problem.longest_context
+    text = f"an engine must hold the longest context of {longest:,} tokens"
+    holding = [option for option in problem.engines if option.holds >= longest]
+    if holding:
+        least = min(holding, key=lambda option: option.devices)
+        return Constraint("longest_context", f"{text} ({least.shape} does, with {least.devices:,} devices)")
+    most = max(problem.engines, key=lambda option: option.holds)
+    return Constraint("longest_context", f"{text} (the most is {most.holds:,}, by {most.shape})")
+
+
+def _fit(limits: Mapping[str, int], train: TrainingOption | None, engine: EngineOption, own: bool) -> bool:
+    used = {engine.pool: engine.devices}
+    if train is not None:
+        there = used.get(train.pool, 0)
+        used[train.pool] = there + train.devices if own else max(there, train.devices)
+    return all(devices <= limits.get(pool, devices) for pool, devices in used.items())
+
+
+def ample_step(problem: Problem) -> float:
+    """Seconds in which any training option trains and one engine of any option serves all, and as many to spare."""
+    train = max(option.seconds + option.publish for option in problem.training) + 2 * problem.switch
+    generate = max(
+        option.stall
+        + max(map(option.alone, range(len(problem.peaks))))
+        + max(sum(row) for row in option.work)
+        + sum(option.refill)
+        + math.sqrt(sum(option.refresh))
+        + max(option.residence)
+        for option in problem.engines
+    )
+    return 2 * (train + generate)

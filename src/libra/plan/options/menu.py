@@ -1,0 +1,88 @@
+"""What a request makes of its classes of trajectories: a menu of priced options.
+
+Invariant: classes that pass `check_classes` are a distribution: their shares sum to 1, shortest first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from libra.config.recipe import Recipe
+from libra.hardware.parallel import ParallelLayout
+from libra.lengths import TrajectoryClass
+from libra.plan.problem import Problem
+
+SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
+
+# Its devices or degrees do not suit nodes or model; the profile has no times for it; it is too large, layouts at every
+# dp; another is faster wherever it fits.
+RejectionKind = Literal["does not divide", "no times", "does not fit", "slower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An engine size, a layout, a family of layouts that differ in dp ("dp*"), or a degree, and why it is no option."""
+
+    name: str
+    kind: RejectionKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Menu:
+    """A problem, and what its options stand for."""
+
+    problem: Problem
+    # By layout and replicas of the training option; empty where every device is a replica of its own.
+    layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
+    rejected: tuple[Rejected, ...] = ()
+
+
+def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
+    """Raise ValueError with the field and the remedy, unless the classes are a distribution of contexts that fit."""
+    if not classes:
+        raise ValueError("classes is empty; a workload needs at least one trajectory class")
+    for index, cls in enumerate(classes):
+        where = f"classes[{index}]"
+        if not all(math.isfinite(mean) and mean >= 0 for mean in asdict(cls).values()):
+            raise ValueError(f"{where}: {cls} has a negative or infinite field; every mean is finite and >= 0")
+        if not 0 <= cls.before_first_return <= 1:
+            raise ValueError(f"{where}.before_first_return is {cls.before_first_return}; it is a fraction of 0 to 1")
+        if not 1 <= cls.peak_context <= longest_context:
+            raise ValueError(
+                f"{where}.peak_context is {cls.peak_context}; it lies between 1 and longest_context "
+                f"({longest_context}): raise longest_context, or clip the class"
+            )
+    total = math.fsum(cls.share for cls in classes)
+    if abs(total - 1) > SHARE_TOLERANCE:
+        raise ValueError(f"classes: the shares sum to {total}; divide each by their sum")
+    if any(shorter.peak_context > longer.peak_context for shorter, longer in pairwise(classes)):
+        raise ValueError("classes are not ordered; sort them by peak_context, shortest first")
+
+
+def present(classes: Sequence[TrajectoryClass], trajectories: int) -> tuple[bool, ...]:
+    """Which classes are met in a typical step: one trajectory or more is expected to be at least that long."""
+    at_least = tuple(accumulate(cls.share for cls in reversed(classes)))[::-1]
+    return tuple(trajectories * (share + SHARE_TOLERANCE) >= 1 for share in at_least)
+
+
+def reach(classes: Sequence[TrajectoryClass], router_hit: float) -> tuple[tuple[float, ...], ...]:
+    """[router][class] how much of a class's work reaches its own bucket: for the router as it was seen to hit, and for
+    a perfect one.
+
+    All that is generated before the first tool return stays in the first bucket, and so does what the router misses. Of
+    buckets that run it is known how well the router hits; how well it would hit others depends on where they lie, so
+    they must have time for a perfect one, too.
+    """
+    hits = (router_hit,) if router_hit == 1 else (router_hit, 1.0)
+    return tuple(tuple((1 - cls.before_first_return) * hit for cls in classes) for hit in hits)
+
+
+def most_buckets(recipe: Recipe, classes: Sequence[TrajectoryClass]) -> int:
+    """Ranges of final context that a router can tell apart: where no tool ever returns, a trajectory says nothing by
+    which it could change its bucket."""
+    return recipe.max_buckets if any(cls.before_first_return < 1 for cls in classes) else 1

@@ -1,0 +1,112 @@
+"""Files of a run: whole, or as they were before.
+
+A line of a `LineFile` is whole or it is not there: what a kill or a full disk cut off is dropped when the file is
+opened again, and left out by readers before that. What cannot be written is a `DiskError`, which names the file and
+the remedy; the error of the operating system names none.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_BLOCK = 1 << 16  # bytes read at a time when looking for the last newline
+_REMEDIES = {
+    errno.ENOSPC: "free some space on its disk",
+    errno.EDQUOT: "free some space, or raise the quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
+
+
+class DiskError(RuntimeError):
+    """A file of a run cannot be written. The message names it and the remedy."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        remedy = _REMEDIES.get(error.errno or 0, "free some space on its disk, or make it writable")
+        super().__init__(f"{path} cannot be written ({error.strerror or error}): {remedy}")
+
+
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Write or replace a file: whatever happens, it is what it was or what it is to be. On disk when this returns.
+    Raises `DiskError`."""
+    part = path.with_name(f"{path.name}.part")
+    with writing(path):
+        try:
+            with open(part, "wb") as file:
+                file.write(text.encode() if isinstance(text, str) else text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)  # it takes space that somebody may need now
+            raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the `OSError` of a write to `path` into `DiskError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(path, error) from None
+
+
+class LineFile:
+    """Appends to `path`. Raises `DiskError` where that is not possible; the lines before stay as they were.
+
+    An appended line is with the operating system when `append` returns, so it outlives the process; it outlives the
+    machine from the next `sync` on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            drop_partial_line(path)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+            self._size = os.fstat(self._file.fileno()).st_size
+
+    def append(self, line: bytes) -> None:
+        """One line, without its newline."""
+        rest = memoryview(line + b"\n")
+        size = len(rest)
+        try:
+            while rest:  # near the end of a disk, less is written than was asked for
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with writing(self.path):
+                os.ftruncate(self._file.fileno(), self._size)
+            raise DiskError(self.path, error) from None
+        self._size += size
+
+    def sync(self) -> None:
+        """Everything appended so far is on disk when this returns."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """All lines that were finished, without their newlines."""
+    *lines, _interrupted = path.read_bytes().split(b"\n")
+    return lines
+
+
+def drop_partial_line(path: Path) -> None:
+    """Cut off a last line that was never finished; no error where there is no file."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        end = start = file.seek(0, os.SEEK_END)
+        keep = 0
+        while start > 0 and keep == 0:
+            start = max(0, start - _BLOCK)
+            file.seek(start)
+            newline = file.read(_BLOCK).rfind(b"\n")
+            keep = start + newline + 1 if newline >= 0 else 0
+        if keep != end:
+            file.truncate(keep)

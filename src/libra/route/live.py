@@ -1,0 +1,128 @@
+"""What policies remember of the trajectories under way, and what those have in common that remember something."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from libra.route.policy import Fleet, Instance, Placement, Policy, TurnRequest, require_snapshot
+from libra.trajectory import Trajectory
+
+FORMAT = 1  # of snapshots
+
+
+@dataclass(slots=True)
+class Live:
+    """What is remembered of a trajectory between its turns."""
+
+    instance: str | None = None  # served its latest turn; None: no instance could hold any of its turns yet
+    prefix_there: bool = False  # that instance has not gone since
+
+
+L = TypeVar("L", bound=Live)
+
+
+class LivePolicy(Policy, Generic[L]):
+    """The part of a `Policy` that is the same whatever its rule: letting go, and coming back from a snapshot. Turns
+    are not asked about again, and nothing is learned, unless the rule says otherwise."""
+
+    NAME: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._live: dict[str, L] = {}
+
+    def bucket_overrun(self, request: TurnRequest, generated_tokens: int, fleet: Fleet) -> Placement | None:
+        return None
+
+    def finished(self, trajectory: Trajectory) -> None:
+        self.forget(trajectory.id)
+
+    def forget(self, trajectory_id: str) -> None:
+        self._live.pop(trajectory_id, None)
+
+    def instance_gone(self, instance: str) -> None:
+        for live in self._live.values():
+            if live.instance == instance:
+                live.prefix_there = False
+
+    def snapshot(self) -> dict[str, Any]:
+        live = [[id, *self._row(live)] for id, live in self._live.items()]
+        return {"format": FORMAT, "policy": self.NAME, **self._learned(), "live": live}
+
+    @classmethod
+    def restore(cls, snapshot: dict[str, Any]) -> Self:
+        require_snapshot(snapshot, cls.NAME, FORMAT)
+        return cls._made_of(snapshot)._resumed(snapshot)
+
+    def _resumed(self, snapshot: dict[str, Any]) -> Self:
+        self._live = {id: self._of_row(*row) for id, *row in snapshot["live"]}
+        self._resume(snapshot)
+        return self
+
+    def _placed(self, request: TurnRequest) -> L:
+        live = self._live.get(request.trajectory_id)
+        if live is None:
+            raise ValueError(f"trajectory {request.trajectory_id!r} was never placed: call place for its first turn")
+        return live
+
+    def _goes(
+        self, live: Live, instance: Instance, reason: str, priority: int = 0, ask_again: int | None = None
+    ) -> Placement:
+        """The placement of the next turn there, which is remembered."""
+        id = instance.id
+        migrated = live.instance is not None and id != live.instance
+        live.instance, live.prefix_there = id, True
+        return Placement(id, instance.bucket, migrated, reason, priority, ask_again)
+
+    @classmethod
+    def _made_of(cls, snapshot: dict[str, Any]) -> Self:
+        """With the settings of the snapshot."""
+        return cls()
+
+    @abstractmethod
+    def _learned(self) -> dict[str, Any]:
+        """Settings and what was learned, as JSON values."""
+
+    @abstractmethod
+    def _resume(self, snapshot: dict[str, Any]) -> None:
+        """Remember what `_learned` gave."""
+
+    @abstractmethod
+    def _row(self, live: L) -> Sequence[Any]:
+        """As JSON values."""
+
+    @abstractmethod
+    def _of_row(self, *row: Any) -> L:
+        """What `_row` gave."""
+
+
+class StickyPolicy(LivePolicy[L]):
+    """A rule that can be told not to follow prefixes: with `sticky`, a later turn goes where the prefix is if it can.
+
+    A rule that remembers more than where its trajectories are has it in `_rule` and `_resume_rule`.
+    """
+
+    REASON: ClassVar[str]  # of a placement that followed no prefix
+
+    def __init__(self, *, sticky: bool = True) -> None:
+        super().__init__()
+        self._sticky = sticky
+
+    @classmethod
+    def _made_of(cls, snapshot: dict[str, Any]) -> Self:
+        return cls(sticky=snapshot["sticky"])
+
+    def _learned(self) -> dict[str, Any]:
+        return {"sticky": self._sticky, "rule": self._rule()}
+
+    def _resume(self, snapshot: dict[str, Any]) -> None:
+        self._resume_rule(snapshot["rule"])
+
+    def _rule(self) -> Any:
+        """JSON values."""
+        return None
+
+    def _resume_rule(self, rule: Any) -> None:
+        """Remember this, which `_rule` gave."""

@@ -1,0 +1,53 @@
+"""What a tool return says of the rest of its trajectory, and what remained after each return of a finished one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from libra.trajectory import ToolStatus, Trajectory
+
+PayloadClass = Literal["small", "medium", "large"]
+
+# Published C-MLFQ payload classes, tokens.
+SMALL_PAYLOAD = 500
+MEDIUM_PAYLOAD = 5_000
+
+
+class ToolState(NamedTuple):
+    """What is known of one tool return. A tuple, because every lookup hashes one for each return so far."""
+
+    tool: str
+    payload: PayloadClass
+    status: ToolStatus
+
+
+def payload_class(returned_tokens: int) -> PayloadClass:
+    if returned_tokens <= SMALL_PAYLOAD:
+        return "small"
+    return "medium" if returned_tokens <= MEDIUM_PAYLOAD else "large"
+
+
+@lru_cache(maxsize=4096)
+def state_of(tool: str, payload: PayloadClass, status: ToolStatus) -> ToolState:
+    """The state of a tool return: one object for all that are alike, which are kept and compared often."""
+    return ToolState(tool, payload, status)
+
+
+def remainders(trajectory: Trajectory) -> Iterator[tuple[int, ToolState | None, int]]:
+    """The tokens generated and returned from the start on, and from each tool return on: (number of the turn that
+    begins there, state of the return, tokens). `ValueError` if the trajectory is unfinished, so that they are unknown.
+    """
+    require_finished(trajectory)
+    remaining = sum(turn.generated_tokens + turn.returned_tokens for turn in trajectory.turns)
+    yield 0, None, remaining
+    for number, turn in enumerate(trajectory.turns, start=1):
+        remaining -= turn.generated_tokens + turn.returned_tokens
+        if turn.tool is not None and turn.status is not None:
+            yield number, state_of(turn.tool, payload_class(turn.returned_tokens), turn.status), remaining
+
+
+def require_finished(trajectory: Trajectory) -> None:
+    if not trajectory.finished:
+        raise ValueError(f"trajectory {trajectory.id!r} is unfinished, so its length is unknown: forget it instead")

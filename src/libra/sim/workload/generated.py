@@ -1,0 +1,192 @@
+"""Requests and agent trajectories made from distributions and a seed.
+
+Invariant: the same arguments give the same work. Requests are made as they are taken: a chunk of them is in memory,
+however many there are. No trajectory outgrows its agent's context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from libra.sim.engine.request import Chain, Request
+from libra.sim.workload.distributions import CHUNK, Arrivals, Lengths
+from libra.sim.workload.requests import Requests
+from libra.trajectory import ToolStatus, Trajectory, Turn, truncate
+
+Draw = tuple[list[int], list[int], list[int]]  # arrivals in ticks and prompt tokens [prompt], output tokens [sample]
+
+
+def generated_requests(
+    count: int,
+    arrivals: Arrivals,
+    prompt_tokens: Lengths,
+    output_tokens: Lengths,
+    seed: int,
+    *,
+    samples_per_prompt: int = 1,
+) -> Requests:
+    """`count` prompts at `arrivals`, each asked for `samples_per_prompt` times at once: outputs of independent lengths
+    after one shared prompt. So Poisson `arrivals` of groups are a batch-Poisson process. A single sample shares no
+    tokens.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}; ask for 1 prompt or more")
+    if samples_per_prompt < 1:
+        raise ValueError(f"samples_per_prompt is {samples_per_prompt}; ask for each prompt 1 time or more")
+    draws = partial(_draws, count, arrivals, prompt_tokens, output_tokens, seed, samples_per_prompt)
+    make = partial(_single, draws) if samples_per_prompt == 1 else partial(_groups, draws, samples_per_prompt)
+    return Requests(
+        make,
+        {
+            "name": "generated requests",
+            "count": count,
+            "samples_per_prompt": samples_per_prompt,
+            "arrivals": arrivals.describe(),
+            "prompt_tokens": prompt_tokens.describe(),
+            "output_tokens": output_tokens.describe(),
+            "seed": seed,
+        },
+    )
+
+
+def _draws(
+    count: int, arrivals: Arrivals, prompt_tokens: Lengths, output_tokens: Lengths, seed: int, samples: int
+) -> Iterator[Draw]:
+    # A stream for each, so that a change of one distribution leaves the others' numbers alone.
+    times, prompts, outputs = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3))
+    for chunk in arrivals.chunks(count, times):
+        # Whole chunks are drawn, so that the first requests do not depend on how many there will be.
+        size = len(chunk)
+        yield (
+            chunk.tolist(),
+            prompt_tokens.draw(CHUNK, prompts)[:size].tolist(),
+            output_tokens.draw(CHUNK * samples, outputs)[: size * samples].tolist(),
+        )
+
+
+def _single(draws: partial[Iterator[Draw]]) -> Iterator[Request]:
+    done = 0
+    for times, prompts, outputs in draws():
+        yield from map(Request, range(done, done + len(times)), times, prompts, outputs)
+        done += len(times)
+
+
+def _groups(draws: partial[Iterator[Draw]], samples: int) -> Iterator[Request]:
+    done = 0
+    for times, prompts, outputs in draws():
+        for time, prompt_tokens, lengths in zip(times, prompts, _batched(outputs, samples), strict=True):
+            prompt = Chain(f"prompt {done // samples}")
+            for sample, output_tokens in enumerate(lengths):
+                chain = Chain(f"{prompt.name} sample {sample}", prompt, prompt_tokens)
+                yield Request(done + sample, time, prompt_tokens, output_tokens, chain=chain)
+            done += samples
+
+
+def _batched(values: list[int], size: int) -> Iterator[list[int]]:
+    return (values[first : first + size] for first in range(0, len(values), size))
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One of an agent's tools: it is called with probability `weight` over the sum of the weights, takes lognormal
+    seconds, exp(N(log `seconds_median`, `seconds_sigma`^2)), and fails or times out with the given probabilities."""
+
+    name: str
+    weight: float
+    returned_tokens: Lengths
+    seconds_median: float
+    seconds_sigma: float
+    error_share: float = 0.0
+    timeout_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, value in (("weight", self.weight), ("seconds_median", self.seconds_median)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"tool {self.name!r}: {field} is {value}; set it to more than 0, and finite")
+        # Ten such deviations are still a finite time.
+        if not 0 <= self.seconds_sigma <= 10:
+            raise ValueError(f"tool {self.name!r}: seconds_sigma is {self.seconds_sigma}; set it from 0 to 10")
+        if not (self.error_share >= 0 and self.timeout_share >= 0 and self.error_share + self.timeout_share <= 1):
+            raise ValueError(
+                f"tool {self.name!r}: error_share is {self.error_share} and timeout_share {self.timeout_share}: give"
+                " probabilities whose sum is 1 at most"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """Takes a geometric number of turns on {1, 2, ...} with mean `mean_turns`, calls one of `tools` after each but the
+    last, and is cut where its context would outgrow `max_context`, which makes its trajectories shorter than that."""
+
+    prompt_tokens: Lengths  # longer ones than leave a token of the context are cut
+    generated_tokens: Lengths  # of a turn
+    mean_turns: float
+    tools: tuple[Tool, ...]
+    max_context: int  # tokens
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean_turns < math.inf:
+            raise ValueError(f"mean_turns is {self.mean_turns}; set it to 1 or more, and finite")
+        if not self.tools:
+            raise ValueError("tools is empty: give at least one, or mean_turns 1 and one that is never called")
+        if self.max_context < 2:
+            raise ValueError(f"max_context is {self.max_context}; give room for a token of prompt and a generated one")
+
+
+def agent_trajectories(agent: Agent, prompts: int, seed: int, *, samples_per_prompt: int = 1) -> tuple[Trajectory, ...]:
+    """`samples_per_prompt` finished trajectories of each prompt, which are independent but for the prompt, one prompt
+    after the other."""
+    if prompts < 1:
+        raise ValueError(f"prompts is {prompts}; ask for 1 or more")
+    if samples_per_prompt < 1:
+        raise ValueError(f"samples_per_prompt is {samples_per_prompt}; ask for 1 or more")
+    generator = np.random.default_rng(seed)
+    lengths = np.minimum(agent.prompt_tokens.draw(prompts, generator), agent.max_context - 1)
+    counts = generator.geometric(1 / agent.mean_turns, prompts * samples_per_prompt)
+    turns = _turns(agent, int(counts.sum()), generator)
+    made = []
+    for number, count in enumerate(counts.tolist()):
+        prompt, sample = divmod(number, samples_per_prompt)
+        own = [next(turns) for _ in range(count)]
+        own[-1] = Turn(own[-1].generated_tokens, None, None, 0)
+        trajectory = Trajectory(
+            id=f"{prompt}/{sample}",
+            prompt_id=str(prompt),
+            task="generated",
+            prompt_tokens=int(lengths[prompt]),
+            turns=tuple(own),
+            reward=None,
+            policy_version=0,
+            finished=True,
+        )
+        made.append(truncate(trajectory, agent.max_context))
+    return tuple(made)
+
+
+def _turns(agent: Agent, count: int, generator: np.random.Generator) -> Iterator[Turn]:
+    """Of all trajectories one after another."""
+    weights = np.array([tool.weight for tool in agent.tools])
+    tools = generator.choice(len(weights), count, p=weights / weights.sum())
+    generated = agent.generated_tokens.draw(count, generator)
+    failure = generator.random(count)  # below the tool's shares it failed
+    returned, seconds = np.zeros(count, np.int64), np.zeros(count)
+    for index, tool in enumerate(agent.tools):
+        its = tools == index
+        calls = int(its.sum())
+        returned[its] = tool.returned_tokens.draw(calls, generator)
+        seconds[its] = generator.lognormal(math.log(tool.seconds_median), tool.seconds_sigma, calls)
+    columns = (column.tolist() for column in (generated, tools, failure, returned, seconds))
+    for tokens, index, failed, payload, duration in zip(*columns, strict=True):
+        tool = agent.tools[index]
+        yield Turn(tokens, tool.name, _status(tool, failed), payload, duration)
+
+
+def _status(tool: Tool, failure: float) -> ToolStatus:
+    if failure < tool.error_share:
+        return "error"
+    return "timeout" if failure < tool.error_share + tool.timeout_share else "ok"

@@ -1,0 +1,125 @@
+"""What asks for the work: requests in the order of time, and what follows when one ends.
+
+Invariant: a workload says the same again whenever it is started, and the number of a request does not depend on what
+became of the others. So two simulations of one workload can be compared request by request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from libra.sim.clock import LONGEST, TICKS, ticks
+from libra.sim.engine.request import Chain, Request
+
+
+class Workload(Protocol):
+    """One simulation at a time: `start`, then `finished` for every request that ended, in the order of time."""
+
+    def start(self) -> Iterable[Request]:
+        """The requests known from the beginning, by (arrival, number): possibly a million, made as they are taken.
+        What an earlier start left behind is forgotten."""
+        ...
+
+    def finished(self, request: Request, now: int) -> Request | None:
+        """The request that follows one that was finished, cancelled or refused at tick `now`; it arrives at `now` or
+        later. None: nothing follows."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Name, distributions, parameters and seed, as JSON values."""
+        ...
+
+
+class Requests:
+    """An open loop: requests that come whatever became of those before.
+
+    `make` gives them anew at each start, by (arrival, number). Iterating raises ValueError where that order is broken.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Request]], description: Mapping[str, Any]) -> None:
+        self._make = make
+        self._description = dict(description)
+
+    def start(self) -> Iterator[Request]:
+        arrival, number = -1, -1
+        for request in self._make():
+            if request.arrival < arrival or (request.arrival == arrival and request.number <= number):
+                raise ValueError(
+                    f"request {request.number} arrives at tick {request.arrival}, but comes after request {number} of"
+                    f" tick {arrival}: sort the requests by arrival and number, and give each number once"
+                )
+            arrival, number = request.arrival, request.number
+            yield request
+
+    def finished(self, request: Request, now: int) -> None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self._description)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """Times are ticks since the record's time zero."""
+
+    arrival: int
+    prompt_tokens: int
+    output_tokens: int
+    prefix: str | None = None  # requests of one prefix have their first `prefix_tokens` tokens in common
+    prefix_tokens: int = 0
+    priority: int = 0  # lower is served first
+    cancel_at: int | None = None
+
+
+def recorded_requests(
+    records: Sequence[RecordedRequest],
+    *,
+    start_seconds: float = 0.0,
+    rate_scale: float = 1.0,
+    source: Mapping[str, Any] | None = None,
+) -> Requests:
+    """The requests from `start_seconds` of the record on, `rate_scale` times as fast (2: half the time between them).
+
+    `records` are in the order of arrival. A request is cancelled as long after its arrival as the record says, whatever
+    the scale. `source` says where the records are from, as JSON values. Raises ValueError where none are left.
+    """
+    if not (math.isfinite(rate_scale) and rate_scale > 0):
+        raise ValueError(f"rate_scale is {rate_scale}; set it to more than 0, and finite")
+    start = ticks(start_seconds)
+    kept = [record for record in records if record.arrival >= start]
+    if not kept:
+        raise ValueError(f"no request arrives at or after start_seconds {start_seconds}: start earlier")
+    if (kept[-1].arrival - start) / rate_scale >= LONGEST * TICKS:
+        raise ValueError(f"rate_scale is {rate_scale}: the last request would come after more than 106 days; raise it")
+    description = {
+        "name": "recorded requests",
+        "source": dict(source or {}),
+        "requests": len(kept),
+        "start_seconds": start_seconds,
+        "rate_scale": rate_scale,
+    }
+    return Requests(partial(_requests, kept, start, rate_scale), description)
+
+
+def _requests(records: list[RecordedRequest], start: int, rate_scale: float) -> Iterator[Request]:
+    numerator, denominator = rate_scale.as_integer_ratio()
+    prefixes: dict[str, Chain] = {}
+    for number, record in enumerate(records):
+        arrival = (record.arrival - start) * denominator // numerator
+        chain = None
+        if record.prefix is not None:
+            prefix = prefixes.setdefault(record.prefix, Chain(record.prefix))
+            chain = Chain(f"{record.prefix} request {number}", prefix, record.prefix_tokens)
+        yield Request(
+            number,
+            arrival,
+            record.prompt_tokens,
+            record.output_tokens,
+            chain=chain,
+            priority=record.priority,
+            cancel_at=None if record.cancel_at is None else arrival + record.cancel_at - record.arrival,
+        )

@@ -1,0 +1,63 @@
+"""A calibration of this machine's CPU at sizes that take a moment, and the work that its rates are made of."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import date
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the extra `exec` is not installed")
+
+from libra.backends.calibration import Sizes, calibrate_device  # noqa: E402
+from libra.backends.machine import probe  # noqa: E402
+from libra.cost.sources.rates import Measured  # noqa: E402
+from libra.cost.sources.roofline import roofline  # noqa: E402
+from libra.hardware.cluster import GPUS  # noqa: E402
+from libra.hardware.model import ModelSpec  # noqa: E402
+
+TINY = Sizes(
+    products=((16, 64, 64), (32, 64, 32)),
+    weights=(64, 128),
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    batch=2,
+    context=32,
+    hidden=64,
+    intermediate=96,
+    layers=2,
+    vocab=50,
+    rows=2,
+    length=8,
+    repeats=4,
+    seconds=0.5,
+)
+
+
+@pytest.mark.alone
+def test_a_device_is_measured_in_full() -> None:
+    calibration = calibrate_device("cpu", TINY)
+    measured = [getattr(calibration, field.name) for field in fields(calibration)]
+    assert sum(isinstance(value, Measured) for value in measured) == 8  # each of which refuses what is not positive
+    assert calibration.torch == torch.__version__
+    assert calibration.dtype in (["bfloat16"] if probe("cpu").instructions else ["bfloat16", "float32"])
+    assert date.fromisoformat(calibration.date).year >= 2026
+    # Two layers of 2 norms, QKV and output, gated MLP; both embeddings and the last norm.
+    assert calibration.training_parameters == 2 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 96) + 2 * 50 * 64 + 64
+    model = ModelSpec("small", 2, 64, 4, 2, 16, 96, 50, False, 4096)
+    profile = roofline(GPUS["A100"], model, [1], calibration=calibration)
+    assert profile.source.startswith(f"calibration: {calibration.device}")
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:99", "cpu:0"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device is {name}"):
+        calibrate_device(name, TINY)
+
+
+def test_cuda_is_refused_where_torch_finds_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ValueError, match="device is cuda; give cpu"):
+        calibrate_device("cuda", TINY)

@@ -1,0 +1,370 @@
+"""`libra run`: what is refused before anything starts, and how a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calls import BASE, assert_refused, changed, libra, process, write
+
+from libra.config.run import ConfigError, RunConfig, load_config
+from libra.loop.checkpoint import FORMAT
+from libra.loop.run_directory import locked
+from libra.records.files import DiskError
+from libra.records.schema import Evaluation
+from libra.route.catalogue import policy_named
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory to run in. A run that starts all the same fails the test."""
+
+    async def started(*_: object) -> None:
+        pytest.fail("the run was started")
+
+    monkeypatch.setattr("libra.loop.run.run", started)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def everything_below(directory: Path) -> set[Path]:
+    return set(directory.rglob("*"))
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def slots(count: int) -> dict[str, Any]:
+    buckets = [BASE["start"]["buckets"][0], {**BASE["start"]["buckets"][1], "engines": count - 3}]
+    return changed(cluster={"slots": count, "core": 1, "hybrid": 1, "rollout": count - 2}, start={"buckets": buckets})
+
+
+BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "typo",
+        changed(training={"learning_rat": 1e-4}),
+        "training.learning_rat: unknown key 'learning_rat'; did you mean learning_rate?",
+    ),
+    (
+        "unknown tool",
+        changed(environment={"tools": ["calculatr"]}),
+        "environment.tools: unknown tool 'calculatr'; calculator has calculator",
+    ),
+    (
+        "unknown environment",
+        changed(environment={"kind": "chess"}),
+        "environment.kind: unknown environment 'chess'; use calculator or your own",
+    ),
+    (
+        "no model directory",
+        changed(model={"directory": "no/model"}),
+        "model.directory: no/model does not exist; give a directory in Hugging Face layout",
+    ),
+    (
+        "through a Ray client",
+        changed(cluster={"launcher": "ray", "ray_address": "ray://head:10001"}),
+        "cluster.ray_address: ray://head:10001 is not the address of a Ray cluster; run libra on a node of the cluster",
+    ),
+    (
+        "no Ray cluster there",
+        changed(cluster={"launcher": "ray", "ray_address": "127.0.0.1:1"}),
+        "cluster.ray_address: nothing answers at 127.0.0.1:1 ([Errno 111] Connection refused); run libra on a node",
+    ),
+    ("more workers than memory", slots(100_000), "cluster.slots: 100000 workers need about "),
+    ("more slots than cores", changed(cluster={"share": 1000.0}), "or a smaller cluster.share"),
+    (
+        "no memory for a context",
+        changed(engines={"long": {"max_model_len": 192, "max_num_seqs": 5, "kv_tokens": 100}}),
+        "engines.long.kv_tokens: 100 tokens cannot hold one context of 192; give at least engines.long.max_model_len",
+    ),
+    (
+        "a bucket beyond its engines",
+        changed(start={"buckets": [{"shape": "short", "engines": 1, "up_to": 65}, BASE["start"]["buckets"][1]]}),
+        "start.buckets: 'short' is to serve contexts up to 65 tokens and holds 64; lower up_to, or raise engines.short",
+    ),
+    (
+        "the longest fit nowhere",
+        changed(start={"buckets": [{"shape": "short", "engines": 2, "up_to": 64}]}),
+        "start.buckets: the last bucket uses 'short', which holds 64 tokens; end with the shape that holds 192",
+    ),
+    (
+        "unknown policy",
+        changed(routing={"policy": "cmlqf"}),
+        "routing.policy: policy is 'cmlqf'; choose one of round-robin, least-loaded,",
+    ),
+    ("in /proc", changed(directory="/proc/runs"), "directory: /proc/runs/calculator cannot be written; give a"),
+    (
+        "below a file",
+        changed(directory="run.yaml/runs"),
+        "directory: run.yaml/runs/calculator cannot be written; give a directory that you may write to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), [row[1:] for row in BAD_RUNS], ids=[row[0] for row in BAD_RUNS])
+def test_a_run_that_cannot_work_is_refused_and_leaves_nothing_behind(
+    here: Path, data: dict[str, Any], message: str
+) -> None:
+    config = write(here / "run.yaml", data)
+    before = everything_below(here)
+    assert_refused(libra("run", config), message)
+    assert everything_below(here) == before
+
+
+def test_too_many_workers_are_told_how_many_fit(here: Path) -> None:
+    result = libra("run", write(here / "run.yaml", slots(100_000)))
+    assert "GiB are free; use at most " in result.stderr
+
+
+def test_a_missing_ray_is_told_of_before_anything_starts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    result = libra("run", write(here / "run.yaml", BASE), "--launcher", "ray")
+    assert_refused(result, "Ray is not installed, and launcher is ray; pip install 'libra-rl[ray]', or use local")
+
+
+def test_a_port_in_use_is_refused(here: Path, taken_port: int) -> None:
+    config = write(here / "run.yaml", changed(cluster={"port": taken_port}))
+    before = everything_below(here)
+    assert_refused(
+        libra("run", config),
+        f"cluster.port: {taken_port} cannot be used on 127.0.0.1 (Address already in use); give a free port, or 0",
+    )
+    assert_refused(
+        libra("run", write(here / "run.yaml", BASE), "--metrics-port", taken_port),
+        f"metrics.port: {taken_port} cannot be used on 127.0.0.1 (Address already in use); give a free port, or leave",
+    )
+    assert everything_below(here) == before
+
+
+def test_a_name_that_no_host_can_have_is_refused(here: Path) -> None:
+    config = write(here / "run.yaml", changed(metrics={"host": "no..host", "port": 29_501}))
+    assert_refused(libra("run", config), "metrics.port: 29501 cannot be used on no..host (encoding with 'idna' codec")
+
+
+def test_metrics_do_not_meet_replicas(here: Path) -> None:
+    config = write(here / "run.yaml", changed(cluster={"port": 29_501}))
+    result = libra("run", config, "--metrics-port", 29_501)
+    assert_refused(result, "metrics.port: 29501 is cluster.port too, where training replicas meet; give another one")
+
+
+def make_run(here: Path) -> Path:
+    """What an earlier run left: some file, and no checkpoint."""
+    run = here / "runs" / "calculator"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    return run
+
+
+MODELS: list[tuple[str, tuple[str, ...], str]] = [
+    ("no tokenizer", ("config.json",), "holds no tokenizer.json; give a directory in Hugging Face layout"),
+    ("no weights", ("config.json", "tokenizer.json"), "holds no *.safetensors weights; save the model there first"),
+    (
+        "no JSON",
+        ("config.json", "tokenizer.json", "one.safetensors"),
+        "config.json is not a JSON object; save the model there again",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
+def test_a_model_directory_that_lacks_something_is_refused(here: Path, files: tuple[str, ...], message: str) -> None:
+    (here / "model").mkdir()
+    for name in files:
+        (here / "model" / name).write_text("[")
+    config = write(here / "run.yaml", changed(model={"directory": "model"}))
+    before = everything_below(here)
+    assert_refused(libra("run", config), message)
+    assert everything_below(here) == before
+
+
+BAD_CONTINUATIONS = [
+    ("earlier run", (), True, "calculator holds an earlier run; use --resume, --overwrite, or another --name"),
+    ("no run", ("--resume",), False, "name: there is no run to resume in runs/calculator; start it without --resume"),
+    ("no checkpoint", ("--resume",), True, "holds no checkpoint to resume from; start again with --overwrite"),
+    ("both", ("--resume", "--overwrite"), True, "--resume and --overwrite contradict each other"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "ran_before", "message"),
+    [row[1:] for row in BAD_CONTINUATIONS],
+    ids=[row[0] for row in BAD_CONTINUATIONS],
+)
+def test_a_run_neither_destroys_nor_invents_an_earlier_one(
+    here: Path, options: tuple[str, ...], ran_before: bool, message: str
+) -> None:
+    config = write(here / "run.yaml", BASE)
+    if ran_before:
+        make_run(here)
+    before = everything_below(here)
+    assert_refused(libra("run", config, *options), message)
+    assert everything_below(here) == before
+
+
+def make_checkpoint(run: Path, policy: dict[str, Any]) -> Path:
+    """What a run with `BASE` left in its directory, with this snapshot of its router."""
+    config = load_config(write(run.parent / "run.yaml", BASE)).computing_in("fp32")
+    (run / "config.json").write_text(config.model_dump_json())
+    (run.parent / "run.yaml").unlink()
+    checkpoint = run / "checkpoint-3"
+    checkpoint.mkdir()
+    state = {
+        "format": FORMAT,
+        "step": 3,
+        "seconds": 1.0,
+        "tracker": {},
+        "policy": policy,
+        "started": json.loads(Evaluation("start", 0, 16, 0.25, 0.5, 2.0).to_json()),
+    }
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return checkpoint
+
+
+def test_a_checkpoint_of_another_router_is_refused(here: Path) -> None:
+    config = write(here / "run.yaml", BASE)
+    make_checkpoint(make_run(here), policy_named("cmlfq-published").snapshot())
+    before = everything_below(here)
+    assert_refused(
+        libra("run", config, "--resume"), "routing.policy: runs/calculator/checkpoint-3: snapshot is of policy"
+    )
+    assert everything_below(here) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed: the run was started with 0 and cannot go on with 4; give the same, or start again with"),
+        (
+            {"training": {"prompts_per_step": 3}},
+            "training.prompts_per_step: the run was started with 24 and cannot go on",
+        ),
+        (
+            {"training": {"precision": "bf16"}},
+            "training.precision: the run was started with fp32 and cannot go on with bf16; give the same, or start",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_the_groups_that_it_has(here: Path, change: dict[str, Any], message: str) -> None:
+    make_checkpoint(make_run(here), policy_named("cmlfq").snapshot())
+    assert_refused(libra("run", write(here / "run.yaml", changed(**change)), "--resume"), message)
+
+
+def test_a_run_that_goes_on_computes_as_it_did(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(make_run(here), policy_named("cmlfq").snapshot())
+    asked = []
+
+    async def full(config: RunConfig, *_: object) -> None:
+        asked.append(config.training.precision)
+        raise DiskError(here, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", full)
+    for precision in ("auto", "fp32"):
+        libra("run", write(here / "run.yaml", changed(training={"precision": precision})), "--resume")
+        recorded = json.loads((here / "runs" / "calculator" / "config.json").read_text())
+        assert recorded["training"]["precision"] == "fp32"
+    assert asked == ["fp32", "fp32"]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_full_disk_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    run = here / "runs" / "calculator"
+
+    async def full(*_: object) -> None:
+        if saved:
+            (run / "checkpoint-3").mkdir()
+            (run / "checkpoint-3" / "state.json").touch()
+        raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", full)
+    result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
+    remedy = "continue with --resume" if saved else "it had no checkpoint yet, start again with --overwrite"
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"libra run: {run}/journal.jsonl cannot be written (No space left on device): free some space on its disk;"
+        f" {remedy}\n",
+    )
+
+
+@pytest.mark.parametrize("options", [("--resume",), ("--overwrite",)])
+def test_a_second_controller_is_refused_and_touches_nothing(here: Path, options: tuple[str, ...]) -> None:
+    config, run = write(here / "run.yaml", BASE), make_run(here)
+    make_checkpoint(run, policy_named("cmlfq").snapshot())
+    with locked(run):
+        before = {path: path.read_bytes() for path in everything_below(here) if path.is_file()}
+        message = f"name: process {os.getpid()} is running in runs/calculator; wait for it, stop it, or give another"
+        assert_refused(libra("run", config, *options), message)
+        assert {path: path.read_bytes() for path in everything_below(here) if path.is_file()} == before
+
+
+def test_an_overwritten_run_is_gone_and_the_new_one_is_locked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(here)
+    make_checkpoint(run, policy_named("cmlfq").snapshot())
+
+    async def look(*_: object) -> None:
+        assert everything_below(run) == {run / "lock", run / "config.json"}
+        with pytest.raises(ConfigError), locked(run):
+            pass
+        raise DiskError(run / "journal.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", look)
+    assert "journal.jsonl" in libra("run", write(here / "run.yaml", BASE), "--overwrite").stderr
+    with locked(run):
+        pass
+
+
+def test_a_full_disk_at_the_start_leaves_the_configuration_of_an_earlier_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = write(here / "run.yaml", BASE), make_run(here)
+    make_checkpoint(run, policy_named("cmlfq").snapshot())
+    before = (run / "config.json").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    result = libra("run", config, "--resume")
+    said = "runs/calculator/config.json cannot be written (No space left on device): free some space on its disk"
+    assert (result.exit_code, result.stderr) == (1, f"libra run: {said}\n")
+    assert (run / "config.json").read_bytes() == before
+    assert not any(run.glob("*.part"))
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ended(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = here / "runs" / "calculator"
+
+    async def full(*_: object) -> None:
+        (run / "metrics.jsonl").touch()
+        (run / "report.html").mkdir()
+        raise DiskError(run / "metrics.jsonl", OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("libra.loop.run.run", full)
+    result = libra("run", write(here / "run.yaml", changed(directory=str(here / "runs"))))
+    assert result.exit_code == 1 and "metrics.jsonl cannot be written" in result.stderr
+
+
+def test_options_are_checked_as_the_file_is(here: Path) -> None:
+    config = write(here / "run.yaml", BASE)
+    before = everything_below(here)
+    assert_refused(libra("run", config, "--steps", 0), "training.steps: Input should be greater than 0 (got 0)")
+    assert_refused(libra("run", config, "--directory", "/proc"), "directory: /proc/calculator cannot be written")
+    assert everything_below(here) == before
+
+
+def test_a_refusal_in_a_process_of_its_own(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", changed(training={"learning_rat": 1e-4}, directory=str(tmp_path / "runs")))
+    assert_refused(process("run", config), f"{config}: training.learning_rat: unknown key 'learning_rat'")
+    assert everything_below(tmp_path) == {config}

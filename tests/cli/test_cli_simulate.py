@@ -1,0 +1,512 @@
+"""`libra simulate` as a user meets it: what it prints, its exit status, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from calls import EXAMPLES, assert_refused, libra, write
+from typer.testing import Result
+
+from libra.route.catalogue import POLICIES
+
+ENGINES, REQUESTS, AZURE, LOG = (
+    EXAMPLES / name for name in ("engines.yaml", "requests.jsonl", "requests.csv", "trajectories.jsonl")
+)
+BASE: dict[str, Any] = yaml.safe_load(ENGINES.read_text(encoding="utf-8"))
+GROUP: dict[str, Any] = BASE["engines"][0]
+
+
+def simulate(*arguments: object, engines: Path = ENGINES, requests: Path = REQUESTS) -> Result:
+    return libra("simulate", engines, "--requests", requests, *arguments)
+
+
+def document(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def group(**changes: object) -> dict[str, Any]:
+    """The example's file with keys of its engines replaced; None takes one away."""
+    changed = {key: value for key, value in {**GROUP, **changes}.items() if value is not None}
+    return {**BASE, "engines": [changed]}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A plan for a cluster, asynchronous and synchronous, and one for slots."""
+    directory = tmp_path_factory.mktemp("plans")
+    found = {}
+    for mode in ("async", "sync"):
+        request = write(
+            directory / f"{mode}.yaml", {"batch": 64, "samples_per_prompt": 8, "max_length": 8192, "mode": mode}
+        )
+        found[mode] = directory / f"{mode}.json"
+        cluster = EXAMPLES / "cluster_48_a800.yaml"
+        made = libra(
+            *("plan", cluster, "-m", "Qwen/Qwen3-0.6B", "-t", LOG, "-r", request, "-p", "roofline"),
+            *("-o", found[mode]),
+        )
+        assert made.exit_code == 0, made.stderr
+    found["slots"] = directory / "slots.json"
+    profile = EXAMPLES / "profile_2_cores.json"
+    made = libra("plan", EXAMPLES / "calculator.yaml", "-t", LOG, "-p", profile, "-o", found["slots"])
+    assert made.exit_code == 0, made.stderr
+    return found
+
+
+# A file of engines
+
+
+def test_engines_of_a_file_run_requests() -> None:
+    result = simulate()
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    for words in ("11 of 12 requests finished", "a100-0", "a100-1", "TTFT", "its caller gave it up"):
+        assert words in result.stdout
+
+
+def test_as_json_there_is_nothing_else_on_standard_output(tmp_path: Path) -> None:
+    result = simulate("--json", "-o", tmp_path / "result.json")
+    found = document(result)
+    assert result.stdout == (tmp_path / "result.json").read_text()
+    assert found["metrics"]["requests"] == 12
+    assert found["workload"]["source"] == {"file": "requests.jsonl"}
+    assert found["run"]["route"] == "least-loaded"
+    assert sum(engine["requests"] for engine in found["engines"]) == 12
+    assert str(EXAMPLES) not in result.stdout
+
+
+def test_what_is_written_besides_changes_nothing(tmp_path: Path) -> None:
+    names = ("requests.jsonl", "timeline.json", "page.html")
+    out, timeline, page = (tmp_path / name for name in names)
+    written = simulate("--json", "--requests-out", out, "--timeline", timeline, "--report", page)
+    assert written.stdout == simulate("--json").stdout
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(12))
+    assert {event["ph"] for event in json.loads(timeline.read_text())} >= {"X", "C", "M"}
+    html = page.read_text()
+    assert html.startswith("<!DOCTYPE html>")
+    assert "Simulation of engines.yaml" in html
+
+
+def test_the_same_inputs_give_the_same_bytes_in_every_process(plans: dict[str, Path], tmp_path: Path) -> None:
+    def process(hash_seed: str) -> list[bytes]:
+        files = [tmp_path / f"{hash_seed}.{suffix}" for suffix in ("jsonl", "json", "html")]
+        done = subprocess.run(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "libra.cli.app",
+                    "simulate",
+                    plans["async"],
+                    "-t",
+                    LOG,
+                    "--route",
+                    "two-choices",
+                ),
+                *("--json", "--requests-out", files[0], "--timeline", files[1], "--report", files[2]),
+            ],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            timeout=120,
+        )
+        return [done.stdout, *(file.read_bytes() for file in files)]
+
+    assert process("1") == process("2")
+
+
+def test_exact_gives_the_same_times(tmp_path: Path) -> None:
+    quick, exact = tmp_path / "quick.jsonl", tmp_path / "exact.jsonl"
+    assert simulate("--requests-out", quick).exit_code == 0
+    assert simulate("--requests-out", exact, "--exact").exit_code == 0
+    assert quick.read_bytes() == exact.read_bytes()
+
+
+def test_requests_of_azure_come_faster_and_later_when_asked() -> None:
+    whole = document(simulate("--json", requests=AZURE))["metrics"]
+    late = document(simulate("--json", "--start", 2, requests=AZURE))["metrics"]
+    fast = document(simulate("--json", "--rate-scale", 1000, requests=AZURE))["metrics"]
+    assert 0 < late["requests"] < whole["requests"] == fast["requests"]
+    assert fast["queueing"]["mean"] > whole["queueing"]["mean"]
+
+
+@pytest.mark.parametrize("route", POLICIES)
+def test_engines_of_a_file_run_trajectories(route: str, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in LOG.read_text().splitlines()]
+    records[0]["finished"] = False
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = libra("simulate", ENGINES, "-t", log, "--concurrency", 4, "--route", route, "--json")
+    found = document(result)
+    assert found["metrics"]["trajectories"] == 60
+    assert found["workload"]["concurrency"] == 4
+    assert "note: 1 of 60 trajectories in the log unfinished: run as far as the log goes\n" in result.stderr
+
+
+def test_a_time_limit_stops_it_there_and_says_so() -> None:
+    result = simulate("--time-limit", 5)
+    assert result.exit_code == 0
+    assert "Stopped by the time limit at 5.00 s" in result.stdout
+    found = document(simulate("--time-limit", 5, "--json"))
+    assert found["partial"]
+    assert found["end"] == 5.0 == found["run"]["time_limit"]
+    assert found["metrics"]["unfinished"] > 0
+
+
+def test_the_option_goes_before_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "engines.yaml", {**BASE, "time_limit": 5.0})
+    assert document(simulate("--json", engines=path))["end"] == 5.0
+    assert document(simulate("--json", "--time-limit", 7, engines=path))["end"] == 7.0
+    assert document(simulate("--json", "--route", "round-robin", engines=path))["run"]["route"] == "round-robin"
+
+
+def test_weight_updates_of_a_file_pause_its_engines(tmp_path: Path) -> None:
+    updates = {"every": 2.0, "times": 3, "pause": 1.5, "refresh": True}
+    path = write(tmp_path / "engines.yaml", {**BASE, "weight_updates": updates})
+    timeline = tmp_path / "timeline.json"
+    paused = document(simulate("--json", "--timeline", timeline, engines=path))["metrics"]
+    assert paused["makespan"] > document(simulate("--json"))["metrics"]["makespan"] + 1
+    assert sum(event["name"] == "new weights" for event in json.loads(timeline.read_text())) == 6
+
+
+# A plan
+
+
+def test_the_rollout_of_a_plan_is_held_against_its_prediction(plans: dict[str, Path]) -> None:
+    result = libra("simulate", plans["async"], "-t", LOG)
+    assert result.exit_code == 0, result.stderr
+    assert "Rollout of 1 step: the plan says " in result.stdout
+    assert "note: 1 step: 64 trajectories drawn from 60 finished ones, each once, the rest with" in result.stdout
+    found = document(libra("simulate", plans["async"], "-t", LOG, "--json"))
+    said = found["plan"]
+    assert said["simulated_makespan"] == found["metrics"]["makespan"]
+    assert said["predicted_rollout"] == found["workload"]["source"]["forecast"]["seconds"]
+    assert said["difference"] == pytest.approx(said["simulated_makespan"] / said["predicted_rollout"] - 1)
+    assert found["metrics"]["trajectories_completed"] == 64
+
+
+def test_a_plan_for_slots_is_simulated_with_what_was_measured(plans: dict[str, Path]) -> None:
+    found = document(libra("simulate", plans["slots"], "-t", LOG, "--json"))
+    assert found["metrics"]["trajectories_completed"] == 144
+    assert {config["block_size"] for config in found["configs"]} == {32}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_whole_run_of_a_plan_compares_steps_with_steps(plans: dict[str, Path], mode: str, tmp_path: Path) -> None:
+    command = ("simulate", plans[mode], "-t", LOG, "--steps", 3)
+    found = document(libra(*command, "--json", "-o", tmp_path / "run.json"))
+    assert json.loads((tmp_path / "run.json").read_text()) == found
+    recipe, predicted = (json.loads(plans[mode].read_text())[key] for key in ("request", "predicted"))
+    assert [step["trajectories"] for step in found["steps"]] == [64] * 3
+    staleness = recipe["recipe"]["staleness"]
+    assert max(step["worst_staleness"] for step in found["steps"]) <= staleness
+    assert found["plan"]["predicted_step"] == predicted["step"]
+    assert found["plan"]["simulated_step"] == pytest.approx(found["seconds"] / 3)
+    assert found["run"]["route"] == "cmlfq"
+    shown = libra(*command)
+    assert "the plan says" in shown.stdout and "8 prompts of 8 samples" in shown.stdout
+
+
+def test_other_draws_have_other_seeds(plans: dict[str, Path]) -> None:
+    first, again, other = (
+        libra("simulate", plans["sync"], "-t", LOG, "--json", "--seed", seed).stdout for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_a_router_without_evidence_is_pointed_out(plans: dict[str, Path]) -> None:
+    if len(json.loads(plans["slots"].read_text())["allocation"]["buckets"]) < 2:
+        pytest.fail("the example's plan no longer has two buckets")
+    published = ("simulate", plans["slots"], "-t", LOG, "--route", "cmlfq-published")
+    cold, warm = libra(*published), libra(*published, "--learn-from", LOG)
+    assert "without evidence" not in libra("simulate", plans["slots"], "-t", LOG).stdout
+    assert "cmlfq-published begins without evidence" in cold.stdout
+    assert warm.exit_code == 0
+    assert "without evidence" not in warm.stdout
+
+
+# What is wrong, and words of the one line: key, and remedy.
+BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
+    ("no mapping", [], ("engines.yaml: expected a mapping of keys, as in examples/engines.yaml",)),
+    ("no engines", {**BASE, "engines": []}, ("engines: ", "at least 1 item")),
+    ("a typo", {**BASE, "rout": "round-robin"}, ("rout: unknown key 'rout'; did you mean route?",)),
+    ("a typo within", group(gpus="A100"), ("engines.0.gpus: unknown key 'gpus'; did you mean gpu?",)),
+    ("no model", group(model=None), ("engines.0.model: this key is required; add it",)),
+    ("an unknown model", group(model="Qwen/Qwen3-14"), ("engines.0.model: ", "did you mean Qwen/Qwen3-14B")),
+    ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
+    ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
+    ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
+    ("no seats", group(max_num_seqs=0), ("engines.0.max_num_seqs: Input should be greater", "(got 0)")),
+    (
+        "KV for less than a request",
+        group(kv_blocks=100),
+        ("engines.0.kv_blocks is 100: 1600 tokens, less than one request of max_model_len 16384", "give more memory"),
+    ),
+    (
+        "memory for less than a request",
+        group(gpu_memory_utilization=0.4),
+        ("engines.0.gpu_memory_utilization is 0.4:", "less than one request of max_model_len 16,384", "raise it"),
+    ),
+    (
+        "a model beyond its GPU",
+        group(model="meta-llama/Llama-3.1-70B"),
+        ("leaves KV memory for 0 tokens on 1 x A100", "raise it or tensor_parallel_size"),
+    ),
+    (
+        "longer than the model",
+        group(max_model_len=50_000),
+        ("engines.0.max_model_len is 50000; Qwen/Qwen3-14B is made for 40960 tokens: lower it",),
+    ),
+    (
+        "heads that do not divide",
+        group(tensor_parallel_size=3),
+        ("engines.0.tensor_parallel_size: Qwen/Qwen3-14B: ",),
+    ),
+    (
+        "a degree without times",
+        group(tensor_parallel_size=40),
+        ("engines.0.tensor_parallel_size is 40; engine times (roofline: ", "are known for 1, 2, 4, 8: take one"),
+    ),
+    (
+        "more stages than layers",
+        group(pipeline_parallel_size=41),
+        ("engines.0.pipeline_parallel_size is 41; Qwen/Qwen3-14B has 40 layers: lower it",),
+    ),
+    (
+        "a budget without times",
+        group(max_num_batched_tokens=100_000),
+        ("engines.0: the engine's times are not known up to", "max_num_batched_tokens 100000", "lower what goes"),
+    ),
+    ("no such profile", group(profile="no.json"), ("engines.0.profile: ", "no.json", "or give another file")),
+    (
+        "a negative overhead",
+        group(overhead={"iteration": -1.0}),
+        ("engines.0.overhead.iteration: Input should be greater", "(got -1.0)"),
+    ),
+    (
+        "an hour of overhead and more",
+        group(overhead={"request": 3601.0}),
+        ("engines.0.overhead.request: Input should be less than or equal to 3600",),
+    ),
+    (
+        "blocks too large for the memory",
+        group(block_size=1_000_000),
+        ("engines.0.block_size is 1000000: Qwen/Qwen3-14B leaves KV memory for 0 tokens", "16,384: lower it"),
+    ),
+    (
+        "a budget too large for the memory",
+        group(max_num_batched_tokens=500_000),
+        ("engines.0.max_num_batched_tokens is 500000: Qwen/Qwen3-14B leaves KV memory for 0 tokens", "lower it"),
+    ),
+    ("two of one name", {**BASE, "engines": [GROUP, GROUP]}, ("two engines have the same name; name each once",)),
+    ("limits that fall", {**BASE, "limits": [8192, 4096]}, ("limits is [8192, 4096]; list numbers of tokens that",)),
+    (
+        "a bucket without a limit",
+        group(bucket=1),
+        ("engine a100-0 is in bucket 1, but limits name 1", "add the bucket's limit"),
+    ),
+    (
+        "prefixes that C-MLFQ must follow",
+        {**BASE, "route": "cmlfq-published", "sticky": False},
+        ("leave sticky true",),
+    ),
+    (
+        "updates all the time",
+        {**BASE, "weight_updates": {"every": 0, "times": 1, "pause": 1}},
+        ("weight_updates.every: Input should be greater than 0",),
+    ),
+    (
+        "updates without end",
+        {**BASE, "weight_updates": {"every": 1, "times": 100_001, "pause": 1}},
+        ("weight_updates.times: Input should be less than or equal to 100000",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), [row[1:] for row in BAD_FILES], ids=[row[0] for row in BAD_FILES])
+def test_engines_that_cannot_run_are_refused_before_they_do(
+    tmp_path: Path, data: object, words: tuple[str, ...]
+) -> None:
+    path = write(tmp_path / "engines.yaml", data)
+    out = tmp_path / "out.json"
+    assert_refused(simulate("-o", out, engines=path), str(path), *words)
+    assert not out.exists()
+
+
+BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
+    ("no work", (ENGINES,), ("--requests FILE or --trajectories FILE, one of them",)),
+    ("two kinds of work", (ENGINES, "--requests", REQUESTS, "-t", LOG), ("--requests FILE or --trajectories FILE",)),
+    ("neither plan nor engines", (LOG, "-t", LOG), ("trajectories.jsonl: give a plan.json", "a YAML file such as")),
+    ("no such file", ("no.yaml", "--requests", REQUESTS), ("no.yaml: No such file or directory: give an existing",)),
+    ("no such plan", ("no.json", "-t", LOG), ("no.json: No such file or directory",)),
+    (
+        "no plan",
+        (EXAMPLES / "profile_2_cores.json", "-t", LOG),
+        ("profile_2_cores.json: format is missing",),
+    ),
+    ("no such requests", (ENGINES, "--requests", "no.jsonl"), ("no.jsonl: No such file or directory",)),
+    ("requests of another kind", (ENGINES, "--requests", ENGINES), ("give a .jsonl file of requests, or a .csv",)),
+    (
+        "trajectories for requests",
+        (ENGINES, "--requests", LOG),
+        ("trajectories.jsonl:1: ",),
+    ),
+    (
+        "an option of trajectories",
+        (ENGINES, "--requests", REQUESTS, "--concurrency", 2),
+        ("--concurrency is for trajectories (--trajectories); leave it out",),
+    ),
+    (
+        "an option of requests",
+        (ENGINES, "-t", LOG, "--rate-scale", 2),
+        ("--rate-scale is for requests (--requests); leave it out",),
+    ),
+    ("an option of plans", (ENGINES, "-t", LOG, "--steps", 2), ("--steps is for a cluster's plan", "leave it out")),
+    ("an unknown policy", (ENGINES, "-t", LOG, "--route", "best"), ("--route: policy is 'best'; choose one of",)),
+    ("a rate of nothing", (ENGINES, "--requests", REQUESTS, "--rate-scale", 0), ("rate_scale is 0.0; set it to",)),
+    (
+        "a start after the end",
+        (ENGINES, "--requests", REQUESTS, "--start", 1e6),
+        ("no request arrives at or after start_seconds 1000000.0: start earlier",),
+    ),
+    ("a start before", (ENGINES, "--requests", REQUESTS, "--start", -1), ("--start is -1.0; give 0 seconds or more",)),
+    ("no time", (ENGINES, "-t", LOG, "--time-limit", 0), ("--time-limit is 0.0; give more than 0 seconds",)),
+    ("a negative seed", (ENGINES, "-t", LOG, "--seed", -1), ("--seed is -1; give 0 or more",)),
+    ("none in flight", (ENGINES, "-t", LOG, "--concurrency", 0), ("concurrency is 0; let 1 trajectory or more",)),
+    ("no samples", (ENGINES, "-t", LOG, "--samples-per-prompt", 0), ("samples_per_prompt is 0; run each",)),
+    (
+        "tools that answer before",
+        (ENGINES, "-t", LOG, "--unknown-tool-seconds", -1),
+        ("--unknown-tool-seconds is -1.0; give 0 seconds or more",),
+    ),
+    (
+        "nowhere to write",
+        (ENGINES, "-t", LOG, "--report", "no/page.html"),
+        ("no/page.html: there is no directory no; make it",),
+    ),
+    ("a directory to write to", (ENGINES, "-t", LOG, "-o", EXAMPLES), (f"{EXAMPLES}: is a directory; give a file",)),
+    (
+        "an option of plans, for requests",
+        (ENGINES, "--requests", REQUESTS, "--steps", 2),
+        ("--steps is for a cluster's plan; leave it out",),
+    ),
+    (
+        "a log for a policy that learns nothing",
+        (ENGINES, "-t", LOG, "--learn-from", LOG),
+        ("least-loaded does not: leave it out, or give --route cmlfq-published",),
+    ),
+    (
+        "no log to learn from",
+        (ENGINES, "-t", LOG, "--learn-from", "no.jsonl", "--route", "cmlfq-published"),
+        ("no.jsonl: No such file",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [row[1:] for row in BAD_CALLS], ids=[row[0] for row in BAD_CALLS])
+def test_a_call_that_means_nothing_is_refused(arguments: tuple[object, ...], words: tuple[str, ...]) -> None:
+    assert_refused(libra("simulate", *arguments), *words)
+
+
+@pytest.mark.parametrize("option", ["-o", "--requests-out", "--timeline", "--report"])
+def test_no_input_is_overwritten(tmp_path: Path, option: str) -> None:
+    engines, requests = tmp_path / "engines.yaml", tmp_path / "requests.jsonl"
+    engines.write_bytes(ENGINES.read_bytes())
+    requests.write_bytes(REQUESTS.read_bytes())
+    link = tmp_path / "link"
+    link.symlink_to(requests)
+    for output, read in ((engines, engines), (requests, requests), (link, requests)):
+        refused = simulate(option, output, engines=engines, requests=requests)
+        assert_refused(refused, f"{output}: the same file as {read}, which is read; give another file")
+    assert (engines.read_bytes(), requests.read_bytes()) == (ENGINES.read_bytes(), REQUESTS.read_bytes())
+
+
+def test_two_outputs_are_two_files(tmp_path: Path) -> None:
+    out, again = tmp_path / "out.json", tmp_path / "." / ".." / tmp_path.name / "out.json"
+    assert_refused(simulate("-o", out, "--report", again), f"{again}: the same file as {out}, which is written besides")
+    assert not out.exists()
+    assert simulate("-o", os.devnull, "--report", os.devnull).exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("option", ["-o", "--requests-out", "--timeline", "--report"])
+def test_a_full_disk_is_named(option: str) -> None:
+    assert_refused(simulate(option, "/dev/full"), "/dev/full: No space left on device; give another file to write to")
+
+
+def test_planning_overwrites_no_input(plans: dict[str, Path], tmp_path: Path) -> None:
+    log, plan = tmp_path / "log.jsonl", tmp_path / "plan.json"
+    log.write_bytes(LOG.read_bytes())
+    plan.write_bytes(plans["slots"].read_bytes())
+    profile = EXAMPLES / "profile_2_cores.json"
+    for refused, path in (
+        (libra("plan", EXAMPLES / "calculator.yaml", "-t", log, "-p", profile, "-o", log), log),
+        (libra("explain", plan, "--html", plan), plan),
+    ):
+        assert_refused(refused, f"{path}: the same file as {path}, which is read")
+    assert (log.read_bytes(), plan.read_bytes()) == (LOG.read_bytes(), plans["slots"].read_bytes())
+
+
+BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
+    ("no log", "async", (), ("a plan is simulated on trajectories: give --trajectories",)),
+    ("requests", "async", ("--requests", REQUESTS), ("give --trajectories, and no --requests",)),
+    ("a rate", "async", ("-t", LOG, "--rate-scale", 2), ("--rate-scale is for requests (--requests); leave it out",)),
+    ("no steps", "async", ("-t", LOG, "--steps", 0), ("steps is 0; simulate 1 step or more",)),
+    ("steps of slots", "slots", ("-t", LOG, "--steps", 2), ("--steps is for the plan of a cluster", "leave it out")),
+    (
+        "other samples",
+        "async",
+        ("-t", LOG, "--steps", 2, "--samples-per-prompt", 8),
+        ("--samples-per-prompt does not",),
+    ),
+    ("a report of steps", "async", ("-t", LOG, "--steps", 2, "--report", "x.html"), ("--report does not go with",)),
+    ("steps without a log", "async", ("--steps", 2), ("give --trajectories",)),
+    (
+        "part of a sample",
+        "async",
+        ("-t", LOG, "--samples-per-prompt", 7),
+        ("samples_per_prompt is 7, which does not divide 64 trajectories: give a divisor",),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words"), [row[1:] for row in BAD_PLANS], ids=[row[0] for row in BAD_PLANS]
+)
+def test_a_plan_that_cannot_be_simulated_is_refused(
+    plans: dict[str, Path], plan: str, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    assert_refused(libra("simulate", plans[plan], *options), *words)
+
+
+def test_a_plan_refuses_a_log_that_its_engines_do_not_hold(plans: dict[str, Path], tmp_path: Path) -> None:
+    first = json.loads(LOG.read_text().splitlines()[0])
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({**first, "prompt_tokens": 9000}) + "\n")
+    assert_refused(
+        libra("simulate", plans["async"], "-t", log), "log.jsonl:1: a context of ", "give --truncate-context"
+    )
+    assert document(libra("simulate", plans["async"], "-t", log, "--truncate-context", "--json"))["plan"]
+
+
+def test_a_plan_without_engines_is_refused(plans: dict[str, Path], tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    found = json.loads(plans["async"].read_text())
+    plan.write_text(json.dumps({**found, "placement": []}))
+    assert_refused(libra("simulate", plan, "-t", LOG), f"{plan}: placement has no engine: plan again")
+
+
+def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("")
+    assert_refused(libra("simulate", plans["async"], "-t", log), "give a log with at least one finished trajectory")

@@ -1,0 +1,87 @@
+"""What the engines did between two looks: engines that stay, come, go and start again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from fakes.small_run import episode, make_observations
+
+from libra.backends.vllm.engine_handle import EngineHandle
+from libra.loop.fleet import ServingEngine
+from libra.loop.observations import EngineCounters, EngineWork
+
+
+def engine(link: int, busy: float, iterations: int, generated: int, prefilled: int, turns: int) -> ServingEngine:
+    counters = SimpleNamespace(
+        link=link,
+        busy_seconds=busy,
+        iterations=iterations,
+        generated_tokens=generated,
+        prefilled_tokens=prefilled,
+        finished_turns=turns,
+    )
+    return ServingEngine(cast(EngineHandle, counters), "short", 100)
+
+
+# (what happened, the engines at this look, what was gained, busiest engine's seconds)
+LOOKS = [
+    (
+        "two new engines count from zero",
+        [(1, 2.0, 20, 200, 40, 8), (2, 1.0, 10, 100, 30, 4)],
+        (3.0, 30, 300, 70, 12),
+        2.0,
+    ),
+    ("nothing was done", [(1, 2.0, 20, 200, 40, 8), (2, 1.0, 10, 100, 30, 4)], (0.0, 0, 0, 0, 0), 0.0),
+    ("both worked", [(1, 2.5, 24, 230, 50, 9), (2, 2.0, 15, 160, 31, 6)], (1.5, 9, 90, 11, 3), 1.0),
+    ("one is gone with what it did", [(2, 2.25, 16, 170, 33, 7)], (0.25, 1, 10, 2, 1), 0.25),
+    (
+        "its slot's next engine is another one",
+        [(2, 2.25, 16, 170, 33, 7), (3, 0.5, 5, 50, 9, 1)],
+        (0.5, 5, 50, 9, 1),
+        0.5,
+    ),
+    ("no engine", [], (0.0, 0, 0, 0, 0), 0.0),
+    ("a process id that is used again is a new engine", [(2, 0.5, 5, 50, 9, 1)], (0.5, 5, 50, 9, 1), 0.5),
+]
+
+
+def test_looks() -> None:
+    counters = EngineCounters()
+    for what, engines, gained, busiest in LOOKS:
+        assert counters.gained(engine(*numbers) for numbers in engines) == EngineWork(*gained), what
+        assert counters.busiest_seconds == busiest, what
+
+
+@pytest.mark.parametrize(
+    ("limits", "hit"),
+    [
+        ((5, 100), 1.0),  # it ends in the first bucket, of which nothing has to be told by its turns
+        ((4, 5), 1.0),  # its second turn was made where it ends
+        ((4, 100), 1.0),
+        ((2, 4, 5), 0.0),
+    ],
+)
+def test_a_router_hits_with_turns_that_are_made_in_the_bucket_where_their_episode_ends(
+    limits: tuple[int, ...], hit: float
+) -> None:
+    made = episode(0, 0)
+    assert (made.trajectory.peak_context, made.turn_buckets) == (5, (0, 1))
+    seen = make_observations()
+    seen.observe([made], limits)
+    assert seen.site((), None).router_hit == 1.0  # until its step is over
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == hit
+
+
+def test_a_turn_elsewhere_is_a_miss() -> None:
+    late = replace(episode(0, 0), turn_buckets=(0, 0))
+    seen = make_observations()
+    seen.observe([late], (5, 100))
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == 1.0  # it was to be told of none
+    seen.observe([late, episode(0, 1)], (4, 100))
+    seen.observe_engines(EngineWork())
+    assert seen.site((), None).router_hit == 0.5
