@@ -80,7 +80,8 @@ while time.monotonic() < until:
         token.release()
     except FencedError:  # this process was put aside for longer than its grant
         fenced += 1
-print(json.dumps({"grants": grants, "fenced": fenced, "most_live": most_live, "steps": [list(step) for step in steps]}), flush=True)
+seen = {"grants": grants, "fenced": fenced, "most_live": most_live, "steps": [list(step) for step in steps]}
+print(json.dumps(seen), flush=True)
 """
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from libra.cli import calibrate, emulation, explain, plan, routing, run, simulation, trace
+from libra.cli import calibrate, emulation, explain, lend, plan, routing, run, simulation, trace
 
 app = typer.Typer(
     help="Libra decides which GPUs train, which generate, and where every request goes.",
@@ -30,6 +30,7 @@ for command in (
     emulation.emulate,
 ):
     app.command()(command)
+app.add_typer(lend.app, name="lend")
 app.add_typer(trace.app, name="trace")
 
 

@@ -121,7 +121,5 @@ def ttft_bound(longest: float, serving_step: float, queued: int, prefill: int) -
     each request that decodes. Raises ValueError where that leaves nothing.
     """
     if prefill < 1:
-        raise ValueError(
-            f"a step has room for {prefill} prompt tokens; raise max_num_batched_tokens above max_num_seqs"
-        )
+        raise ValueError(f"a step has room for {prefill} prompt tokens: raise max_num_batched_tokens over max_num_seqs")
     return longest + serving_step * (1 + -(-queued // prefill))

@@ -53,7 +53,7 @@ class Recall:
 
 
 class WatchedRule:
-    """A rule that grants nothing outside its certificate's envelope. `second` is one in the unit of the view's times."""
+    """Grants nothing outside its certificate's envelope. `second` is one in the unit of the view's times."""
 
     def __init__(self, rule: SharingRule, envelope: Envelope, recall: Recall, second: float = 1.0) -> None:
         self._rule, self._envelope, self.recall, self._second = rule, envelope, recall, second

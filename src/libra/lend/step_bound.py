@@ -1,7 +1,7 @@
 """How long a step may take, from how long steps took.
 
-Invariant: a wrong prediction costs harvest, never the SLO: the bound is the prediction times what recent steps took over
-theirs, at a rank that no more than `missed` of the coming steps exceed as long as they are like the recent ones.
+Invariant: a wrong prediction costs harvest, never the SLO: the bound is the prediction times what recent steps took
+over theirs, at a rank that no more than `missed` of the coming steps exceed as long as they are like the recent ones.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections import deque
 class StepBound:
     """The prediction times the k-th smallest of the last n ratios of actual to predicted seconds.
 
-    k = ceil((n + 1) * (1 - missed)): the next of n + 1 exchangeable ratios exceeds the k-th of the others with a
-    probability of at most `missed` (split conformal prediction, Vovk et al. 2005, proposition 2a). So nothing is bounded
-    before `1 / missed - 1` steps were seen.
+    k = ceil((n + 1) * (1 - missed)): the last of n + 1 exchangeable ratios exceeds the k-th smallest of the others with
+    a probability of at most `missed` (split conformal prediction, Vovk et al. 2005). So nothing is bounded before
+    `1 / missed - 1` steps were seen.
     """
 
     def __init__(self, missed: float = 0.0025, memory: int = 1600) -> None:
         if not 0 < missed < 1:
             raise ValueError(
-                f"missed is {missed:g}; it is the share of steps that may exceed the bound: above 0, below 1"
+                f"missed is {missed:g}; the share of steps that may exceed the bound is above 0 and below 1"
             )
         self.needed = math.ceil(1 / missed) - 1
         if memory < self.needed:

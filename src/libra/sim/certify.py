@@ -16,7 +16,7 @@ from libra.sim.clock import seconds, ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.shared_device import DeviceOutcome, EngineServingCost, SharedDevice, SpendsAll, misses
-from libra.sim.workload.request_file import RecordedRequest
+from libra.sim.workload.requests import RecordedRequest
 from libra.traffic.envelope import Envelope
 
 WINDOW = 60.0  # seconds over which an envelope's rate is counted
@@ -59,7 +59,7 @@ class LendingCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class LoadTrial:
     """One load with one `use`."""
 
     load: float  # times the rate of the traffic
@@ -74,7 +74,7 @@ class Attempt:
     outcome: DeviceOutcome
 
 
-def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) -> Attempt:
+def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) -> LoadTrial:
     """Replay a load with lending, and see what it cost."""
     outcome = case.replay(load, use)
     met = misses(alone.requests, case.slo.ttft, case.slo.tpot).any
@@ -88,11 +88,14 @@ def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) ->
     if len(met) > MISSED_ALONE * len(outcome.requests):
         refused = f"serving alone misses the SLO of {len(met)} of {len(outcome.requests)} requests"
     elif longest > pace:
-        refused = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}: {_budget_that_fits(case, view, pace)}"
+        too_long = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}"
+        refused = f"{too_long}: {_budget_that_fits(case, view, pace)}"
     elif attributable:
         refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
     rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
-    return Attempt(load, use, rate, outcome.lent_share, len(missed), len(met), attributable, longest, refused, outcome)
+    return LoadTrial(
+        load, use, rate, outcome.lent_share, len(missed), len(met), attributable, longest, refused, outcome
+    )
 
 
 def _budget_that_fits(case: LendingCase, view: ServingView, pace: float) -> str:
@@ -109,7 +112,7 @@ def certify(
     case: LendingCase,
     uses: Sequence[float],
     loads: Sequence[float],
-    progress: Callable[[Attempt], None] | None = None,
+    progress: Callable[[LoadTrial], None] | None = None,
 ) -> tuple[Certificate, ...]:
     """A certificate for each `use` that has one: its largest load of `loads` below which every load holds, too.
 
@@ -117,7 +120,7 @@ def certify(
     """
     if not uses or not loads or min(loads) <= 0:
         raise ValueError("give one use and one load or more, all above 0")
-    held: dict[float, list[Attempt]] = {use: [] for use in uses}
+    held: dict[float, list[LoadTrial]] = {use: [] for use in uses}
     trying = list(uses)
     first_refusal: str | None = None
     for load in sorted(loads):
@@ -135,13 +138,11 @@ def certify(
                 trying.remove(use)
     found = tuple(_certificate(case, attempts) for attempts in held.values() if attempts)
     if not found:
-        raise NothingToLendError(
-            f"{case.traffic}: nothing can be lent at {min(loads):g} times its rate: {first_refusal}"
-        )
+        raise NothingToLendError(f"{case.traffic}: nothing to lend at {min(loads):g} times its rate: {first_refusal}")
     return found
 
 
-def _certificate(case: LendingCase, attempts: Sequence[Attempt]) -> Certificate:
+def _certificate(case: LendingCase, attempts: Sequence[LoadTrial]) -> Certificate:
     last = attempts[-1]
     outcome = last.outcome
     return Certificate(

@@ -116,6 +116,18 @@ def load_engines(path: Path | str, note: Callable[[str], None] = lambda _: None)
         raise refusal(path, str(error)) from None
 
 
+def load_lender(path: Path | str, note: Callable[[str], None] = lambda _: None) -> tuple[EngineSpec, str, str]:
+    """The serving engine of such a file, its model and its hardware (such as "2 x A100"). Raises `ConfigError`, also
+    where the file describes several: each is certified by itself."""
+    path = Path(path)
+    engines = load_engines(path, note).engines
+    section = read_section(path, EnginesFile, "examples/engines.yaml").engines[0]
+    if len(engines) > 1:
+        raise refusal(path, f"engines are {len(engines)}; a certificate is of one: give a file with a single engine")
+    gpus = section.tensor_parallel_size * section.pipeline_parallel_size
+    return engines[0], load_model(section.model).name, f"{gpus} x {section.gpu}"
+
+
 def _engines(section: EngineSection, key: str, beside: Path, note: Callable[[str], None]) -> list[EngineSpec]:
     """Raises ValueError that opens with the key."""
     try:

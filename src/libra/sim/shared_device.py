@@ -66,7 +66,7 @@ class RolloutBorrower:
         return end - now
 
     def _bound(self, config: EngineConfig) -> int:
-        """Of a step with this token budget: the rest of it beside decoding is taken to be the end of a longest prompt."""
+        """Of a step with this token budget; what decoding leaves of it is taken to be the end of a longest prompt."""
         generation = self.engine.flight.generation
         decoding, context = generation.count, generation.context
         if self.engine.partial is None and not self.engine.waiting and decoding:

@@ -17,7 +17,7 @@ LEAST_ERRORS = 20  # past forecasts of a horizon before their errors are quantil
 
 @dataclass(frozen=True, slots=True)
 class RateForecast:
-    """Rate of one coming bin. `cases` are rates of equal probability, in rising order; their mean need not be `rate`."""
+    """Rate of one coming bin. `cases` are rates of equal probability, rising; `rate` need not be their mean."""
 
     rate: float
     cases: tuple[float, ...]
@@ -31,8 +31,8 @@ class TrafficForecast:
     """Rates of bins of equal length, from those before.
 
     The forecast of a bin is its season times the level. The season is an exponentially weighted mean, over the periods
-    before, of the rate of the same bin over its period's mean (ones until a period is over); the level one of the recent
-    rates over their season (Holt & Winters' multiplicative form, without a trend).
+    before, of the rate of the same bin over its period's mean (ones until a period is over); the level is one of the
+    recent rates over their season (Holt & Winters' multiplicative form, without a trend).
     """
 
     def __init__(self, bin_seconds: float, period_bins: int, *, level_weight: float = 0.3, season_weight: float = 0.3):

@@ -25,7 +25,7 @@ from libra.lend.gate import IDLE, ServingView
 _MAGIC = b"libralnd"
 _LAYOUT = 1
 _HEADER = struct.Struct("<8sQ")
-_SERVING = struct.Struct("<qqqddqqqqddQ")  # see `Published`; its checksum follows
+_SERVING = struct.Struct("<qqqddqqqqddQ")  # see `ServingNotice`; its checksum follows
 _COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 _STEP = struct.Struct("<qqqd")
@@ -54,7 +54,7 @@ class FencedError(RuntimeError):
     """The borrower held the device beyond its grant, and serving went ahead: it must not go on."""
 
 
-class Published(NamedTuple):
+class ServingNotice(NamedTuple):
     """What serving said last."""
 
     view: ServingView
@@ -221,7 +221,7 @@ class BorrowerToken:
         _SECONDS.pack_into(self._page.bytes, _PACE_AT, pace)
         self.wish(0.0)
 
-    def look(self) -> Published:
+    def look(self) -> ServingNotice:
         """What serving said last. Raises LendingError where its writer ended in the middle of it."""
         page, until = self._page.bytes, time.monotonic() + _PATIENCE
         while True:
@@ -233,7 +233,7 @@ class BorrowerToken:
                 raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; start it again")
             time.sleep(_POLL)
         live, waiting, queued, due, oldest, context, steps, wants, free, pace, at, pid = _SERVING.unpack(said)
-        return Published(
+        return ServingNotice(
             ServingView(live, waiting, due, oldest, queued, context, steps), bool(wants), free, pace, at, pid
         )
 
