@@ -42,7 +42,7 @@ def check(
     ] = "0.6,0.8,0.95",
     longest_grant: Annotated[float, typer.Option(help="Seconds that a rollout step has the device, at most.")] = 0.03,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the certificate that lends most to this file.")
+        Path | None, typer.Option("--output", "-o", help="Write the certificate of the highest rate to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all certificates as JSON.")] = False,
 ) -> None:
@@ -132,7 +132,7 @@ def _show(found: tuple[Certificate, ...], chosen: Certificate) -> None:
             f"{1e3 * it.longest_step:.0f} ms of {1e3 * it.slo.pace(it.use):.0f}",
             f"{it.envelope.live:,}",
             f"{it.envelope.queued:,}",
-            "lends most" if it is chosen else "",
+            "chosen" if it is chosen else "",
         )
     console = Console()
     console.print(

@@ -7,16 +7,16 @@ the same arrivals served alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libra.lend.certificate import Certificate, Harvest
 from libra.lend.gate import Gate, ServingView, Slo
-from libra.lend.rules import NoLending
 from libra.sim.clock import seconds, ticks
+from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Request
 from libra.sim.shared_device import DeviceOutcome, EngineServingCost, SharedDevice, SpendsAll, misses
-from libra.sim.workload.requests import RecordedRequest
+from libra.sim.workload.requests import RecordedRequest, Requests, recorded_requests
 from libra.traffic.envelope import Envelope
 
 WINDOW = 60.0  # seconds over which an envelope's rate is counted
@@ -43,19 +43,21 @@ class LendingCase:
     def prompt(self) -> int:
         return max(it.prompt_tokens for it in self.requests)
 
-    def arrivals(self, load: float) -> list[Request]:
-        """New requests, which come `load` times as fast."""
-        return [
-            Request(number, round(it.arrival / load), it.prompt_tokens, it.output_tokens)
-            for number, it in enumerate(self.requests)
-        ]
+    def arrivals(self, load: float) -> Requests:
+        """The requests, which come `load` times as fast. All are served to their end."""
+        return recorded_requests([replace(it, cancel_at=None) for it in self.requests], rate_scale=load)
 
-    def replay(self, load: float, use: float | None) -> DeviceOutcome:
-        """`use` is None for serving alone."""
-        longest = ticks(self.longest_grant)
-        rule = NoLending() if use is None else Gate(longest, 1)
-        pace = ticks(self.slo.pace(1.0 if use is None else use))
-        return SharedDevice(self.spec, rule, SpendsAll(), pace=pace, prompt=self.prompt).run(self.arrivals(load))
+    def alone(self, load: float) -> Sequence[Request]:
+        """What becomes of them without lending."""
+        cluster = SimCluster([self.spec], self.arrivals(load))
+        cluster.run()
+        return cluster.requests
+
+    def lent(self, load: float, use: float) -> DeviceOutcome:
+        """And with a borrower that spends every grant to its end."""
+        gate, pace = Gate(ticks(self.longest_grant), 1), ticks(self.slo.pace(use))
+        device = SharedDevice(self.spec, gate, SpendsAll(), pace=pace, prompt=self.prompt)
+        return device.run(self.arrivals(load).start())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +76,19 @@ class LoadTrial:
     outcome: DeviceOutcome
 
 
-def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) -> LoadTrial:
+def attempt(case: LendingCase, load: float, use: float, alone: Sequence[Request]) -> LoadTrial:
     """Replay a load with lending, and see what it cost."""
-    outcome = case.replay(load, use)
-    met = misses(alone.requests, case.slo.ttft, case.slo.tpot).any
+    outcome = case.lent(load, use)
+    missed_alone = misses(alone, case.slo.ttft, case.slo.tpot).any
     missed = misses(outcome.requests, case.slo.ttft, case.slo.tpot).any
-    attributable = len(missed - met)
+    attributable = len(missed - missed_alone)
     cost = EngineServingCost(case.spec.cost, case.spec.config.max_num_batched_tokens, case.prompt)
     view = ServingView(outcome.most_live, 0, 0, context=outcome.most_context)
     longest = seconds(cost.longest_step(view))
     pace = case.slo.pace(use)
     refused: str | None = None
-    if len(met) > MISSED_ALONE * len(outcome.requests):
-        refused = f"serving alone misses the SLO of {len(met)} of {len(outcome.requests)} requests"
+    if len(missed_alone) > MISSED_ALONE * len(outcome.requests):
+        refused = f"serving alone misses the SLO of {len(missed_alone)} of {len(outcome.requests)} requests"
     elif longest > pace:
         too_long = f"a serving step may take {1e3 * longest:.0f} ms, a token {1e3 * pace:.0f}"
         refused = f"{too_long}: {_budget_that_fits(case, view, pace)}"
@@ -94,7 +96,7 @@ def attempt(case: LendingCase, load: float, use: float, alone: DeviceOutcome) ->
         refused = f"{attributable} of {len(outcome.requests)} requests miss the SLO that meet it alone"
     rate = len(outcome.requests) / seconds(outcome.requests[-1].arrival) if len(outcome.requests) > 1 else 0.0
     return LoadTrial(
-        load, use, rate, outcome.lent_share, len(missed), len(met), attributable, longest, refused, outcome
+        load, use, rate, outcome.lent_share, len(missed), len(missed_alone), attributable, longest, refused, outcome
     )
 
 
@@ -126,7 +128,7 @@ def certify(
     for load in sorted(loads):
         if not trying:
             break
-        alone = case.replay(load, None)
+        alone = case.alone(load)
         for use in list(trying):
             made = attempt(case, load, use, alone)
             if progress is not None:

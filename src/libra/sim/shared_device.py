@@ -19,6 +19,8 @@ from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 
+_CONTEXT_PAGE = 4096  # tokens
+
 
 class Borrower(Protocol):
     """What uses a grant."""
@@ -77,34 +79,39 @@ class RolloutBorrower:
         return self.engine.cost.mixed(DecodeBatch(decoding), context, [(chunk, before)])
 
 
-@dataclass(frozen=True, slots=True)
 class EngineServingCost:
-    """What the simulated serving engine's steps take at most. `prompt` is the longest prompt that may come."""
+    """What steps of a simulated serving engine take at most.
 
-    cost: IterationCost
-    budget: int  # max_num_batched_tokens
-    prompt: int
+    `budget` is `max_num_batched_tokens`, `prompt` the tokens of the longest prompt that may come.
+    """
+
+    def __init__(self, cost: IterationCost, budget: int, prompt: int) -> None:
+        self._cost, self._budget, self._prompt = cost, budget, prompt
+        self._longest: dict[tuple[int, int], int] = {}
 
     def longest_step(self, view: ServingView) -> int:
         """All live requests decode, one token further each, and the rest of the budget is the last chunk of the longest
-        prompt: attention makes it the dearest."""
-        chunk = max(1, min(self.budget - view.live, self.prompt))
-        return self.cost.mixed(
-            DecodeBatch(view.live), view.context + view.live + self.prompt, [(chunk, self.prompt - chunk)]
-        )
+        prompt: attention makes it the dearest. Contexts are rounded up, so that few steps have to be priced."""
+        pages = -(-(view.context + view.live + self._prompt) // _CONTEXT_PAGE)
+        longest = self._longest.get((view.live, pages))
+        if longest is None:
+            chunk = max(1, min(self._budget - view.live, self._prompt))
+            longest = self._cost.mixed(DecodeBatch(view.live), pages * _CONTEXT_PAGE, [(chunk, self._prompt - chunk)])
+            self._longest[view.live, pages] = longest
+        return longest
 
     def catch_up(self, view: ServingView) -> int:
         if not view.queued:
-            base, slope, _ = self.cost.line(DecodeBatch(max(1, view.live)), view.context + view.live)
+            base, slope, _ = self._cost.line(DecodeBatch(max(1, view.live)), view.context + view.live)
             return base + slope * (view.context + view.live)
         decoding = view.live - view.waiting
         chunks: list[Chunk] = []
         left, before = view.queued, 0
         while left:
-            chunk = min(max(1, self.budget - decoding), left)
+            chunk = min(max(1, self._budget - decoding), left)
             chunks.append((chunk, before))
             left, before = left - chunk, before + chunk
-        return sum(self.cost.mixed(DecodeBatch(decoding), view.context + decoding, [chunk]) for chunk in chunks)
+        return sum(self._cost.mixed(DecodeBatch(decoding), view.context + decoding, [chunk]) for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)

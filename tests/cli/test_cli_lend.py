@@ -1,0 +1,64 @@
+"""`libra lend check` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from calls import EXAMPLES, assert_refused, libra, write
+
+from libra.lend.certificate import load_certificate
+
+LENDER, REQUESTS = EXAMPLES / "lender.yaml", EXAMPLES / "requests.jsonl"
+SLO = ("--ttft", 2, "--tpot", 0.1)
+
+
+def check(*arguments: object, engine: Path = LENDER, traffic: Path = REQUESTS):
+    return libra("lend", "check", engine, "--traffic", traffic, *arguments)
+
+
+def test_a_certificate_is_found_shown_and_written(tmp_path: Path) -> None:
+    shown = check(*SLO, "--use", "0.5,0.8", "-o", tmp_path / "c.json")
+    assert shown.exit_code == 0, shown.stderr
+    assert "can lend" in shown.stdout and "Qwen/Qwen3-8B on 1 x H100" in shown.stdout
+    written = load_certificate(tmp_path / "c.json")
+    found = json.loads(check(*SLO, "--use", "0.5,0.8", "--json").stdout)
+    assert [it["use"] for it in found] == [0.5, 0.8]
+    assert json.loads((tmp_path / "c.json").read_text()) in found
+    assert written.traffic == "requests.jsonl" and 0 < written.harvest[-1].share < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "status"),
+    [
+        (
+            ("--ttft", 2, "--tpot", 0.02),
+            ("requests.jsonl: nothing to lend at 0.1 times its rate", "a serving step may"),
+            3,
+        ),
+        (("--ttft", 1e-6, "--tpot", 0.1), ("serving alone misses the SLO of",), 3),
+        (("--ttft", 0, "--tpot", 0.1), ("ttft is 0 s; give a positive number",), 2),
+        ((*SLO, "--use", "1.5"), ("--use has 1.5; a share of tpot",), 2),
+        ((*SLO, "--use", "much"), ("--use is 'much'; give shares",), 2),
+        ((*SLO, "--longest-grant", 0), ("--longest-grant is 0",), 2),
+        ((*SLO, "-o", "/no/such/place/c.json"), ("there is no directory /no/such/place",), 2),
+    ],
+)
+def test_what_is_refused(arguments: tuple[object, ...], words: tuple[str, ...], status: int) -> None:
+    result = check(*arguments)
+    assert result.exit_code == status, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("libra: ") and result.stdout == ""
+    for word in words:
+        assert word in last
+
+
+def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
+    data = yaml.safe_load(LENDER.read_text())
+    data["engines"][0]["count"] = 2
+    two = write(tmp_path / "two.yaml", data)
+    assert_refused(check(*SLO, engine=two), "two.yaml: engines are 2; a certificate is of one")
+    assert_refused(check(*SLO, engine=tmp_path / "none.yaml"), "none.yaml")
+    assert_refused(check(*SLO, traffic=tmp_path / "none.jsonl"), "none.jsonl")
