@@ -90,9 +90,8 @@ class RunningTurn:
         self._destination: tuple[Placement, Engine] | None = None  # where it goes when its engine has stopped it
         self._engine: Engine  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: ContextMove | None = (
-            None  # how its context came to the engine that was last asked; None: it was there
-        )
+        # How its context came to the engine that was last asked; None: it was there.
+        self.change: ContextMove | None = None
 
     @property
     def over(self) -> bool:
