@@ -69,7 +69,7 @@ def simulate(
         int, typer.Option(help="Random seed: for the choice of trajectories, and for policies that draw.")
     ] = 0,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Simulate every iteration one by one: same results, slower.")
+        bool, typer.Option("--exact", help="Simulate every iteration one by one: the same times, slower.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")
