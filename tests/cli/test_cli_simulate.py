@@ -510,3 +510,15 @@ def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_
     log = tmp_path / "log.jsonl"
     log.write_text("")
     assert_refused(libra("simulate", plans["async"], "-t", log), "give a log with at least one finished trajectory")
+
+
+@pytest.mark.parametrize("command", [("explain",), ("simulate", "-t", LOG), ("simulate", "-t", LOG, "--steps", 2)])
+def test_a_plan_that_does_not_answer_its_request_is_refused_by_all(
+    plans: dict[str, Path], tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    found = json.loads(plans["async"].read_text())
+    found["allocation"]["buckets"][0]["engines"] = 400
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(found))
+    verb, *options = command
+    assert_refused(libra(verb, plan, *options), "not an answer to the request in it", "it has 48; plan again")

@@ -23,10 +23,12 @@ def explain(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="Plan again and explain that: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
+            help="Explain a changed plan: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the explanation as a page to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the explanation as an HTML page to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
 ) -> None:
     """Why this plan: what bounds it and by how much, the next best plans, what binds, what one more node would buy.

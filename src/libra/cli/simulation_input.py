@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.plan.options.slots import SlotRequest
-from libra.plan.plan import parse_plan
+from libra.plan.plan import parse_plan, require_answer
 from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
@@ -66,6 +66,7 @@ def asked(what: Path, trajectories: Path | None, requests: Path | None, given: O
 def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     plan = parse_plan(what.read_bytes(), where=str(what))
     request = plan.request
+    require_answer(plan, request.menu().problem)
     longest = request.workload.longest_context if isinstance(request, SlotRequest) else request.recipe.max_length
     log = list(read_workload(trajectories, longest, given.get(_TRUNCATE, False)))
     try:
