@@ -11,8 +11,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+from libra.backends.protocols import Engine
 from libra.backends.transport.engine_messages import Generate, KVTransfer, Piece
-from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerLostError
@@ -43,7 +43,7 @@ class Draft:
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     engine: str = ""  # that served it last
-    kv_engine: EngineHandle | None = None  # the last that generated some of it, and so may still hold its KV
+    kv_engine: Engine | None = None  # the last that generated some of it, and so may still hold its KV
     kv_tokens: int = 0  # of the context, that this engine has computed
     seed: int | None = None  # of the sampling; None: engines draw as they go
 
@@ -87,12 +87,11 @@ class RunningTurn:
         self._limit = self._start + most_tokens  # of the context
         self._request: TurnRequest  # as it was last placed
         self._ask_at: int | None = None  # context with which the policy wants to be asked
-        self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
-        self._engine: EngineHandle  # that makes it, or did last
+        self._destination: tuple[Placement, Engine] | None = None  # where it goes when its engine has stopped it
+        self._engine: Engine  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: ContextMove | None = (
-            None  # how its context came to the engine that was last asked; None: it was there
-        )
+        # How its context came to the engine that was last asked; None: it was there.
+        self.change: ContextMove | None = None
 
     @property
     def over(self) -> bool:

@@ -164,6 +164,8 @@ class Session:
             training,
             config.checkpoint_every,
             executor,
+            trainers,
+            fleet,
             rollout,
             groups,
             observations,

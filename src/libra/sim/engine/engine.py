@@ -15,11 +15,11 @@ from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settl
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
-from libra.sim.engine.scheduler import Pause, Scheduler
+from libra.sim.engine.state import EngineState, Pause
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class SimEngine(Scheduler):
+class SimEngine(EngineState):
     """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when

@@ -11,10 +11,10 @@ from math import sqrt
 
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration, Piece, Scheduler
+from libra.sim.engine.state import EngineState, Iteration, Piece
 
 
-def plan_stretch(state: Scheduler, now: int, taken: int = 0) -> None:
+def plan_stretch(state: EngineState, now: int, taken: int = 0) -> None:
     """Until one of the requests is done or blocks run out. `taken` blocks of the first iteration are held already."""
     generation = state.flight.generation
     steps = min(generation.steps_to_end(), state.most_steps)
@@ -27,7 +27,7 @@ def plan_stretch(state: Scheduler, now: int, taken: int = 0) -> None:
     state.steps = steps
 
 
-def cut_stretch(state: Scheduler, now: int) -> bool:
+def cut_stretch(state: EngineState, now: int) -> bool:
     """End the planned iterations at the first boundary at or after `now`. True: that is sooner."""
     before = state.steps
     if before <= 1 or not state.busy:
@@ -36,7 +36,7 @@ def cut_stretch(state: Scheduler, now: int) -> bool:
     return state.steps < before
 
 
-def count_stretch(state: Scheduler) -> list[Request]:
+def count_stretch(state: EngineState) -> list[Request]:
     """The planned iterations have ended. Returns whose last one was among them."""
     if state.trace is not None:
         _tell(state)
@@ -52,7 +52,7 @@ def count_stretch(state: Scheduler) -> list[Request]:
     return generation.advance(steps)
 
 
-def catch_up(state: Scheduler, now: int) -> None:
+def catch_up(state: EngineState, now: int) -> None:
     """Count those of the planned iterations that ended before now, but not the last one: the rest stays planned as it
     is."""
     steps, pieces, generation = state.steps, state.pieces, state.flight.generation
@@ -67,7 +67,7 @@ def catch_up(state: Scheduler, now: int) -> None:
     )
 
 
-def settle(state: Scheduler, now: int) -> int:
+def settle(state: EngineState, now: int) -> int:
     """Bring counts and blocks to where they are if every iteration is visited; the plan stays as it is.
 
     Returns 1 if one has ended that is not counted yet, for it ends now, and the plan may still be cut there.
@@ -83,7 +83,7 @@ def settle(state: Scheduler, now: int) -> int:
     return int(end_of(state.pieces, 1) <= now)
 
 
-def ended_by(state: Scheduler, now: int) -> int:
+def ended_by(state: EngineState, now: int) -> int:
     """Planned iterations that have ended by now, and are not counted yet."""
     if not state.busy or not state.steps:
         return 0
@@ -91,7 +91,7 @@ def ended_by(state: Scheduler, now: int) -> int:
     return steps if end <= now else steps - 1
 
 
-def _tell(state: Scheduler) -> None:
+def _tell(state: EngineState) -> None:
     """One `Iteration` each, as if they had been visited."""
     assert state.trace is not None
     free = state.pool.free + state.taken

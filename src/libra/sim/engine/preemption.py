@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from libra.sim.engine.request import Request, Status
-from libra.sim.engine.scheduler import Scheduler
+from libra.sim.engine.state import EngineState
 
 
-def make_room(state: Scheduler) -> tuple[list[Request], set[Request], int]:
+def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
     """Give blocks to the running requests in order. Returns who was preempted, who runs but is not in this iteration,
     and the chunk of the partial prompt."""
     config, pool, generation = state.config, state.pool, state.flight.generation
@@ -54,7 +54,7 @@ def make_room(state: Scheduler) -> tuple[list[Request], set[Request], int]:
     return preempted, skipped, chunk
 
 
-def _victim(state: Scheduler) -> Request:
+def _victim(state: EngineState) -> Request:
     """Of the same batch: vLLM would also preempt one whose batch is under way."""
     members = state.members()
     if state.config.policy == "fcfs":
@@ -62,16 +62,16 @@ def _victim(state: Scheduler) -> Request:
     return max(members, key=lambda it: (it.priority, it.arrival))
 
 
-def _preempt(state: Scheduler, request: Request, scheduled: int) -> None:
+def _preempt(state: EngineState, request: Request, scheduled: int) -> None:
     """Back to the queue. `scheduled` tokens of it, 0 or 1, have their place in this iteration already."""
     state.preemptions += 1
     request.preemptions += 1
     _let_go(state, request, scheduled)
     request.status = "waiting"
-    state.waiting.push_back(request)
+    state.waiting.requeue(request)
 
 
-def _let_go(state: Scheduler, request: Request, scheduled: int = 0) -> None:
+def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> None:
     """Stop running a request that is not finished."""
     if request.flight < 0:
         state.partial = None
@@ -90,23 +90,23 @@ def _let_go(state: Scheduler, request: Request, scheduled: int = 0) -> None:
     state.release(request, tokens)
 
 
-def stop_generating(state: Scheduler, request: Request) -> int:
+def stop_generating(state: EngineState, request: Request) -> int:
     """Returns its computed tokens."""
     if request.chain is not None and state.pool.caching:
         del state.writers[request.chain]
     return state.flight.generation.remove(request)
 
 
-def refresh(state: Scheduler) -> None:
+def refresh(state: EngineState) -> None:
     """All running requests go back to the queue, in their order, and every computed token is forgotten."""
     for request in reversed(list(state.running)):
         _let_go(state, request)
         request.status = "waiting"
-        state.waiting.push_back(request)
+        state.waiting.requeue(request)
     state.pool.clear()
 
 
-def mark(state: Scheduler, request: Request, status: Status) -> None:
+def mark(state: EngineState, request: Request, status: Status) -> None:
     """It leaves at the next boundary."""
     if request not in state.leaving:
         state.load_tokens -= request.prompt_tokens
@@ -114,7 +114,7 @@ def mark(state: Scheduler, request: Request, status: Status) -> None:
     request.ask_at = None
 
 
-def leave(state: Scheduler, requests: Iterable[Request], now: int) -> None:
+def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
     """It is the boundary. Some of those marked may have finished with the iteration that was under way."""
     for request in requests:
         status = state.leaving.pop(request)

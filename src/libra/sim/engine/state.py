@@ -24,7 +24,7 @@ class FcfsQueue(deque[Request]):
 
     __slots__ = ()
 
-    push_back = deque.appendleft  # a preempted one
+    requeue = deque.appendleft  # a preempted one
     pop_head = deque.popleft
 
     @property
@@ -60,7 +60,7 @@ class PriorityQueue:
         heappush(self._entries, (request.priority, request.arrival, request.number, request))
         return self._entries[0][3] is request
 
-    def push_back(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """A preempted one."""
         self.push(request)
 
@@ -97,7 +97,7 @@ class Pause:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Scheduler:
+class EngineState:
     """State and its smallest changes; the rules are in `running`, `admission`, `preemption` and `jump`.
 
     `exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is finer then.
