@@ -41,7 +41,7 @@ def explain(
     from libra.plan.explain.explained import explain_plan
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.explain_table import explain_tables, headline, routing_sentence
+    from libra.report.explain_table import alternation, explain_tables, headline, routing_sentence
 
     change = ""
     if html is not None:
@@ -65,7 +65,8 @@ def explain(
         typer.echo(json.dumps(asdict(explanation)))
         return
     console = Console()
-    for line in (change, headline(explanation), routing_sentence(explanation)):
+    alternate = alternation(explanation.plan.predicted)
+    for line in (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
     for table in explain_tables(explanation):

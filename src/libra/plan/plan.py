@@ -26,7 +26,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
-FORMAT = 2
+FORMAT = 3
 
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest
