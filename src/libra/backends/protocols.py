@@ -130,7 +130,7 @@ class Engine(Protocol):
 
     @property
     def link(self) -> WorkerLink:
-        """Its process, and the node that it is on."""
+        """The engine's process, and the node that it is on."""
         ...
 
     @property
@@ -140,7 +140,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that it generates with; -1 before it has loaded any."""
+        """The version of the weights that the engine generates with; -1 before it has loaded any."""
         ...
 
     @property

@@ -94,7 +94,7 @@ class Applied:
 
 
 class PoolObserver(Protocol):
-    """Who is told of changes of the pool."""
+    """Is told of changes of the pool."""
 
     def role(self, worker: Worker) -> None: ...
     def moved(self, moved: MoveOutcome) -> None: ...
@@ -104,5 +104,5 @@ class PoolObserver(Protocol):
         ...
 
     def node_back(self, worker: str) -> None:
-        """Its slot, which was lost with its node, can be used again."""
+        """The slot of a worker, which was lost with its node, can be used again."""
         ...

@@ -130,7 +130,7 @@ class Interrupted:
 
     @property
     def seconds(self) -> float:
-        """Of reinforcement learning so far."""
+        """Seconds of reinforcement learning so far."""
         return max(self.state.seconds, self.recorded.time)
 
 

@@ -111,7 +111,7 @@ class RunObserver(PoolObserver, Protocol):
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them; `seconds` is how long it stood still."""
+        """An engine has taken new weights; `seconds` is how long it stood still."""
         ...
 
 

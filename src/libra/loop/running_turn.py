@@ -48,7 +48,7 @@ class Draft:
     seed: int | None = None  # of the sampling; None: engines draw as they go
 
     def sampling_seed(self) -> int | None:
-        """Of what is generated next. A turn that goes on elsewhere draws anew, not what it has drawn before again."""
+        """The seed of what is generated next. A turn that goes on elsewhere does not draw the same again."""
         return None if self.seed is None else zlib.crc32(f"{self.seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
@@ -168,7 +168,7 @@ class RunningTurn:
             self._ask()
 
     def _ask(self) -> None:
-        """It has generated what its placement foresaw: the policy says what becomes of it."""
+        """Ask the policy what becomes of a turn that has generated what its placement foresaw."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
         placement = self._fleet.policy.bucket_overrun(self._request, generated, self._fleet.view(self._room))

@@ -203,7 +203,7 @@ class Session:
         return _Rollouts(rollout, heldout, observations)
 
     async def _evaluate_start(self, parts: _Rollouts, workers: _Workers) -> Evaluation:
-        """That of the interrupted run, where there was one."""
+        """Evaluate before the first step; a resumed run has its evaluation already."""
         observations, before = parts.observations, self.before
         if before is not None:
             observations.restore_tracker(before.state.tracker)
@@ -271,7 +271,7 @@ class Session:
         journal: Journal,
         observer: RunObserver,
     ) -> RunExecutor:
-        """Of workers that begin where the run was; engines hand KV over where that pays, if anybody knows by now."""
+        """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
         name = config.routing.policy
         policy = (
@@ -300,7 +300,7 @@ class Session:
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
     ) -> RunSummary:
-        """Of all sessions, but for memory and time of devices; `started`: trajectories."""
+        """The summary of all sessions, but for memory and time of devices; `started`: trajectories."""
         config, directory = self.config, self.config.run_directory
         trained = steps * config.training.trajectories
         seconds_before = self.before.seconds if self.before is not None else 0.0
@@ -326,7 +326,7 @@ class Session:
         )
 
     def _first_allocation(self, pool: WorkerPool) -> Allocation:
-        """That of the configuration, or the one that was in force when the run was interrupted."""
+        """The allocation of the configuration, or the one that was in force when the run was interrupted."""
         before = self.before
         if before is None:
             return _start_allocation(self.config.start, self.config.engines)

@@ -261,7 +261,7 @@ class ElasticReplica:
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
-        """Of the state that is held; -1 when it is none of the core's."""
+        """The number of the state that is held; -1 when it is none of the core's."""
         if self._behind:
             return -1
         if self._follower is None:

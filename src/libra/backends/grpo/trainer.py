@@ -53,7 +53,7 @@ _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "
 
 
 class TrainerProcess:
-    """Its part of the model, optimiser and gradient exchange."""
+    """A training process: its part of the model, the optimiser and the gradient exchange."""
 
     def __init__(self, start: StartTrainer, descriptor: int, pacer: Pacer, inside: Inside = ALONE) -> None:
         self._settings = start

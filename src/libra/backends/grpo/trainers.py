@@ -217,7 +217,7 @@ class Trainers:
                 failures = await self._members.regroup_after(f"step {version}", votes, failures)
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Those of a core replica. Raises `CoreLostError`, `WorkerFailedError`."""
+        """The log-probs that a core replica computes. Raises `CoreLostError`, `WorkerFailedError`."""
         return (await self.ask_core(Score(sequences), Scored)).logprobs
 
     async def save(self, directory: Path, optimiser: bool) -> None:

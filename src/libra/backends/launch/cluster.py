@@ -55,7 +55,7 @@ class _Place:
 
     @property
     def name(self) -> str:
-        """Of the node that is here; another one has another."""
+        """The name of the present node; the next one here has another."""
         return f"node-{self.number}.{self.generation}"
 
     def give_up(self) -> None:

@@ -42,11 +42,11 @@ class KVLeases:
         return KVTransfer(self._transfers, [self._free.pop() for _ in range(blocks)])
 
     def release(self, transfer: KVTransfer) -> None:
-        """Its frames may be given to others."""
+        """Give the frames of a transfer back."""
         self._free += reversed(transfer.frames)
 
     def release_after(self, process: int, transfer: KVTransfer) -> None:
-        """Its frames may be given to others once the process that was to fill them is gone."""
+        """Give the frames of a transfer back once the process that was to fill them is gone."""
         self._written_by.append((process, transfer))
 
     def _reclaim(self) -> None:
