@@ -330,9 +330,9 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("log.jsonl: all 2 trajectories are unfinished", "give a log with at least one finished trajectory"),
     ),
-    ("broken JSON", Asked(log=TWENTY + "{\n"), 2, ("log.jsonl:21: line: Invalid JSON",)),
-    ("a blank line", Asked(log="\n" + TWENTY), 2, ("log.jsonl:1: line: Invalid JSON",)),
-    ("no text", Asked(log=b"\xff\n"), 2, ("log.jsonl:1: line: Invalid JSON",)),
+    ("broken JSON", Asked(log=TWENTY + "{\n"), 2, ("log.jsonl:21: not JSON (",)),
+    ("a blank line", Asked(log="\n" + TWENTY), 2, ("log.jsonl:1: not JSON (",)),
+    ("no text", Asked(log=b"\xff\n"), 2, ("log.jsonl:1: not JSON (",)),
     (
         "a reward that is no number",
         Asked(log=TWENTY + lines({**TRAJECTORY, "reward": float("nan")})),

@@ -177,22 +177,22 @@ class Session:
             lambda: MadePeriods.predicted_seconds,
         )
         self.training = TrainingLoop(
-            TRAINING,
-            CHECKPOINT_EVERY,
-            cast(RunExecutor, MadeExecutor(fleet, engine)),
-            cast(Trainer, MadeTrainers(self.core)),
-            fleet,
-            rollout,
-            self.groups,
-            cast(Observations, self.observations),
-            cast(ReplanController, MadeController()),
-            self.recorder,
-            self.journal,
-            self.file,
-            RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
-            Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
-            history,
-            before.recorded if before is not None else Recorded(),
+            training=TRAINING,
+            checkpoint_every=CHECKPOINT_EVERY,
+            executor=cast(RunExecutor, MadeExecutor(fleet, engine)),
+            trainers=cast(Trainer, MadeTrainers(self.core)),
+            fleet=fleet,
+            rollout=rollout,
+            groups=self.groups,
+            observations=cast(Observations, self.observations),
+            controller=cast(ReplanController, MadeController()),
+            recorder=self.recorder,
+            journal=self.journal,
+            episodes=self.file,
+            progress=RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
+            started=Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
+            history=history,
+            recorded=before.recorded if before is not None else Recorded(),
         )
         self.recorder.begin()
 

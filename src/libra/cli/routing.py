@@ -77,9 +77,7 @@ def _policy(file: GatewayConfig, state: Path | None) -> Policy:
             raise ValueError(f"it holds {type(known).__name__}, not an object")
         return type(policy).restore(known)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(
-            f"--state {state}: no state of the policy {file.route} ({error}); remove it to start anew"
-        ) from None
+        raise ValueError(f"--state {state}: no state of the policy {file.route} ({error}); give another file") from None
 
 
 async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -165,7 +164,7 @@ def simulate(
         typer.echo("libra: interrupted", err=True)
         raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
-        bad_input(error)
+        bad_input(_of_option(error, given))
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -283,11 +282,22 @@ def _compared(result: SimulationResult, forecast: PlannedRollout | None) -> list
     ]
 
 
+def _of_option(error: Exception, given: dict[str, Any]) -> Exception:
+    """The error, naming the option where it names the parameter that the option stands for."""
+    for option in given:
+        parameter = "start_seconds" if option == "--start" else option.removeprefix("--").replace("-", "_")
+        if str(error).startswith(f"{parameter} is "):
+            return ValueError(f"{option}{str(error).removeprefix(parameter)}")
+    return error
+
+
 def _check_numbers(seed: int, time_limit: float | None, given: dict[str, Any]) -> None:
+    from libra.sim.clock import LONGEST
+
     if seed < 0:
         raise ValueError(f"--seed is {seed}; give 0 or more")
-    if time_limit is not None and not 0 < time_limit < math.inf:
-        raise ValueError(f"--time-limit is {time_limit}; give more than 0 seconds, and finite")
+    if time_limit is not None and not 0 < time_limit < LONGEST:
+        raise ValueError(f"--time-limit is {time_limit}; give more than 0 seconds, and less than {LONGEST:.3g}")
     for name in ("--start", "--unknown-tool-seconds"):
-        if name in given and not 0 <= given[name] < math.inf:
-            raise ValueError(f"{name} is {given[name]}; give 0 seconds or more, and finite")
+        if name in given and not 0 <= given[name] < LONGEST:
+            raise ValueError(f"{name} is {given[name]}; give 0 seconds or more, and less than {LONGEST:.3g}")

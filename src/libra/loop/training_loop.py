@@ -38,7 +38,7 @@ class _StepTimes:
     ended: float  # all engines had the new weights
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class TrainingLoop:
     """The reinforcement-learning loop between the first and the last evaluation."""
 

@@ -16,7 +16,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
 from libra.report.explain_table import alternation
-from libra.report.tables import number
+from libra.report.tables import number, whole
 from libra.report.words import PART_WORDS, cell, duration, percent, plain, plural
 
 _PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
@@ -69,7 +69,7 @@ def _allocation(plan: Plan) -> Table:
         "role",
         number("count"),
         Column("each", overflow="fold"),
-        number("max_num_seqs", overflow="fold"),
+        whole("max_num_seqs"),
         number("final context, tokens"),
         *((number("devices"), "where") if plan.placement else ()),
         title="Allocation",
@@ -80,7 +80,9 @@ def _allocation(plan: Plan) -> Table:
         where = (f"{sum(group.devices for group in groups):,}", cell(_where(groups))) if plan.placement else ()
         table.add_row(role, f"{count:,}", cell(each), max_num_seqs, span, *where)
 
-    replica = "one device" if plan.layout is None else plan.layout.family
+    replica = "one device"
+    if plan.layout is not None:  # whose name no column of a terminal has room for
+        replica, table.caption = plural(plan.layout.replica_devices, "device"), f"training: {plan.layout.family}"
     add(None, "training replicas", plan.allocation.replicas, replica, "-", "-")
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"

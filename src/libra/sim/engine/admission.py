@@ -15,7 +15,8 @@ from libra.sim.engine.state import EngineState
 
 
 def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> None:
-    """Requests that are admitted add their first chunks, and what the prefix cache had of them."""
+    """Admit requests from the head of the queue; their first chunks go into `chunks`, and what the prefix cache had of
+    them into `cached`."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
     size = config.block_size
     state.blocked = False
@@ -94,7 +95,7 @@ def _room(state: EngineState, request: Request, budget: int) -> tuple[int, int] 
 
 
 def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:
-    """The KV of a context's first `tokens` tokens is here. Returns how many blocks are new.
+    """Take in the KV of a context's first `tokens` tokens. Returns how many blocks are new.
 
     Raises ValueError for a request that has ended or has less than so many tokens.
     """
@@ -121,7 +122,8 @@ def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int)
 
 
 def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int:
-    """From a context's beginning, that could be found: of a request, those that it would not compute if admitted."""
+    """Blocks from a context's beginning that could be found: of a request, those that it would not compute if
+    admitted."""
     pool = state.pool
     if not pool.caching:
         return 0

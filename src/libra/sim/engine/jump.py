@@ -15,7 +15,8 @@ from libra.sim.engine.state import EngineState, Iteration, Piece
 
 
 def plan_stretch(state: EngineState, now: int, taken: int = 0) -> None:
-    """Until one of the requests is done or blocks run out. `taken` blocks of the first iteration are held already."""
+    """Plan iterations until one of the requests is done or blocks run out. `taken` blocks of the first iteration are
+    held already."""
     generation = state.flight.generation
     steps = min(generation.steps_to_end(), state.most_steps)
     if steps > 1:
@@ -37,7 +38,7 @@ def cut_stretch(state: EngineState, now: int) -> bool:
 
 
 def count_stretch(state: EngineState) -> list[Request]:
-    """The planned iterations have ended. Returns whose last one was among them."""
+    """Count the planned iterations as ended. Returns the requests whose last one was among them."""
     if state.trace is not None:
         _tell(state)
     generation, pool, steps, end = state.flight.generation, state.pool, state.steps, state.end
@@ -92,7 +93,7 @@ def ended_by(state: EngineState, now: int) -> int:
 
 
 def _tell(state: EngineState) -> None:
-    """One `Iteration` each, as if they had been visited."""
+    """Trace each planned iteration, as if it had been visited."""
     assert state.trace is not None
     free = state.pool.free + state.taken
     scheduled = tuple((request.number, 1) for request in state.running)
@@ -142,7 +143,7 @@ def end_of(pieces: list[Piece], steps: int) -> int:
 
 
 def ticks_of(steps: int, first: int, growth: int) -> int:
-    """Of iterations of which the first takes `first` ticks and each other `growth` more than the one before."""
+    """Ticks of iterations of which the first takes `first` and each other `growth` more than the one before."""
     return steps * first + growth * (steps * (steps - 1) // 2)
 
 

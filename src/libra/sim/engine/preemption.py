@@ -14,8 +14,8 @@ from libra.sim.engine.state import EngineState
 
 
 def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
-    """Give blocks to the running requests in order. Returns who was preempted, who runs but is not in this iteration,
-    and the chunk of the partial prompt."""
+    """Give blocks to the running requests in order. Returns the preempted requests, those that run but are not in this
+    iteration, and the chunk of the partial prompt."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     budget = config.max_num_batched_tokens
     scheduled: set[Request] = set()
@@ -55,7 +55,7 @@ def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
 
 
 def _victim(state: EngineState) -> Request:
-    """Of the same batch: vLLM would also preempt one whose batch is under way."""
+    """The request to preempt, of the same batch: vLLM would also preempt one whose batch is under way."""
     members = state.members()
     if state.config.policy == "fcfs":
         return members[-1]
@@ -63,7 +63,7 @@ def _victim(state: EngineState) -> Request:
 
 
 def _preempt(state: EngineState, request: Request, scheduled: int) -> None:
-    """Back to the queue. `scheduled` tokens of it, 0 or 1, have their place in this iteration already."""
+    """Send a request back to the queue. `scheduled` tokens of it, 0 or 1, are in this iteration already."""
     state.preemptions += 1
     request.preemptions += 1
     _let_go(state, request, scheduled)
@@ -91,7 +91,7 @@ def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> None:
 
 
 def stop_generating(state: EngineState, request: Request) -> int:
-    """Returns its computed tokens."""
+    """Take a request out of the generating ones; returns its computed tokens."""
     if request.chain is not None and state.pool.caching:
         del state.writers[request.chain]
     return state.flight.generation.remove(request)
@@ -107,7 +107,7 @@ def refresh(state: EngineState) -> None:
 
 
 def mark(state: EngineState, request: Request, status: Status) -> None:
-    """It leaves at the next boundary."""
+    """Let a request leave at the next boundary, with this status."""
     if request not in state.leaving:
         state.load_tokens -= request.prompt_tokens
     state.leaving[request] = status
@@ -115,7 +115,7 @@ def mark(state: EngineState, request: Request, status: Status) -> None:
 
 
 def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
-    """It is the boundary. Some of those marked may have finished with the iteration that was under way."""
+    """Let marked requests leave, at a boundary. Some may have finished with the iteration that was under way."""
     for request in requests:
         status = state.leaving.pop(request)
         if request.status == "running":

@@ -17,8 +17,8 @@ from libra.sim.engine.state import EngineState, Iteration
 
 
 def schedule(state: EngineState, now: int) -> bool:
-    """An iteration of the batch that is looked at, of any kind, or several that only generate; `state.end` is when they
-    end. False: nothing fits."""
+    """Schedule an iteration of the batch that is looked at, of any kind, or several that only generate; they end at
+    `state.end`. False: nothing fits."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     demand, partial = generation.demand(), state.partial
     if (
@@ -80,8 +80,8 @@ def schedule(state: EngineState, now: int) -> bool:
 
 
 def fill(state: EngineState, now: int) -> int:
-    """Every pipeline stage that has no batch gets one, as by vLLM's batch queue. Returns how many are under way; the
-    first of them ends at `state.end`."""
+    """Give a batch to every pipeline stage that has none, as vLLM's batch queue does. Returns how many are under way;
+    the first of them ends at `state.end`."""
     flights = state.flights
     for flight in flights.free:
         state.flight = flight
@@ -104,7 +104,7 @@ def nothing_fits(state: EngineState) -> AssertionError:
 
 
 def complete(state: EngineState) -> list[Request]:
-    """What was planned has ended. Returns the requests that finished with it, in order."""
+    """End what was planned. Returns the requests that finished with it, in order."""
     now, flight = state.end, state.flight
     generation = flight.generation
     if state.steps:
@@ -138,7 +138,7 @@ def complete(state: EngineState) -> list[Request]:
 
 
 def start_generating(state: EngineState, request: Request) -> None:
-    """Its prompt is computed. Raises ValueError where another request generates on its chain."""
+    """Let a request whose prompt is computed generate. Raises ValueError where another one generates on its chain."""
     state.flight.generation.add(request)
     chain = request.chain
     if chain is not None and state.pool.caching:
@@ -150,7 +150,7 @@ def start_generating(state: EngineState, request: Request) -> None:
 
 
 def finish(state: EngineState, request: Request, tokens: int, now: int) -> None:
-    """It has generated all its tokens; so many are computed."""
+    """End a request that has generated all its tokens; `tokens` of its context are computed."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now
