@@ -308,8 +308,9 @@ class Prediction:
     training: float  # forward, backward, exchange, optimiser, exposed publication
     latency: float  # (longest residence + what follows it) / (1 + staleness); synchronous, of load where longer
     bottleneck: Bottleneck  # the field above that the step is as long as; the first one where several are
-    # Seconds between which steps alternate, with `step` as their mean: where latency is the bottleneck of batches that
-    # overlap, those held by one long trajectory end together, and start together from then on. Else None
+    # Seconds between which steps alternate, with `step` as their mean: where batches overlap and the longest trajectory
+    # is the largest part of a latency that is the bottleneck, those it holds end together, and start together from
+    # then on. Else None
     step_range: tuple[float, float] | None = None
 
 

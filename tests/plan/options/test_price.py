@@ -292,8 +292,10 @@ def test_a_part_of_the_step_shortens_it_and_nothing_else_does(
 RANGES = [
     # (2 T - 13) (T - 8.5) = 6 T: 8 s of training, and in the next step the rest of twice 14.1 s
     ("latency", batched(1), one_bucket(1, 2), (8.0, 2 * (9 + 25.75**0.5) - 8)),
-    # Four batches end together
-    ("latency, staler", batched(3), one_bucket(1, 2), (8.0, 4 * (53 + 1041**0.5) / 8 - 3 * 8)),
+    # (40 + 9) / 4 against 8.5 s of work: four batches end together
+    ("latency, staler", batched(3, residence=40.0), one_bucket(1, 2), (8.0, 49 - 3 * 8)),
+    ("latency, mostly of others", batched(1), one_bucket(1, 1), None),
+    ("latency, mostly training", batched(1, replace(ONE, seconds=16.0, publish=3.0)), one_bucket(1, 3), None),
     ("training", batched(3, replace(ONE, seconds=30.0)), one_bucket(1, 3), None),
     ("synchronous", batched(0), one_bucket(1, 2), None),
     ("batches do not overlap", PROBLEM, one_bucket(1, 2), None),

@@ -116,8 +116,10 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     step = seconds[bottleneck]
     alternate = None
     if bottleneck == "latency" and problem.shared:
-        # A batch whose end was held up by the one before it is there at once, and the step waits for training only.
-        alternate = (training.seconds, (1 + problem.staleness) * step - problem.staleness * training.seconds)
+        parts = _latency_parts(problem, training, prices)
+        if parts["latency"] == max(parts.values()):
+            # A batch that was held up by the one before it is there at once: the step waits for training only.
+            alternate = (training.seconds, (1 + problem.staleness) * step - problem.staleness * training.seconds)
     return Prediction(step, rollout, training.seconds, latency, bottleneck, alternate)
 
 
@@ -141,7 +143,12 @@ def step_parts(problem: Problem, allocation: Allocation) -> dict[StepPart, float
     predicted = price(problem, allocation)
     if predicted.bottleneck != "latency":
         return {predicted.bottleneck: predicted.step}
-    training, prices = own_training(problem, allocation), bucket_prices(problem, allocation)
+    return _latency_parts(problem, own_training(problem, allocation), bucket_prices(problem, allocation))
+
+
+def _latency_parts(
+    problem: Problem, training: TrainingOption, prices: tuple[BucketPrice, ...]
+) -> dict[StepPart, float]:
     batches = 1 + problem.staleness
     fixed = fixed_seconds(problem, training)
     rollout, residence = max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices)
