@@ -33,7 +33,6 @@ from libra.backends.machine import choose, served_dtype
 from libra.backends.tiny_model import kv_bytes_per_token
 from libra.backends.transport.engine_messages import Generate
 from libra.backends.transport.trainer_messages import Sample
-from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import RunConfig, load_config
 from libra.environments.registry import load_environment
 from libra.exec.journal import Journal
@@ -180,15 +179,11 @@ async def _agent(executor: RunExecutor, number: int, measured: Measured) -> None
         if not engines:
             await asyncio.sleep(0.01)
             continue
-        engine = min(engines, key=_running)
+        engine = min(engines, key=lambda engine: engine.load_tokens)
         prompt = [4 + (number + 5 * place) % 14 for place in range(16)]
         with contextlib.suppress(WorkerLostError):
             await engine.generate(Generate(f"{number}-{turn}", prompt, 16, 1.0, -1, turn), lambda piece: None)
             measured.turns += 1
-
-
-def _running(engine: EngineHandle) -> int:
-    return engine.running
 
 
 async def _import_seconds(directory: Path) -> float:

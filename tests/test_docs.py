@@ -152,7 +152,7 @@ def _readme_example(importing: str) -> str:
 
 @pytest.mark.parametrize(
     ("importing", "printed"),
-    [("libra.Planner", "Allocation(replicas="), ("libra.route.published", "Placement(instance='a'")],
+    [("libra.Planner", "Allocation(replicas="), ("libra.route.catalogue", "Placement(instance='b'")],
 )
 def test_the_examples_in_the_readme_work(
     importing: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src" / "libra"
 ON_PURPOSE: dict[str, str] = {  # name: why it is the right word in each place
-    "Engine": "`exec` has the protocol of what a run drives, `sim` the model of the same; neither imports the other",
+    "Engine": "`backends` has the protocol of what a run drives, `sim` the model of it; neither imports the other",
     "Trainer": "likewise",
 }
 

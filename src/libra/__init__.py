@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Cluster": "libra.hardware.cluster",
     "EngineConfig": "libra.sim.engine.config",
-    "EngineSpec": "libra.sim.cluster",
+    "EngineSpec": "libra.sim.engine.config",
     "InfeasiblePlanError": "libra.plan.problem",
     "LengthTracker": "libra.lengths",
     "ModelSpec": "libra.hardware.model",

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calls import CONFIG, EXAMPLES, LOG, PROFILE, assert_refused, libra
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from libra.cli import output
+from libra.cli.app import app
 from libra.cli.output import check_writable, reading
 
 
@@ -95,6 +100,21 @@ def test_a_service_without_its_extra_says_how_to_get_it(command: str, file: str)
     code = f"import sys; sys.modules['aiohttp'] = None; from libra.cli.app import app; app({given!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert_refused(done, "aiohttp is not installed: pip install 'libra-rl[http]'")
+
+
+# Help
+
+
+def test_every_argument_is_in_capitals_in_the_usage() -> None:
+    def commands(group: TyperGroup) -> Iterator[Any]:
+        for command in group.commands.values():
+            yield from commands(command) if isinstance(command, TyperGroup) else (command,)
+
+    root = get_command(app)
+    assert isinstance(root, TyperGroup)
+    arguments = [it for command in commands(root) for it in command.params if it.param_type_name == "argument"]
+    assert arguments
+    assert [it.name for it in arguments if not (it.metavar or "").isupper()] == []
 
 
 # Outputs and inputs

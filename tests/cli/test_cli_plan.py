@@ -27,7 +27,7 @@ def plan(*arguments: object, config: Path = CONFIG, log: Path = LOG, profile: Pa
 def test_plan_shows_who_does_what_how_long_it_takes_and_the_proof() -> None:
     result = plan()
     assert result.exit_code == 0, result.stderr
-    for words in ("training replicas", "short", "long", "bottleneck", "optimal", "144 trajectories"):
+    for words in ("training replicas", "short", "long", "-bound", "optimal", "144 trajectories"):
         assert words in result.stdout
     assert result.stderr == ""
 
@@ -186,7 +186,7 @@ class Asked:
 def test_a_cluster_is_planned_onto_its_nodes(tmp_path: Path) -> None:
     result = Asked().call(tmp_path)
     assert result.exit_code == 0, result.stderr
-    for words in ("training", "replicas", "a800/tp", "where", "bottleneck", "optimal", "64 trajectories"):
+    for words in ("training", "replicas", "a800/tp", "where", "-bound", "optimal", "64 trajectories"):
         assert words in result.stdout
     assert result.stderr == ""
 
@@ -215,6 +215,11 @@ def test_without_a_request_the_defaults_are_said(tmp_path: Path) -> None:
     first, alternate = result.stderr.splitlines()
     assert first == "note: no --request: 512 trajectories a step, 16 a prompt, up to 40,960 tokens, asynchronous"
     assert "is the mean of steps that alternate" in alternate
+    (tmp_path / "plan.json").write_text(result.stdout)
+    explained = libra("explain", tmp_path / "plan.json")
+    assert explained.stdout.startswith("Latency-bound: a step is as long as the latency of a batch, ")
+    assert f"\n{alternate.removeprefix('note: ')}.\n" in explained.stdout
+    assert parse_plan(result.stdout).predicted.step_range is not None
 
 
 def test_a_cluster_is_planned_with_the_same_bytes_in_every_process(tmp_path: Path) -> None:
@@ -325,9 +330,9 @@ BAD_PLANS: list[tuple[str, Asked, int, tuple[str, ...]]] = [
         2,
         ("log.jsonl: all 2 trajectories are unfinished", "give a log with at least one finished trajectory"),
     ),
-    ("broken JSON", Asked(log=TWENTY + "{\n"), 2, ("log.jsonl:21: line: Invalid JSON",)),
-    ("a blank line", Asked(log="\n" + TWENTY), 2, ("log.jsonl:1: line: Invalid JSON",)),
-    ("no text", Asked(log=b"\xff\n"), 2, ("log.jsonl:1: line: Invalid JSON",)),
+    ("broken JSON", Asked(log=TWENTY + "{\n"), 2, ("log.jsonl:21: not JSON (",)),
+    ("a blank line", Asked(log="\n" + TWENTY), 2, ("log.jsonl:1: not JSON (",)),
+    ("no text", Asked(log=b"\xff\n"), 2, ("log.jsonl:1: not JSON (",)),
     (
         "a reward that is no number",
         Asked(log=TWENTY + lines({**TRAJECTORY, "reward": float("nan")})),

@@ -101,7 +101,7 @@ BAD_RUNS: list[tuple[str, dict[str, Any], str]] = [
     (
         "unknown policy",
         changed(routing={"policy": "cmlqf"}),
-        "routing.policy: policy is 'cmlqf'; choose one of round-robin, least-loaded,",
+        "routing.policy: policy is 'cmlqf'; did you mean cmlfq?",
     ),
     ("in /proc", changed(directory="/proc/runs"), "directory: /proc/runs/calculator cannot be written; give a"),
     (

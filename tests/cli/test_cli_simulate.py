@@ -238,11 +238,15 @@ def test_a_router_without_evidence_is_pointed_out(plans: dict[str, Path]) -> Non
 # What is wrong, and words of the one line: key, and remedy.
 BAD_FILES: list[tuple[str, object, tuple[str, ...]]] = [
     ("no mapping", [], ("engines.yaml: expected a mapping of keys, as in examples/engines.yaml",)),
-    ("no engines", {**BASE, "engines": []}, ("engines: ", "at least 1 item")),
+    ("no engines", {**BASE, "engines": []}, ("engines: give 1 or more (got 0)",)),
     ("a typo", {**BASE, "rout": "round-robin"}, ("rout: unknown key 'rout'; did you mean route?",)),
     ("a typo within", group(gpus="A100"), ("engines.0.gpus: unknown key 'gpus'; did you mean gpu?",)),
     ("no model", group(model=None), ("engines.0.model: this key is required; add it",)),
-    ("an unknown model", group(model="Qwen/Qwen3-14"), ("engines.0.model: ", "did you mean Qwen/Qwen3-14B")),
+    (
+        "an unknown model",
+        group(model="Qwen/Qwen3-14"),
+        ("engines.0.model: ", "did you mean Qwen/Qwen3-14B? Known are "),
+    ),
     ("an unknown GPU", group(gpu="A101"), ("engines.0.gpu: unknown GPU 'A101'; did you mean A100?",)),
     ("an unknown policy", {**BASE, "route": "random"}, ("policy is 'random'; choose one of round-robin",)),
     ("an unknown order", group(policy="lifo"), ("engines.0.policy: Input should be 'fcfs' or 'priority'",)),
@@ -359,7 +363,7 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     (
         "trajectories for requests",
         (ENGINES, "--requests", LOG),
-        ("trajectories.jsonl:1: ",),
+        ("trajectories.jsonl: a log of trajectories, not requests; give it to --trajectories",),
     ),
     (
         "an option of trajectories",
@@ -373,17 +377,36 @@ BAD_CALLS: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
     ),
     ("an option of plans", (ENGINES, "-t", LOG, "--steps", 2), ("--steps is for a cluster's plan", "leave it out")),
     ("an unknown policy", (ENGINES, "-t", LOG, "--route", "best"), ("--route: policy is 'best'; choose one of",)),
-    ("a rate of nothing", (ENGINES, "--requests", REQUESTS, "--rate-scale", 0), ("rate_scale is 0.0; set it to",)),
+    (
+        "a rate of nothing",
+        (ENGINES, "--requests", REQUESTS, "--rate-scale", 0),
+        ("libra: --rate-scale is 0.0; set it to",),
+    ),
     (
         "a start after the end",
         (ENGINES, "--requests", REQUESTS, "--start", 1e6),
-        ("no request arrives at or after start_seconds 1000000.0: start earlier",),
+        ("libra: --start is 1000000.0; no request arrives then or later: start earlier",),
+    ),
+    (
+        "a start after all time",
+        (ENGINES, "--requests", REQUESTS, "--start", 1e9),
+        ("--start is 1000000000.0; give 0 seconds or more, and less than 9.22e+06",),
+    ),
+    ("a limit after all time", (ENGINES, "-t", LOG, "--time-limit", 1e9), ("--time-limit is", "less than 9.22e+06")),
+    (
+        "a policy with a typo",
+        (ENGINES, "-t", LOG, "--route", "cmlqf"),
+        ("--route: policy is 'cmlqf'; did you mean cmlfq?\n",),
     ),
     ("a start before", (ENGINES, "--requests", REQUESTS, "--start", -1), ("--start is -1.0; give 0 seconds or more",)),
     ("no time", (ENGINES, "-t", LOG, "--time-limit", 0), ("--time-limit is 0.0; give more than 0 seconds",)),
     ("a negative seed", (ENGINES, "-t", LOG, "--seed", -1), ("--seed is -1; give 0 or more",)),
-    ("none in flight", (ENGINES, "-t", LOG, "--concurrency", 0), ("concurrency is 0; let 1 trajectory or more",)),
-    ("no samples", (ENGINES, "-t", LOG, "--samples-per-prompt", 0), ("samples_per_prompt is 0; run each",)),
+    (
+        "none in flight",
+        (ENGINES, "-t", LOG, "--concurrency", 0),
+        ("libra: --concurrency is 0; let 1", "or leave it out"),
+    ),
+    ("no samples", (ENGINES, "-t", LOG, "--samples-per-prompt", 0), ("libra: --samples-per-prompt is 0; run each",)),
     (
         "tools that answer before",
         (ENGINES, "-t", LOG, "--unknown-tool-seconds", -1),
@@ -461,7 +484,7 @@ BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
     ("no log", "async", (), ("a plan is simulated on trajectories: give --trajectories",)),
     ("requests", "async", ("--requests", REQUESTS), ("give --trajectories, and no --requests",)),
     ("a rate", "async", ("-t", LOG, "--rate-scale", 2), ("--rate-scale is for requests (--requests); leave it out",)),
-    ("no steps", "async", ("-t", LOG, "--steps", 0), ("steps is 0; simulate 1 step or more",)),
+    ("no steps", "async", ("-t", LOG, "--steps", 0), ("libra: --steps is 0; simulate 1 step or more",)),
     ("steps of slots", "slots", ("-t", LOG, "--steps", 2), ("--steps is for the plan of a cluster", "leave it out")),
     (
         "other samples",
@@ -475,7 +498,7 @@ BAD_PLANS: list[tuple[str, str, tuple[object, ...], tuple[str, ...]]] = [
         "part of a sample",
         "async",
         ("-t", LOG, "--samples-per-prompt", 7),
-        ("samples_per_prompt is 7, which does not divide 64 trajectories: give a divisor",),
+        ("libra: --samples-per-prompt is 7, which does not divide 64 trajectories: give a divisor",),
     ),
 ]
 
@@ -510,3 +533,30 @@ def test_a_plan_refuses_a_log_with_nothing_finished(plans: dict[str, Path], tmp_
     log = tmp_path / "log.jsonl"
     log.write_text("")
     assert_refused(libra("simulate", plans["async"], "-t", log), "give a log with at least one finished trajectory")
+
+
+@pytest.mark.parametrize("command", [("explain",), ("simulate", "-t", LOG), ("simulate", "-t", LOG, "--steps", 2)])
+def test_a_plan_that_does_not_answer_its_request_is_refused_by_all(
+    plans: dict[str, Path], tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    found = json.loads(plans["async"].read_text())
+    found["allocation"]["buckets"][0]["engines"] = 400
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(found))
+    verb, *options = command
+    assert_refused(libra(verb, plan, *options), "not an answer to the request in it", "it has 48; plan again")
+
+
+def test_explaining_what_is_no_plan_says_what_to_give() -> None:
+    assert_refused(libra("explain", LOG), f"{LOG}: not JSON (Extra data", "give a plan.json of `libra plan -o`")
+
+
+@pytest.mark.parametrize(
+    ("assumption", "words"),
+    [
+        ("a800=0", "--what-if a800=0: nodes is empty; a cluster has at least one node: give 1 or more"),
+        ("batch=63", "--what-if batch=63: batch is 63, which 8 samples_per_prompt do not divide: make it a multiple"),
+    ],
+)
+def test_an_assumption_that_cannot_be_is_repeated(plans: dict[str, Path], assumption: str, words: str) -> None:
+    assert_refused(libra("explain", plans["async"], "--what-if", assumption), words)

@@ -120,8 +120,8 @@ BAD = [
         "cluster: slots_per_node is for a Ray cluster: set",
     ),
     ("slots", change("cluster.slots", 5), "cluster: slots is 5, but core + hybrid + rollout = 4: make them equal"),
-    ("no engine size", change("engines", {}), "engines: Dictionary should have at least 1 item"),
-    ("no bucket", change("start.buckets", []), "start.buckets: Tuple should have at least 1 item"),
+    ("no engine size", change("engines", {}), "engines: give 1 or more (got 0)"),
+    ("no bucket", change("start.buckets", []), "start.buckets: give 1 or more (got 0)"),
     (
         "unknown size",
         change("start.buckets.0.shape", "shrt"),

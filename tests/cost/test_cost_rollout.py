@@ -123,7 +123,7 @@ def test_a_refill_prefills_the_context_of_a_random_generated_token() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 10, 64])
 def test_residence_of_one_is_iterations_at_the_mean_context(max_num_seqs: int) -> None:
-    iteration = COST.iteration_seconds(max_num_seqs, max_num_seqs * 500)
+    iteration = TIMING.iteration_seconds(max_num_seqs, max_num_seqs * 500)
     assert residence(TIMING, CLASS, max_num_seqs, 10**9, 1.0) == pytest.approx(100 * iteration + 0.1 + 0.2 + 3.0)
 
 
@@ -134,7 +134,7 @@ def test_no_more_sequences_decode_together_than_memory_holds() -> None:
 
 def test_the_longest_of_several_generates_more_and_waits_longer_for_tools() -> None:
     beyond = 1.2815516  # the 90 % quantile of the normal distribution, which is that of (6 - 0.375) / (6 + 0.25)
-    decode = 100 * COST.iteration_seconds(10, 5000)
+    decode = 100 * TIMING.iteration_seconds(10, 5000)
     wanted = decode * (1 + beyond * 0.2) + 0.3 + 3.0 + beyond * 0.5
     assert residence(TIMING, CLASS, 10, 10**9, 6.0) == pytest.approx(wanted)
 

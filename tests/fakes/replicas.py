@@ -114,9 +114,9 @@ def prepare(exchanges: Sequence[GradientExchange], generation: int, hosts: Seque
 class MeanOfMeans(GradientExchange):
     """What must not be done: every replica's own mean, averaged with equal weights."""
 
-    def add_up(self, tensor: torch.Tensor, seconds: float) -> float:
+    def all_reduce(self, tensor: torch.Tensor, seconds: float) -> float:
         tensor /= max(float(tensor[-1]), 1.0) * self.size
-        return super().add_up(tensor, seconds)
+        return super().all_reduce(tensor, seconds)
 
 
 def regroup(replicas: Sequence[TrainerProcess], generation: int) -> None:

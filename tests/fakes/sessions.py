@@ -14,10 +14,9 @@ from typing import Any, cast
 from fakes.engines import QuickEngine
 from fakes.scripted import AskTool, MergingCodec, echo
 
-from libra.backends.grpo.joint_step import StepResult
 from libra.backends.grpo.membership import CoreLostError
-from libra.backends.transport.messages import Acknowledged, Message
-from libra.backends.transport.trainer_messages import Sample, SaveCheckpoint
+from libra.backends.protocols import StepResult, Trainer
+from libra.backends.transport.trainer_messages import Sample
 from libra.backends.vllm.engine_handle import EngineHandle
 from libra.config.run import TrainingConfig
 from libra.environments.protocol import Prompt
@@ -54,13 +53,10 @@ class Core:
     trained: list[list[str]] = field(default_factory=list)
     lost: bool = False
 
-    async def save(self, message: Message) -> Message:
-        assert isinstance(message, SaveCheckpoint)
+    async def save(self, directory: Path) -> None:
         await asyncio.sleep(0)
-        directory = Path(message.directory)
         directory.mkdir(parents=True)
         (directory / "trained.json").write_text(json.dumps(self.trained))
-        return Acknowledged()
 
 
 class MadeTrainers:
@@ -71,8 +67,9 @@ class MadeTrainers:
         if self.core.lost:
             raise CoreLostError("core trainer core-0 is gone, and no other is left")
 
-    async def ask_core(self, order: Message, reply: type[Message]) -> Message:
-        return await self.core.save(order)
+    async def save(self, directory: Path, optimiser: bool) -> None:
+        assert optimiser
+        await self.core.save(directory)
 
     async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
         async with self.boundary:
@@ -84,8 +81,8 @@ class MadeTrainers:
 
 
 class MadeExecutor:
-    def __init__(self, core: Core, fleet: ServingFleet, engine: QuickEngine) -> None:
-        self.trainers, self.fleet, self._engine = MadeTrainers(core), fleet, engine
+    def __init__(self, fleet: ServingFleet, engine: QuickEngine) -> None:
+        self.fleet, self._engine = fleet, engine
         self.processes = self
 
     def allocation(self) -> Allocation:
@@ -180,20 +177,22 @@ class Session:
             lambda: MadePeriods.predicted_seconds,
         )
         self.training = TrainingLoop(
-            TRAINING,
-            CHECKPOINT_EVERY,
-            cast(RunExecutor, MadeExecutor(self.core, fleet, engine)),
-            rollout,
-            self.groups,
-            cast(Observations, self.observations),
-            cast(ReplanController, MadeController()),
-            self.recorder,
-            self.journal,
-            self.file,
-            RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
-            Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
-            history,
-            before.recorded if before is not None else Recorded(),
+            training=TRAINING,
+            checkpoint_every=CHECKPOINT_EVERY,
+            executor=cast(RunExecutor, MadeExecutor(fleet, engine)),
+            trainers=cast(Trainer, MadeTrainers(self.core)),
+            fleet=fleet,
+            rollout=rollout,
+            groups=self.groups,
+            observations=cast(Observations, self.observations),
+            controller=cast(ReplanController, MadeController()),
+            recorder=self.recorder,
+            journal=self.journal,
+            episodes=self.file,
+            progress=RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
+            started=Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
+            history=history,
+            recorded=before.recorded if before is not None else Recorded(),
         )
         self.recorder.begin()
 

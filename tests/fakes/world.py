@@ -54,7 +54,7 @@ class Point:
 class Slots:
     """The `ProcessController` of an executor. A process is in `processes` from its fork to its end."""
 
-    trainer = None
+    step_allowance = 0.0
 
     def __init__(self, fleet: ServingFleet, version: Callable[[], int]) -> None:
         self.fleet, self._version = fleet, version
@@ -70,6 +70,7 @@ class Slots:
     def offers(self, slot: int) -> bool:
         return True
 
+    def require_core(self) -> None: ...
     def declare_dead(self) -> None: ...
     async def stop(self) -> None: ...
 

@@ -217,7 +217,7 @@ def test_the_case_of_a_gpu_name_does_not_matter(tmp_path: Path) -> None:
 
 
 REFUSED_FILES: list[tuple[str, object, str]] = [
-    ("no nodes", {"nodes": []}, "nodes is empty; a cluster has at least one class of nodes"),
+    ("no nodes", {"nodes": []}, "nodes is empty; a cluster has at least one node: give 1 or more"),
     ("nodes left out", {"serving": []}, "nodes: this key is required; add it"),
     ("typo", {"nodes": [node(inter_bandwith="1 Gb/s")]},
      "nodes.0.inter_bandwith: unknown key 'inter_bandwith'; did you"),
@@ -228,7 +228,7 @@ REFUSED_FILES: list[tuple[str, object, str]] = [
     ("part of a node", {"nodes": [node(count=1.5)]}, "nodes.0.count: Input should be a valid integer (got 1.5)"),
     ("true nodes", {"nodes": [node(count=True)]}, "nodes.0.count: Input should be a valid integer (got True)"),
     ("unknown GPU", {"nodes": [node(gpu="A10")]},
-     "nodes.0.gpu: unknown GPU 'A10'; did you mean A100? known are A100, "),
+     "nodes.0.gpu: unknown GPU 'A10'; did you mean A100? Known are A100, "),
     ("unlike any", {"nodes": [node(gpu="TPU")]}, "describe another one by a mapping of name, memory, bandwidth, flops"),
     ("no GPU", {"nodes": [node(gpu=None)]}, "nodes.0.gpu: expected a name, such as A800, or a mapping (got None)"),
     ("GPU without a link", {"nodes": [node(gpu={"name": "X"})]}, "nodes.0.gpu.memory: this key is required; add it"),

@@ -12,13 +12,11 @@ from typing import cast
 import pytest
 from fakes.small_run import episode, rows
 
-from libra.backends.grpo.trainers import Trainers
-from libra.backends.transport.messages import Acknowledged, Message
-from libra.backends.transport.trainer_messages import SaveCheckpoint
+from libra.backends.protocols import Trainer
 from libra.config.yaml_file import ConfigError
 from libra.exec.journal import JournalReplay
 from libra.exec.pool import make_pool
-from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.exec.protocols import WorkerLostError
 from libra.loop.checkpoint import (
     Recorded,
     RunState,
@@ -43,18 +41,16 @@ class Core:
     def __init__(self, instead: Callable[[Path], None] | None = None) -> None:
         self._instead = instead
 
-    async def ask_core(self, message: Message, reply: type[Message]) -> Message:
-        assert isinstance(message, SaveCheckpoint) and message.optimiser
-        directory = Path(message.directory)
+    async def save(self, directory: Path, optimiser: bool) -> None:
+        assert optimiser
         directory.mkdir(parents=True)
         (directory / "model.safetensors").write_text("weights")
         if self._instead is not None:
             self._instead(directory)
-        return Acknowledged()
 
 
 def save(directory: Path, state: RunState = STATE, instead: Callable[[Path], None] | None = None) -> Path:
-    return asyncio.run(save_checkpoint(directory, cast(Trainers, Core(instead)), state))
+    return asyncio.run(save_checkpoint(directory, cast(Trainer, Core(instead)), state))
 
 
 def names(directory: Path) -> list[str]:
@@ -83,7 +79,7 @@ def test_a_part_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def full(directory: Path) -> None:
-    raise WorkerFailedError("worker core-0: SafetensorError: No space left on device")
+    raise DiskError(directory, OSError(28, "No space left on device"))
 
 
 def gone(directory: Path) -> None:
@@ -97,7 +93,7 @@ def no_place_for_the_state(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("instead", "error", "message"),
     [
-        (full, DiskError, r"checkpoint-6\.part cannot be written \(worker core-0: .*No space left.*\): free some"),
+        (full, DiskError, r"checkpoint-6\.part cannot be written \(No space left on device\): free some"),
         (gone, WorkerLostError, "went away"),
         (no_place_for_the_state, DiskError, r"checkpoint-6\.part/state\.json cannot be written \(Is a directory\)"),
     ],

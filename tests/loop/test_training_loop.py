@@ -140,7 +140,7 @@ def test_a_failure_while_a_checkpoint_is_written_ends_the_run(tmp_path: Path, mo
 
 def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: Path) -> None:
     session = Session(tmp_path, resume=False, seed=1)
-    training, trainers = session.training, session.training.executor.processes.trainers
+    training, trainers = session.training, session.training.trainers
     held: list[asyncio.Task[None]] = []
 
     async def hold() -> None:
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_has_to_wait_is_held_up_and_not_yet_written(tmp_path: 
 def test_no_checkpoint_is_written_once_an_episode_could_not_be(tmp_path: Path) -> None:
     """The disk is full for one moment, in which a checkpoint waits for the step boundary."""
     session = Session(tmp_path, resume=False, seed=1)
-    training, trainers = session.training, session.training.executor.processes.trainers
+    training, trainers = session.training, session.training.trainers
     holding: list[asyncio.Task[None]] = []
 
     async def hold() -> None:

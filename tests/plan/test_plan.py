@@ -83,7 +83,7 @@ def test_equal_values_give_equal_bytes_even_when_a_whole_number_of_seconds_is_wr
 
 def test_a_plan_opens_with_its_format_and_ends_with_its_request_and_a_newline() -> None:
     text = dump_plan(PLAN)
-    assert text.startswith('{\n  "format": 2,\n  "allocation": {')
+    assert text.startswith('{\n  "format": 3,\n  "allocation": {')
     assert list(json.loads(text))[-1] == "request"
     assert text.endswith("}\n")
 
@@ -117,13 +117,13 @@ SPOILED = [
     ("unknown key at the top", spoil("author", "me"), "author: Unexpected keyword argument"),
     ("missing key", spoil("proof.gap", None), "proof.gap: Field required"),
     ("wrong type", spoil("allocation.replicas", "2"), "allocation.replicas: Input should be a valid integer"),
-    ("unknown word", spoil("predicted.bottleneck", "network"), "predicted.bottleneck: Input should be 'rollout'"),
+    ("unknown word", spoil("predicted.bottleneck", "publication"), "predicted.bottleneck: Input should be 'rollout'"),
     ("refused value", spoil("request.profile.engine.step", -1.0), "EngineCost.step is -1.0"),
     ("refused shape", spoil("request.shapes.0.max_num_seqs", 0), "max_num_seqs is 0; set it to 1 or more"),
     ("not a number", spoil("predicted.step", float("nan")), "predicted.step: Input should be a finite number"),
     ("unknown kind", spoil("request.kind", "cloud"), "request: Input tag 'cloud'"),
     ("no kind", spoil("request.kind", None), "request: Unable to extract tag"),
-    ("older format", spoil("format", 1), "format is 1; this version of libra reads format 2: plan again"),
+    ("older format", spoil("format", 2), "format is 2; this version of libra reads format 3: plan again"),
     ("no format", spoil("format", None), "format is missing"),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.backends.grpo.joint_step import Share, StepResult
+from libra.backends.protocols import Share, StepResult
 from libra.loop.recorder import step_parts
 from libra.plan.transition import Role
 from libra.records.causes import Cause

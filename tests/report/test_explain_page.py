@@ -12,7 +12,7 @@ from pages import Page, figure, marks, needs_nothing
 
 from libra.plan.explain.explanation import Otherwise, RejectedKind, Split
 from libra.report.explain_page import MOST_REJECTED, below, bucket_figure, explain_page, split_figures
-from libra.report.explain_table import headline, routing_sentence
+from libra.report.explain_table import alternation, headline, routing_sentence
 
 PAGE = explain_page(EXPLANATION, "Qwen3 <14B>", CLASSES)
 
@@ -47,6 +47,13 @@ def test_a_page_says_what_was_explained() -> None:
         "tp1 needs 200 GB; [80] are there",
     ):
         assert words in said, words
+
+
+def test_a_page_says_between_which_seconds_steps_alternate() -> None:
+    predicted = replace(EXPLANATION.plan.predicted, step_range=(80.0, 120.0))
+    said = Page(explain_page(replace(EXPLANATION, plan=replace(EXPLANATION.plan, predicted=predicted)), "a")).text
+    assert f"{alternation(predicted)}." in said
+    assert "alternate" not in Page(PAGE).text
 
 
 def test_bars_have_one_scale_over_both_tables_of_plans_and_ties_have_none() -> None:

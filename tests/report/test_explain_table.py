@@ -12,7 +12,15 @@ from rich.console import Console
 
 from libra.plan.explain.explanation import Bound, Routing, Split
 from libra.plan.problem import Proof
-from libra.report.explain_table import MOST_KINDS, MOST_SPLITS, crossing, explain_tables, headline, routing_sentence
+from libra.report.explain_table import (
+    MOST_KINDS,
+    MOST_SPLITS,
+    alternation,
+    crossing,
+    explain_tables,
+    headline,
+    routing_sentence,
+)
 
 HEADLINES = [
     (
@@ -21,14 +29,16 @@ HEADLINES = [
         " No plan is shorter by more than 0.01 %.",
     ),
     (
-        {"bound": Bound("latency", (("latency", 50.0), ("training", 49.0), ("publication", 1.0)), 1, None)},
-        "Latency-bound: a step of 1 min 40 s is 50.0 s the longest episodes, 49.0 s training and 1.00 s publication of"
-        " weights. No plan is shorter by more than 0.01 %.",
+        {"bound": Bound("latency", (("training", 50.0), ("latency", 49.0), ("publication", 1.0)), 1, 0.5)},
+        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s, and the rest would allow one 50.0 %"
+        " shorter. Largest part: training, 50.0 s; then the longest episodes, 49.0 s; publication of weights, 1.00 s."
+        " No plan is shorter by more than 0.01 %.",
     ),
     (
-        {"bound": Bound("publication", (("publication", 70.0), ("rollout", 30.0), ("training", 0.0)), 3, None)},
-        "Publication-bound: a step of 1 min 40 s is 1 min 10 s publication of weights and 30.0 s generation (each"
-        " divided by 3: with staleness 2, 3 batches are under way). No plan is shorter by more than 0.01 %.",
+        {"bound": Bound("latency", (("publication", 70.0), ("rollout", 30.0), ("training", 0.0)), 3, 0.0)},
+        "Latency-bound: a step is as long as the latency of a batch, 1 min 40 s. Largest part: publication of weights,"
+        " 1 min 10 s; then generation, 30.0 s (each divided by 3: with staleness 2, 3 batches are under way). No plan"
+        " is shorter by more than 0.01 %.",
     ),
     (
         {"bound": Bound("training", (("training", 100.0),), 2, 0.5), "proof": Proof("feasible", 97.0, 0.03)},
@@ -41,6 +51,16 @@ HEADLINES = [
 @pytest.mark.parametrize(("changed", "wanted"), HEADLINES)
 def test_the_headline_names_the_parts_of_the_step_and_the_proof(changed: dict[str, object], wanted: str) -> None:
     assert headline(replace(EXPLANATION, **changed)) == wanted  # type: ignore[arg-type]
+
+
+def test_steps_that_alternate_are_said_to() -> None:
+    predicted = EXPLANATION.plan.predicted
+    assert alternation(predicted) == ""
+    assert alternation(replace(predicted, step_range=(80.0, 120.0))) == (
+        "1 min 40 s is the mean of steps that alternate: batches wait for the longest episodes of those before them, so"
+        " steps may take from 1 min 20 s to 2 min 00 s; a limit on the seconds of an episode, or more staleness,"
+        " shortens them"
+    )
 
 
 @pytest.mark.parametrize(

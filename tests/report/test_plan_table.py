@@ -36,7 +36,7 @@ PLAN = Plan(
     request=REQUEST,
 )
 
-BOUND = Bound("latency", (("latency", 9.0), ("training", 3.0)), 2, None)
+BOUND = Bound("latency", (("latency", 9.0), ("training", 3.0)), 2, 0.25)
 
 # Two classes of nodes; two replicas of two GPUs, and engines on nodes 0, 1, 2 and 5 of one and on 0 of the other.
 NODES = (replace(A800, name="a", count=6), replace(A800, name="b"))
@@ -71,11 +71,22 @@ def test_the_allocation_shows_replicas_and_the_range_of_each_bucket() -> None:
 
 
 def test_on_a_cluster_it_shows_the_layout_the_devices_and_the_nodes() -> None:
-    assert cells(plan_tables(CLUSTER_PLAN, BOUND, ())[0]) == [
-        ("training replicas", "2", LAYOUT.family, "-", "-", "4", "b 1"),
+    table = plan_tables(CLUSTER_PLAN, BOUND, ())[0]
+    assert table.caption == f"training: {LAYOUT.family}"
+    assert cells(table) == [
+        ("training replicas", "2", "2 devices", "-", "-", "4", "b 1"),
         ("engines", "4", "a/tp1", "64", "1 to 1,000", "4", "a 0-2, 5"),
         ("engines", "1", "b/tp4", "512", "1,001 to 8,192", "4", "b 0"),
     ]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_allocation_breaks_no_word(width: int) -> None:
+    console = Console(file=StringIO(), width=width, record=True)
+    console.print(plan_tables(CLUSTER_PLAN, BOUND, ())[0])
+    said = console.export_text()
+    for word in (*LAYOUT.family.split(), "max_num_seqs", "replicas", "devices"):
+        assert word in said
 
 
 def test_a_bucket_on_several_pools_names_each() -> None:
@@ -93,9 +104,9 @@ def test_on_a_cluster_the_work_is_that_of_the_batch() -> None:
 
 def test_the_parts_of_a_step_add_up_to_it_and_the_division_is_said() -> None:
     table = plan_tables(PLAN, BOUND, ())[1]
-    assert table.title == "One optimiser step, predicted: 12.0 s"
+    assert table.title == "One optimiser step, predicted: 12.0 s, latency-bound"
     assert cells(table) == [
-        ("the longest episodes", "9.0000", "75.0 %", "bottleneck"),
+        ("the longest episodes", "9.0000", "75.0 %", "largest part"),
         ("training", "3.0000", "25.0 %", ""),
     ]
     assert [column.footer for column in table.columns][:2] == ["the step", "12.0000"]
@@ -104,7 +115,8 @@ def test_the_parts_of_a_step_add_up_to_it_and_the_division_is_said() -> None:
 
 def test_a_step_as_long_as_training_is_no_sum_and_one_of_no_length_has_no_shares() -> None:
     table = plan_tables(PLAN, Bound("training", (("training", 12.0),), 2, 0.25), ())[1]
-    assert cells(table) == [("training", "12.0000", "100.0 %", "bottleneck")]
+    assert table.title == "One optimiser step, predicted: 12.0 s, training-bound"
+    assert cells(table) == [("training", "12.0000", "100.0 %", "")]
     assert (table.show_footer, table.caption) == (False, None)
     nothing = replace(PLAN, predicted=Prediction(0.0, 0.0, 0.0, 0.0, "rollout"))
     assert [row[2] for row in cells(plan_tables(nothing, BOUND, ())[1])] == ["-", "-"]
@@ -152,9 +164,7 @@ def evidence(unfinished: int, *tool_seconds: float | None) -> LogEvidence:
 
 PAUSES = evidence(0, 0.1, 25_000.0)
 
-RECIPE_IN_TURN = RECIPE.model_copy(update={"mode": "sync", "staleness": 0})
-SYNCHRONOUS_PLAN = replace(CLUSTER_PLAN, request=replace(CLUSTER_PLAN.request, recipe=RECIPE_IN_TURN))
-# 12 s a step, of which training takes 3, with a staleness of 1: 3 and 2 * 12 - 3 in turn.
+ALTERNATING_PLAN = replace(CLUSTER_PLAN, predicted=replace(PLAN.predicted, step_range=(3.0, 21.0)))
 ALTERNATE = (
     "12.0 s is the mean of steps that alternate: batches wait for the longest episodes of those before them, so steps"
     " may take from 3.00 s to 21.0 s; a limit on the seconds of an episode, or more staleness, shortens them"
@@ -162,21 +172,21 @@ ALTERNATE = (
 
 NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
     ("complete", PLAN, evidence(0, 0.1, 0.0), ()),
-    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), (ALTERNATE,)),
-    ("synchronous", SYNCHRONOUS_PLAN, evidence(0, 0.1, 0.0), ()),
+    ("complete, for a cluster", CLUSTER_PLAN, evidence(0, 0.1, 0.0), ()),
+    ("alternating", ALTERNATING_PLAN, evidence(0, 0.1, 0.0), (ALTERNATE,)),
     (
         "pauses",
-        CLUSTER_PLAN,
+        ALTERNATING_PLAN,
         PAUSES,
         (
-            "the longest tool call of the log took 6 h 57 min, and waiting for the longest episodes is most of a step:"
-            " where calls waited for people, cut them with --longest-tool-call SECONDS",
+            "the longest tool call of the log took 6 h 57 min, and waiting for the longest episodes is the largest part"
+            " of a step: where calls waited for people, cut them with --longest-tool-call SECONDS",
             ALTERNATE,
         ),
     ),
     (
         "pauses cut",
-        CLUSTER_PLAN,
+        ALTERNATING_PLAN,
         replace(PAUSES, longest_tool_call=60.0, cut_tool_calls=1),
         ("1 tool call of more than 1 min 00 s counted as so long", ALTERNATE),
     ),
@@ -198,7 +208,7 @@ NOTES: list[tuple[str, Plan, LogEvidence, tuple[str, ...]]] = [
     ),
     (
         "both, for a cluster",
-        CLUSTER_PLAN,
+        ALTERNATING_PLAN,
         evidence(3, None, 0.1),  # the first one weighs a little less
         (
             "3 trajectories of 5 in the log unfinished: counted as at least as long as they are",

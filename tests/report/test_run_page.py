@@ -183,7 +183,7 @@ def test_a_run_without_a_loss_has_no_table_of_them(made_run: MadeRun) -> None:
     [
         ("rollout", "the predicted bottleneck was generation 100 % of the time"),
         ("training", "the predicted bottleneck was training 100 % of the time"),
-        ("latency", "the predicted bottleneck was the longest episodes 100 % of the time"),
+        ("latency", "the predicted bottleneck was the latency of a batch 100 % of the time"),
     ],
 )
 def test_the_bottleneck_is_said_in_a_sentence(made_run: MadeRun, bottleneck: Bottleneck, words: str) -> None:

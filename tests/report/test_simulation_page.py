@@ -104,7 +104,7 @@ def test_many_engines_are_told_by_their_extremes_and_the_busiest_ones() -> None:
 
 def test_without_a_watcher_the_page_says_what_is_missing() -> None:
     said = Page(source(run(open_loop(), watched=False))).text
-    assert "Nobody watched the engines" in said
+    assert "This simulation did not record what its engines ran and held." in said
     assert "Waiting requests" in said and "Running requests" not in said
     assert "KV peak -" in said
 

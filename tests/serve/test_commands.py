@@ -67,7 +67,7 @@ def test_a_state_that_is_none_is_refused_in_one_line(tmp_path: Path, state: str)
     file.write_bytes(state.encode("utf-8", errors="surrogateescape"))
     result = CliRunner().invoke(app, ["route", str(EXAMPLES / "gateway.yaml"), "--state", str(file)])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
-    assert "no state of the policy cmlfq" in result.stderr and "remove it to start anew" in result.stderr
+    assert "no state of the policy cmlfq" in result.stderr and "give another file" in result.stderr
 
 
 ENGINES = EXAMPLES / "engines.yaml"

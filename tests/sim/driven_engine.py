@@ -21,7 +21,7 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.scheduler import Iteration, Pause
+from libra.sim.engine.state import Iteration, Pause
 
 _OUTCOME = [
     *map(attrgetter, ("status", "scheduled", "prefill_end", "first_token", "finish", "generated")),

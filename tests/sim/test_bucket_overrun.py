@@ -16,6 +16,8 @@ from libra.sim.cluster import SimCluster
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.handover import KVMoves
+from libra.sim.outcome.metrics import Ending, endings
+from libra.sim.outcome.result import result_of
 from libra.sim.workload.replay import Replay
 from libra.trajectory import Trajectory, Turn
 
@@ -66,6 +68,8 @@ def test_a_turn_moves_with_the_first_token_beyond_each_bucket(exact: bool) -> No
         (2, 257, 256, "interrupted"),
         (3, 513, 207, "finished"),
     ]
+    stopped = Ending("interrupted", "the policy stopped it; the rest went on elsewhere", 3)
+    assert endings(result_of(cluster).requests) == (stopped,)
     overruns = [("bucket_overrun", 20, tokens) for tokens in (109, 237, 493)]
     assert policy.asked == [("place", 20, 0), *overruns]
 

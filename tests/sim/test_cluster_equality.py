@@ -20,7 +20,7 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import UNLIMITED, AffineCost, Chunk, DecodeBatch, IterationCost
 from libra.sim.engine.request import Chain, Request
-from libra.sim.engine.scheduler import Iteration
+from libra.sim.engine.state import Iteration
 from libra.sim.workload.replay import Replay
 from libra.sim.workload.requests import Requests, Workload
 from libra.trajectory import Trajectory, Turn

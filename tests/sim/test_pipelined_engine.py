@@ -16,7 +16,7 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration
+from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 COST = AffineCost(5000, 20, 3, 25, 1)

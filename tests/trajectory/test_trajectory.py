@@ -123,8 +123,8 @@ REFUSED = {
     "tool without a status": (broken(lambda r: r["turns"][0].update(status=None)), "turns.0: .*tool and status"),
     "finished on a tool call": (broken(ends_on_a_tool), "turns: a finished trajectory"),
     "finished without a turn": (broken(lambda r: r.update(turns=[])), "turns: a finished trajectory"),
-    "blank line": ("", "line: Invalid JSON"),
-    "half a line": (json.dumps(valid())[:-1], "line: Invalid JSON"),
+    "blank line": ("", "not JSON "),
+    "half a line": (json.dumps(valid())[:-1], "not JSON "),
     "not an object": ("[]", "line"),
 }
 

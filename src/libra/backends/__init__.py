@@ -1,1 +1,1 @@
-"""Who fulfils the executor's protocols: vLLM engines, the GRPO trainer, launchers, transport."""
+"""What a run drives: vLLM engines and the GRPO trainer, and the launchers and transport below them."""

@@ -74,7 +74,7 @@ def choose(asked: Literal["auto"] | Chosen, devices: Sequence[Bf16Speed]) -> Cho
 
 
 def served_dtype(precision: Precision) -> Dtype:
-    """Of an engine's weights and KV cache, and so of the weights that a trainer publishes."""
+    """The type of an engine's weights and KV cache, and so of the weights that a trainer publishes."""
     return "bfloat16" if precision == "bf16" else "float32"
 
 
@@ -132,7 +132,7 @@ def _relative_seconds(device: torch.device, size: int) -> float:
 
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed, by name."""
+    """The versions of the libraries that are installed, by name."""
     found = {}
     for name in libraries:
         with suppress(PackageNotFoundError):

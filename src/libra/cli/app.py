@@ -43,7 +43,7 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def libra(
     _: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Libra decides which GPUs train, which generate, and where every request goes."""

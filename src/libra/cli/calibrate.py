@@ -20,7 +20,7 @@ def calibrate(
         str | None, typer.Option("--device", help="cuda or cpu (default: cuda where there is one).")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Known GPU to hold the result against: A100, H100, H200, ...")
+        str | None, typer.Option("--gpu", help="Known GPU to compare the result with: A100, H100, H200, ...")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the calibration as JSON.")] = False,
 ) -> None:

@@ -24,7 +24,7 @@ def emulate(
     ],
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. There is no authentication: mind who can reach it.")
+        str, typer.Option(help="Address to listen on. No authentication: anyone who can reach it can use it.")
     ] = ("127.0.0.1"),
     speed: Annotated[float, typer.Option(help="Simulated seconds per second.")] = 1.0,
     default_tokens: Annotated[

@@ -23,10 +23,12 @@ def explain(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="Plan again and explain that: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
+            help="Explain a changed plan: gpus=64, NODES=12 (nodes of a class) or a key of the request.",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the explanation as a page to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the explanation as an HTML page to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
 ) -> None:
     """Why this plan: what bounds it and by how much, the next best plans, what binds, what one more node would buy.
@@ -39,7 +41,7 @@ def explain(
     from libra.plan.explain.explained import explain_plan
     from libra.plan.plan import parse_plan
     from libra.plan.problem import InfeasiblePlanError
-    from libra.report.explain_table import explain_tables, headline, routing_sentence
+    from libra.report.explain_table import alternation, explain_tables, headline, routing_sentence
 
     change = ""
     if html is not None:
@@ -63,7 +65,8 @@ def explain(
         typer.echo(json.dumps(asdict(explanation)))
         return
     console = Console()
-    for line in (change, headline(explanation), routing_sentence(explanation)):
+    alternate = alternation(explanation.plan.predicted)
+    for line in (change, headline(explanation), f"{alternate}." if alternate else "", routing_sentence(explanation)):
         if line:
             console.print(line, highlight=False, soft_wrap=True)
     for table in explain_tables(explanation):

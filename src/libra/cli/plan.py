@@ -42,17 +42,18 @@ def plan(
         typer.Option(
             "--profile",
             "-p",
-            help="auto, tables, roofline or a calibration file; with a run's configuration: its profile.json.",
+            help="Engine times: auto, tables, roofline or a calibration file; with a run's CONFIG: its profile.json.",
         ),
     ] = None,
     truncate_context: Annotated[
-        bool, typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing.")
+        bool,
+        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
     ] = False,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="gpus=64, NODES=12 (nodes of a class) or a key of the request, such as batch=1024; may be repeated.",
+            help="Plan for gpus=64, NODES=12 (nodes of a class) or a key of the request, as batch=1024; repeatable.",
         ),
     ] = None,
     longest_tool_call: Annotated[
@@ -61,14 +62,14 @@ def plan(
             "--longest-tool-call",
             metavar="SECONDS",
             min=0,
-            help="Count longer tool calls as so long: for logs whose calls wait for people.",
+            help="Count longer tool calls as this long: for logs whose calls wait for people.",
         ),
     ] = None,
     solver: Annotated[
-        SolverName, typer.Option("--solver", help="cp-sat, or the integer linear program (extra ilp).")
+        SolverName, typer.Option("--solver", help="cp-sat, or ilp: an integer linear program (needs the ilp extra).")
     ] = SolverName.cp_sat,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Solve again with the other solver and hold both against each other.")
+        bool, typer.Option("--confirm", help="Solve again with the other solver and compare the results.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to this file; - is standard output.")

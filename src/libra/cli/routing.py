@@ -23,7 +23,7 @@ def route(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the engines and their addresses.")],
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 9000,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. There is no authentication: mind who can reach it.")
+        str, typer.Option(help="Address to listen on. No authentication: anyone who can reach it can use it.")
     ] = ("127.0.0.1"),
     learn_from: Annotated[
         Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
@@ -32,7 +32,7 @@ def route(
     state: Annotated[
         Path | None,
         typer.Option(
-            "--state", help="What the policy has learned: read at the start if it exists, written at the end."
+            "--state", help="File of what the policy has learned: read at the start if it exists, written at the end."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")] = False,
@@ -77,9 +77,7 @@ def _policy(file: GatewayConfig, state: Path | None) -> Policy:
             raise ValueError(f"it holds {type(known).__name__}, not an object")
         return type(policy).restore(known)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(
-            f"--state {state}: no state of the policy {file.route} ({error}); remove it to start anew"
-        ) from None
+        raise ValueError(f"--state {state}: no state of the policy {file.route} ({error}); give another file") from None
 
 
 async def _serve(file: GatewayConfig, policy: Policy, host: str, port: int, log: Path | None, as_json: bool) -> None:

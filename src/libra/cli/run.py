@@ -15,12 +15,16 @@ from libra.environments.protocol import Environment
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="What to run, for example examples/calculator.yaml.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, for example examples/calculator.yaml.")
+    ],
     name: Annotated[str | None, typer.Option(help="Name of the run; its files go to <directory>/<name>.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where runs are kept (default: runs).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the model, the prompts and the sampling.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="0 gives the control that learns nothing.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimiser steps.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Learning rate of the optimiser; 0: a control run that learns nothing.")
+    ] = None,
     allocation: Annotated[
         AllocationMode | None, typer.Option(help="adaptive: re-divide the workers when that pays. static: never.")
     ] = None,
@@ -30,11 +34,11 @@ def run(
     ] = None,
     ray_address: Annotated[
         str | None,
-        typer.Option(help="Of the Ray cluster, or auto (default: one is started here for the run)."),
+        typer.Option(help="Address of a running Ray cluster, or auto to find it (default: start one for this run)."),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Answer Prometheus at this port (127.0.0.1, or metrics.host)."),
+        typer.Option(help="Serve Prometheus metrics on this port (of 127.0.0.1, or metrics.host)."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,

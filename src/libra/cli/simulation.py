@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,51 +24,64 @@ def simulate(
         Path, typer.Argument(metavar="WHAT", help="plan.json of `libra plan`, or a YAML file that describes engines.")
     ],
     trajectories: Annotated[
-        Path | None, typer.Option("--trajectories", "-t", help="JSONL log of trajectories, to be run again.")
+        Path | None, typer.Option("--trajectories", "-t", help="JSONL log of trajectories to replay.")
     ] = None,
     requests: Annotated[
-        Path | None, typer.Option("--requests", help="Requests: .jsonl, or .csv as Azure's traces. Not with a plan.")
+        Path | None,
+        typer.Option(
+            "--requests", help="Requests to replay: .jsonl, or .csv in the format of Azure's traces. Not with a plan."
+        ),
     ] = None,
     route: Annotated[
         str | None, typer.Option("--route", help="Routing policy (default: the file's, or cmlfq).")
     ] = None,
     learn_from: Annotated[
-        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy has seen before.")
+        Path | None, typer.Option("--learn-from", help="JSONL log of trajectories that the policy learns from first.")
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Of a cluster's plan: simulate a whole run of so many steps, training included."),
+        typer.Option(help="Simulate a whole run of this many steps, training included; for a cluster's plan."),
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="Trajectories in flight (default: all; of a plan, as many as its staleness allows)."),
+        typer.Option(help="Most trajectories in flight (default: all; for a plan, as many as its staleness allows)."),
     ] = None,
     samples_per_prompt: Annotated[
-        int | None, typer.Option(help="Run each trajectory as so many samples of its prompt (default: 1).")
+        int | None, typer.Option(help="Run each trajectory as this many samples of its prompt (default: 1).")
     ] = None,
     unknown_tool_seconds: Annotated[
-        float | None, typer.Option(help="Of a tool whose time was not recorded (default: 1, or as the plan assumes).")
+        float | None,
+        typer.Option(help="Seconds of tool calls whose time was not recorded (default: 1, or the plan's value)."),
     ] = None,
     truncate_context: Annotated[
-        bool, typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing.")
+        bool,
+        typer.Option("--truncate-context", help="Cut trajectories at the longest context instead of refusing them."),
     ] = False,
     rate_scale: Annotated[
-        float | None, typer.Option(help="Let requests come so many times as fast (default: 1).")
+        float | None, typer.Option(help="Multiply the rate at which requests arrive (default: 1).")
     ] = None,
-    start: Annotated[float | None, typer.Option(help="Second of the file from which on requests come.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Stop after so many simulated seconds.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn: trajectories, and by some policies.")] = 0,
-    exact: Annotated[bool, typer.Option("--exact", help="Visit every iteration: the same times, slower.")] = False,
+    start: Annotated[
+        float | None, typer.Option(help="Skip requests that arrive before this second of the file.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Stop after this many simulated seconds.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed: for the choice of trajectories, and for policies that draw.")
+    ] = 0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Simulate every iteration one by one: the same times, slower.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the result as JSON to this file.")
     ] = None,
     requests_out: Annotated[
-        Path | None, typer.Option("--requests-out", help="Write a line of JSON for each request to this file.")
+        Path | None, typer.Option("--requests-out", help="Write one line of JSON per request to this file.")
     ] = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Write a trace for ui.perfetto.dev to this file.")
     ] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="Write a page that shows the result.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write the result as an HTML page to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
 ) -> None:
     """Simulate engines token by token, on this machine: a plan's on a log of trajectories, or those of a file.
@@ -152,7 +164,7 @@ def simulate(
         typer.echo("libra: interrupted", err=True)
         raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
-        bad_input(error)
+        bad_input(_of_option(error, given))
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -270,11 +282,22 @@ def _compared(result: SimulationResult, forecast: PlannedRollout | None) -> list
     ]
 
 
+def _of_option(error: Exception, given: dict[str, Any]) -> Exception:
+    """The error, naming the option where it names the parameter that the option stands for."""
+    for option in given:
+        parameter = "start_seconds" if option == "--start" else option.removeprefix("--").replace("-", "_")
+        if str(error).startswith(f"{parameter} is "):
+            return ValueError(f"{option}{str(error).removeprefix(parameter)}")
+    return error
+
+
 def _check_numbers(seed: int, time_limit: float | None, given: dict[str, Any]) -> None:
+    from libra.sim.clock import LONGEST
+
     if seed < 0:
         raise ValueError(f"--seed is {seed}; give 0 or more")
-    if time_limit is not None and not 0 < time_limit < math.inf:
-        raise ValueError(f"--time-limit is {time_limit}; give more than 0 seconds, and finite")
+    if time_limit is not None and not 0 < time_limit < LONGEST:
+        raise ValueError(f"--time-limit is {time_limit}; give more than 0 seconds, and less than {LONGEST:.3g}")
     for name in ("--start", "--unknown-tool-seconds"):
-        if name in given and not 0 <= given[name] < math.inf:
-            raise ValueError(f"{name} is {given[name]}; give 0 seconds or more, and finite")
+        if name in given and not 0 <= given[name] < LONGEST:
+            raise ValueError(f"{name} is {given[name]}; give 0 seconds or more, and less than {LONGEST:.3g}")

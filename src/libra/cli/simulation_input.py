@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from libra.plan.options.slots import SlotRequest
-from libra.plan.plan import parse_plan
+from libra.plan.plan import parse_plan, require_answer
 from libra.report.words import plural
 from libra.sim.deployment import Deployment
 from libra.sim.engines_file import load_engines
 from libra.sim.of_plan import PlannedRollout, forecast_of, planned_run
 from libra.sim.planned_engines import PlacementError
 from libra.sim.workload.replay import Replay
-from libra.sim.workload.request_file import read_azure_requests, read_requests
+from libra.sim.workload.request_file import RequestFormatError, read_azure_requests, read_requests
 from libra.sim.workload.requests import Workload, recorded_requests
-from libra.trajectory import read_workload
+from libra.trajectory import read_trajectories, read_workload
 
 _TRUNCATE = "--truncate-context"
 _OF_TRAJECTORIES = ("--concurrency", "--samples-per-prompt", "--unknown-tool-seconds", _TRUNCATE)
@@ -66,6 +66,7 @@ def asked(what: Path, trajectories: Path | None, requests: Path | None, given: O
 def _plan(what: Path, trajectories: Path, given: Options, seed: int) -> Asked:
     plan = parse_plan(what.read_bytes(), where=str(what))
     request = plan.request
+    require_answer(plan, request.menu().problem)
     longest = request.workload.longest_context if isinstance(request, SlotRequest) else request.recipe.max_length
     log = list(read_workload(trajectories, longest, given.get(_TRUNCATE, False)))
     try:
@@ -86,13 +87,27 @@ def _requests(what: Path, requests: Path, given: Options) -> Asked:
         raise ValueError(f"{requests}: give a .jsonl file of requests, or a .csv of Azure's traces")
     notes: list[str] = []
     deployment = load_engines(what, notes.append)
+    try:
+        recorded = readers[requests.suffix](requests)
+    except RequestFormatError:
+        if _is_log(requests):
+            raise ValueError(f"{requests}: a log of trajectories, not requests; give it to --trajectories") from None
+        raise
     workload = recorded_requests(
-        readers[requests.suffix](requests),
+        recorded,
         start_seconds=given.get("--start", 0.0),
         rate_scale=given.get("--rate-scale", 1.0),
         source={"file": requests.name},
     )
     return Asked(deployment, workload, tuple(notes))
+
+
+def _is_log(path: Path) -> bool:
+    """Whether the first line is a trajectory."""
+    try:
+        return next(read_trajectories(path), None) is not None
+    except ValueError:
+        return False
 
 
 def _trajectories(what: Path, trajectories: Path, given: Options) -> Asked:

@@ -23,7 +23,7 @@ def trace() -> None:
 
 @app.command()
 def stats(
-    file: Annotated[Path, typer.Argument(help="JSONL, one trajectory a line.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL log, one trajectory per line.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON on standard output.")] = False,
 ) -> None:
     """Turns, lengths, tools, outcomes, and the share of tokens in the longest 10 % of trajectories.

@@ -45,7 +45,7 @@ def run_of_plan(
     cannot be read."""
     # Imported here: `--help` must not wait for what simulating needs.
     from libra.plan.options.cluster_request import ClusterRequest
-    from libra.plan.plan import parse_plan
+    from libra.plan.plan import parse_plan, require_answer
     from libra.sim.deployment import DEFAULT_ROUTE
     from libra.sim.of_plan import simulate_run
     from libra.trajectory import read_trajectories, read_workload
@@ -55,6 +55,7 @@ def run_of_plan(
     plan = parse_plan(what.read_bytes(), where=str(what))
     if not isinstance(plan.request, ClusterRequest):
         raise ValueError(f"{what}: --steps is for the plan of a cluster, this one is of one machine: leave it out")
+    require_answer(plan, plan.request.menu().problem)
     log = list(read_workload(trajectories, plan.request.recipe.max_length, truncate))
     learned = () if learn_from is None else read_trajectories(learn_from)
     named = DEFAULT_ROUTE if route is None else route

@@ -143,6 +143,8 @@ def _worst_problem(error: ValidationError, schema: type[BaseModel], within: str)
         return f"{key}: {unknown('key', location[-1], _keys_of(schema, location[:-1]))}"
     if problem["type"] == "missing":
         return f"{key}: this key is required; add it"
+    if problem["type"] == "too_short":
+        return f"{key}: give {problem['ctx']['min_length']} or more (got {problem['ctx']['actual_length']})"
     message = problem["msg"].removeprefix("Value error, ")
     if not key:
         return message

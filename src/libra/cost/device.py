@@ -34,14 +34,6 @@ class EngineCost:
     def __post_init__(self) -> None:
         _require_measured("EngineCost", asdict(self))
 
-    def iteration_seconds(self, sequences: float, context_tokens: float, prefill_tokens: float = 0.0) -> float:
-        return (
-            self.step
-            + self.per_sequence * sequences
-            + self.per_context_token * context_tokens
-            + self.per_prefill_token * prefill_tokens
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class TrainCost:

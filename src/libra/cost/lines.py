@@ -94,11 +94,10 @@ def iteration_lines(
 
     They hold, to rounding, for 1 <= b <= `max_num_seqs` sequences whose mean context lies in `contexts` (the grid's
     range unless told), as far as `kv_tokens` can hold the batch: a bilinear function less a multiple of b*context is
-    least in a corner of its cell, and all corners are looked at. One slope over tokens serves all b. It is the one,
-    of those
-    between two contexts of one batch, whose lines stay closest to the points; what is left at each b is the least over
-    the contexts, and the lines are edges of the lower convex hull of that over b. What they miss is where times are
-    not convex in b, or not linear in context: say which contexts and how much memory there are, for a tight answer.
+    least in a corner of its cell, and all corners are looked at. One slope over tokens serves all b. It is the one, of
+    those between two contexts of one batch, whose lines stay closest to the points; what is left at each b is the least
+    over the contexts, and the lines are edges of the lower convex hull of that over b. What they miss is where times
+    are not convex in b, or not linear in context: say which contexts and how much memory there are, for a tight answer.
     """
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {max_num_seqs}; set it to 1 or more")

@@ -184,8 +184,7 @@ class Executor(Generic[Processes]):
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self.processes.declare_dead()
-            trainer = self.processes.trainer
-            self.fail_overdue(0.0 if trainer is None else trainer.step_allowance)
+            self.fail_overdue(self.processes.step_allowance)
 
     async def _start_first(self, core: Move) -> None:
         while True:

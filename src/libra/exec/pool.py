@@ -19,7 +19,7 @@ from libra.plan.transition import TRAIN, Device, Duty, Role
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Of a passing role: so many seconds, and as long as so many training steps may take."""
+    """How long a passing role may last: so many seconds, and as long as so many training steps may take."""
 
     seconds: float
     steps: int
@@ -88,7 +88,7 @@ class Worker:
 
     @property
     def retired(self) -> bool:
-        """Its slot has lost too many processes."""
+        """Whether the slot has lost too many processes."""
         return len(self.losses) >= self.most_losses
 
     def become(self, role: Role, now: float, shape: str | None = None) -> Worker:
@@ -105,7 +105,7 @@ class Worker:
         return replace(self, role=role, since=now, shape=shape)
 
     def lose(self, now: float) -> Worker:
-        """Its process is gone, and that counts."""
+        """The worker without its process, which counts as a loss."""
         return replace(self.become(Role.FAILED, now), losses=with_loss(self.losses, now))
 
 

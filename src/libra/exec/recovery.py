@@ -73,9 +73,7 @@ class Recovery:
         undone = 0
         while not over():
             self._lost.clear()
-            trainer = self._executor.processes.trainer
-            if trainer is not None:
-                trainer.require_core()
+            self._executor.processes.require_core()
             whole = fitted(wanted, self._executor.pool.healthy())
             if self._executor.allocation() == whole:
                 return

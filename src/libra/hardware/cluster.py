@@ -173,7 +173,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.nodes:
-            raise ValueError("nodes is empty; a cluster has at least one class of nodes")
+            raise ValueError("nodes is empty; a cluster has at least one node: give 1 or more")
         names = [node.name for node in self.nodes] + [pool.name for pool in self.serving]
         for name in names:
             if names.count(name) > 1:
@@ -272,9 +272,10 @@ def _gpu(path: Path, key: str, given: object) -> GPU:
             if name.casefold() == given.casefold():
                 return gpu
         close = nearest(given, GPUS)
+        hint = f"did you mean {close}? Known are" if close else "known are"
         raise refusal(
             path,
-            f"{key}: unknown GPU {shown(given)}{f'; did you mean {close}?' if close else ';'} known are"
+            f"{key}: unknown GPU {shown(given)}; {hint}"
             f" {', '.join(GPUS)}; describe another one by a mapping of {', '.join(_GPUSection.model_fields)}",
         )
     if not isinstance(given, dict):

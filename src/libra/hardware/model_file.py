@@ -53,9 +53,9 @@ def _from_library(given: str) -> ModelSpec:
     name = by_name.get(given.casefold())
     if name is None:
         close = nearest(_short(given), by_name)
-        hint = f"; did you mean {by_name[close]}?" if close else ""
+        hint = f"did you mean {by_name[close]}? Known are" if close else "known are"
         raise ConfigError(
-            f"{shown(given)}: no such file or known model{hint}; known are {', '.join(names)}; for another one give its"
+            f"{shown(given)}: no such file or known model; {hint} {', '.join(names)}; for another one give its"
             " config.json"
         )
     file = f"{name.replace('/', '--')}.json"

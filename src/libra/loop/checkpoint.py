@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from libra.backends.grpo.trainers import Trainers, save_weights
+from libra.backends.protocols import Trainer
 from libra.config.run import ConfigError
 from libra.exec.journal import JournalReplay, read_journal, replay
 from libra.exec.pool import Worker, bucket_limits, current_allocation
@@ -52,13 +52,13 @@ class RunState:
     started: Evaluation
 
 
-async def save_checkpoint(directory: Path, trainers: Trainers, state: RunState) -> Path:
+async def save_checkpoint(directory: Path, trainers: Trainer, state: RunState) -> Path:
     """Write `checkpoint-<step>` and drop older ones. Raises `DiskError`; the checkpoint before is then still there."""
     target = directory / f"checkpoint-{state.step}"
     part = directory / f"{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     try:
-        await save_weights(trainers, part, optimiser=True)
+        await trainers.save(part, optimiser=True)
         with writing(part / _STATE):
             (part / _STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}))
         await asyncio.to_thread(_sync, part)
@@ -130,7 +130,7 @@ class Interrupted:
 
     @property
     def seconds(self) -> float:
-        """Of reinforcement learning so far."""
+        """Seconds of reinforcement learning so far."""
         return max(self.state.seconds, self.recorded.time)
 
 

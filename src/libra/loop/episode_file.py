@@ -86,7 +86,7 @@ class History:
 
     @property
     def version(self) -> int:
-        """Of the last batch that was taken."""
+        """The weight version that the last batch taken makes."""
         return self.step + len(self.batches)
 
 

@@ -11,12 +11,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
-from libra.backends.grpo.trainers import Trainers
-from libra.backends.launch.launcher import CopyError, SourceLostError, WorkerLink
+from libra.backends.launch.launcher import CopyError, SourceLostError, WeightStore, WorkerLink
+from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import KVHandover
-from libra.exec.protocols import PoolObserver, WeightStore, WorkerFailedError
+from libra.exec.protocols import PoolObserver, WorkerFailedError
 from libra.plan.allocation import Allocation
 from libra.route.policy import InstanceView, Policy, View
 
@@ -25,7 +24,7 @@ from libra.route.policy import InstanceView, Policy, View
 class ServingEngine:
     """One engine in service."""
 
-    handle: EngineHandle
+    handle: Engine
     shape: str
     capacity_tokens: int
 
@@ -52,10 +51,10 @@ class ServingFleet:
     def instances(self) -> tuple[ServingEngine, ...]:
         return tuple(self._instances.values())
 
-    def handle(self, instance: str) -> EngineHandle:
+    def handle(self, instance: str) -> Engine:
         return self._instances[instance].handle
 
-    def serves(self, handle: EngineHandle) -> bool:
+    def serves(self, handle: Engine) -> bool:
         """Whether this very engine is in service, not another one of its name."""
         entry = self._instances.get(handle.name)
         return entry is not None and entry.handle is handle
@@ -112,7 +111,7 @@ class RunObserver(PoolObserver, Protocol):
         ...
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them; `seconds` is how long it stood still."""
+        """An engine has taken new weights; `seconds` is how long it stood still."""
         ...
 
 
@@ -121,8 +120,8 @@ class PublishedWeights:
 
     def __init__(
         self,
-        store: WeightStore[WorkerLink],
-        trainers: Trainers,
+        store: WeightStore,
+        trainers: Trainer,
         size: int,
         current: LoadWeights,
         observer: RunObserver,
@@ -130,7 +129,7 @@ class PublishedWeights:
         self._store, self._trainers, self._size, self._observer = store, trainers, size, observer
         self.current = current
 
-    async def load(self, engine: EngineHandle) -> float:
+    async def load(self, engine: Engine) -> float:
         """The engine takes the current weights between two iterations; returns the seconds it stood still. Raises
         `WorkerLostError`, `WorkerFailedError` or `TimeoutError`."""
         order = self.current

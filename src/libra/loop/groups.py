@@ -152,7 +152,7 @@ class StepBatch:
     generated_tokens: int
 
     def staleness(self, version: int) -> list[int]:
-        """Of every episode: versions between its oldest token and the policy that the step to `version` trains."""
+        """Of each episode, the versions between its oldest token and the policy that the step to `version` trains."""
         return [version - 1 - min(v for v in episode.versions if v >= 0) for episode in self.episodes]
 
 

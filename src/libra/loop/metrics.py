@@ -82,7 +82,7 @@ class Tally:
 
 
 def _figures(recorder: Recorder | None) -> Iterator[Metric]:
-    """Of the run; none before it records anything."""
+    """The metrics of the run; none before it records anything."""
     if recorder is not None:
         yield from _workers(recorder)
         yield from _steps(recorder.tally)
@@ -174,7 +174,7 @@ def _summary(name: str, words: str, spell: Spell) -> SummaryMetricFamily:
 
 
 class MetricsEndpoint:
-    """It tells what `recorder` knows, as soon as there is one."""
+    """Serves what `recorder` knows, as soon as there is one."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None

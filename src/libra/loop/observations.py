@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from libra.backends.grpo.joint_step import StepResult
 from libra.backends.launch.launcher import WorkerLink
-from libra.backends.vllm.engine_handle import EngineHandle
+from libra.backends.protocols import Engine, StepResult
 from libra.config.run import PlannerConfig, ShapeConfig, TrainingConfig
 from libra.cost.device import DeviceProfile, scaled
 from libra.exec.ratio import Ratio
@@ -51,7 +50,7 @@ class EngineCounters:
         return EngineWork._make(map(sum, zip(EngineWork(), *gains, strict=True)))
 
 
-def _work(engine: EngineHandle) -> EngineWork:
+def _work(engine: Engine) -> EngineWork:
     return EngineWork(
         engine.busy_seconds, engine.iterations, engine.generated_tokens, engine.prefilled_tokens, engine.finished_turns
     )

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.backends.grpo.trainers import Trainers, save_weights, start_order
+from libra.backends.grpo.trainers import Trainers, start_order
 from libra.backends.launch.fork_server import ForkError
 from libra.backends.launch.handle import Handle
 from libra.backends.launch.launcher import WorkerLauncher, WorkerLink
 from libra.backends.machine import served_dtype
+from libra.backends.protocols import Engine, Trainer
 from libra.backends.transport.engine_messages import KVBufferPlace, LoadWeights, StartEngine
 from libra.backends.transport.messages import Acknowledged, Precision, Ready
 from libra.backends.transport.shared_memory import BUFFERS
@@ -29,7 +30,7 @@ from libra.config.run import ShapeConfig, TrainingConfig
 from libra.exec.executor import Executor
 from libra.exec.journal import Journal, ProcessStarted, SessionStarted, WeightsPublished
 from libra.exec.pool import WorkerPool
-from libra.exec.protocols import Engine, WorkerFailedError, WorkerLostError
+from libra.exec.protocols import WorkerFailedError, WorkerLostError
 from libra.loop.fleet import PublishedWeights, RunObserver, ServingEngine, ServingFleet
 from libra.plan.allocation import ONE_DEVICE, Allocation
 from libra.plan.options.slots import longest_context
@@ -81,18 +82,22 @@ class SlotProcesses:
         self.lost: Callable[[str, str], None] = lambda worker, why: None  # told which worker went away, and why
         self._layout: Ready
         self._published: PublishedWeights
-        self._trainers: Trainers | None = None
+        self._trainers: Trainer | None = None
         self._handles: dict[str, Handle] = {}  # the latest of every worker
 
     @property
-    def trainers(self) -> Trainers:
+    def trainers(self) -> Trainer:
         """The training side; it begins with the first core replica."""
         assert self._trainers is not None
         return self._trainers
 
     @property
-    def trainer(self) -> Trainers | None:
-        return self._trainers
+    def step_allowance(self) -> float:
+        return 0.0 if self._trainers is None else self._trainers.step_allowance
+
+    def require_core(self) -> None:
+        if self._trainers is not None:
+            self._trainers.require_core()
 
     def unsupported(self, transition: Transition) -> str | None:
         wanted, slots = transition.after, {worker.id for worker in self.pool.all()}
@@ -116,7 +121,7 @@ class SlotProcesses:
         instance = self.fleet.remove(worker)
         if instance is None:
             raise WorkerLostError(f"engine {worker} is not in service")
-        engine: Engine = instance.handle
+        engine = instance.handle
         await engine.drained(_GRACE_SECONDS)
         await engine.vacate(_LEAVING_SECONDS)  # turns go on elsewhere, with their KV where that pays
         await engine.stop()
@@ -145,7 +150,7 @@ class SlotProcesses:
 
     async def save_final(self, directory: Path) -> None:
         """The trained model, in Hugging Face layout, with the tokenizer it started from. Raises `DiskError`."""
-        await save_weights(self.trainers, directory, optimiser=False)
+        await self.trainers.save(directory, optimiser=False)
         with writing(directory):
             shutil.copy(self.settings.model / "tokenizer.json", directory / "tokenizer.json")
 
@@ -234,14 +239,14 @@ class SlotProcesses:
                 await self._published.load(handle)
             self.fleet.add(ServingEngine(handle, shape, min(size.max_model_len, size.kv_tokens)))
 
-    def _kv_place(self, handle: EngineHandle) -> KVBufferPlace | None:
+    def _kv_place(self, handle: Engine) -> KVBufferPlace | None:
         """Where the engine hands KV over; None where it never will, and need not be prepared in every iteration."""
         handover = self.fleet.handover
         if handover is None or not handover.may_pay(self.settings.longest_context):
             return None
         return handover.place(handle)
 
-    async def _load_or_lose(self, handle: EngineHandle) -> float | None:
+    async def _load_or_lose(self, handle: Engine) -> float | None:
         """An engine that cannot take new weights must not go on with the old ones; None when it is lost with it."""
         try:
             return await self._published.load(handle)

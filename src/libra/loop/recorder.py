@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from libra.backends.grpo.joint_step import StepResult
+from libra.backends.protocols import StepResult
 from libra.backends.vllm.kv_handover import ContextMoves
 from libra.exec.pool import Worker
 from libra.exec.protocols import MoveOutcome
@@ -224,7 +224,7 @@ class Recorder:
         self._devices.load(worker, self._moment())
 
     def weights(self, worker: str, version: int, seconds: float) -> None:
-        """It has taken them; `seconds` is how long it stood still."""
+        """An engine has taken new weights; `seconds` is how long it stood still."""
         self._devices.loaded(worker, seconds, self._moment())
         with self._drawing() as (timeline, now):
             timeline.work(worker, f"load v{version}", now - seconds, now)

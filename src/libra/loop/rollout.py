@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol, TypeVar
 
-from libra.backends.grpo.trainers import Trainers
-from libra.backends.transport.trainer_messages import Score, Scored
+from libra.backends.protocols import Trainer
 from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Environment, Prompt, ToolCall, ToolError
 from libra.loop.fleet import ServingFleet
@@ -248,7 +247,7 @@ async def evaluate(
 
 
 async def logprob_gap(
-    rollout: Rollout, trainers: Trainers, prompts: Sequence[Prompt], label: str, temperature: float
+    rollout: Rollout, trainers: Trainer, prompts: Sequence[Prompt], label: str, temperature: float
 ) -> float:
     """Largest difference of the log-prob of a generated token, engine against trainer, over fresh episodes sampled at
     the `temperature` that the trainer has."""
@@ -258,10 +257,10 @@ async def logprob_gap(
             for index, prompt in enumerate(prompts[:_CHECKED])
         )
     )
-    scored = await trainers.ask_core(Score([episode.tokens for episode in episodes]), Scored)
+    scored = await trainers.logprobs([episode.tokens for episode in episodes])
     return max(
         abs(engine - trainer)
-        for episode, logprobs in zip(episodes, scored.logprobs, strict=True)
+        for episode, logprobs in zip(episodes, scored, strict=True)
         for engine, trainer, own in zip(episode.logprobs[1:], logprobs, episode.generated[1:], strict=True)
         if own
     )

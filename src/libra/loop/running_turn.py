@@ -11,8 +11,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+from libra.backends.protocols import Engine
 from libra.backends.transport.engine_messages import Generate, KVTransfer, Piece
-from libra.backends.vllm.engine_handle import EngineHandle
 from libra.backends.vllm.kv_handover import ContextMove
 from libra.environments.protocol import Prompt
 from libra.exec.protocols import WorkerLostError
@@ -43,12 +43,12 @@ class Draft:
     turns: list[Turn] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     engine: str = ""  # that served it last
-    kv_engine: EngineHandle | None = None  # the last that generated some of it, and so may still hold its KV
+    kv_engine: Engine | None = None  # the last that generated some of it, and so may still hold its KV
     kv_tokens: int = 0  # of the context, that this engine has computed
     seed: int | None = None  # of the sampling; None: engines draw as they go
 
     def sampling_seed(self) -> int | None:
-        """Of what is generated next. A turn that goes on elsewhere draws anew, not what it has drawn before again."""
+        """The seed of what is generated next. A turn that goes on elsewhere does not draw the same again."""
         return None if self.seed is None else zlib.crc32(f"{self.seed} {len(self.tokens)}".encode())
 
     def given(self, tokens: list[int]) -> None:
@@ -87,12 +87,11 @@ class RunningTurn:
         self._limit = self._start + most_tokens  # of the context
         self._request: TurnRequest  # as it was last placed
         self._ask_at: int | None = None  # context with which the policy wants to be asked
-        self._destination: tuple[Placement, EngineHandle] | None = None  # where it goes when its engine has stopped it
-        self._engine: EngineHandle  # that makes it, or did last
+        self._destination: tuple[Placement, Engine] | None = None  # where it goes when its engine has stopped it
+        self._engine: Engine  # that makes it, or did last
         self._name: str  # of the request there
-        self.change: ContextMove | None = (
-            None  # how its context came to the engine that was last asked; None: it was there
-        )
+        # How its context came to the engine that was last asked; None: it was there.
+        self.change: ContextMove | None = None
 
     @property
     def over(self) -> bool:
@@ -169,7 +168,7 @@ class RunningTurn:
             self._ask()
 
     def _ask(self) -> None:
-        """It has generated what its placement foresaw: the policy says what becomes of it."""
+        """Ask the policy what becomes of a turn that has generated what its placement foresaw."""
         self._ask_at = None
         generated = len(self._draft.tokens) - self._request.context_tokens
         placement = self._fleet.policy.bucket_overrun(self._request, generated, self._fleet.view(self._room))

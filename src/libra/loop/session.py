@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from libra.backends.vllm.kv_handover import KVHandover
 from libra.config.run import RunConfig, ShapeConfig, StartConfig
 from libra.cost.device import DeviceProfile
 from libra.cost.sources.files import save_profile
-from libra.environments.protocol import Environment
+from libra.environments.protocol import Environment, Prompt
 from libra.exec.journal import Journal, RunEnded
 from libra.exec.pool import WorkerPool, make_pool
 from libra.exec.recovery import Recovery
@@ -66,6 +66,38 @@ class _Observer:
             workers_changed()
 
 
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """What the run writes down, and what an interrupted one left."""
+
+    history: History
+    recorded: Recorded
+    journal: Journal
+    episodes: EpisodeFile
+    recorder: Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """Those who start workers, and look after them."""
+
+    executor: RunExecutor
+    recovery: Recovery
+    observer: _Observer
+    allocation: Allocation  # with which they begin
+    key: str  # of their costs
+    profile: DeviceProfile | None  # None: nobody has measured them yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollouts:
+    """Episodes, the questions that they are evaluated on, and what was observed of them."""
+
+    rollout: Rollout
+    heldout: Sequence[Prompt]
+    observations: Observations
+
+
 @dataclass(eq=False)
 class Session:
     """One session of a run, in `config.run_directory`."""
@@ -84,11 +116,41 @@ class Session:
 
     async def run(self) -> RunSummary:
         """Returns the summary, which is also written."""
-        config, environment, directory, before = self.config, self.environment, self.config.run_directory, self.before
+        config, training = self.config, self.config.training
+        records = self._open_records()
+        workers = self._make_workers(records)
+        profile = await self._start_workers(workers)
+        executor, recovery, recorder = workers.executor, workers.recovery, records.recorder
+        parts = self._make_rollouts(records, workers, profile)
+        rollout, heldout, trainers = parts.rollout, parts.heldout, executor.processes.trainers
+        started = await self._evaluate_start(parts, workers)
+        self.progress.line(_words(started))
+        gaps = [await recovery.during(logprob_gap(rollout, trainers, heldout, "check-start", training.temperature))]
+        recorder.begin()
+        loop = self._make_loop(records, workers, parts, started)
+        await loop.run()
+        self.progress.phase(f"evaluating on {len(heldout)} held-out questions", loop.step)
+        ended, _ = await recovery.during(evaluate(rollout, heldout, "end", loop.step, training.temperature))
+        self.progress.line(_words(ended))
+        gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", training.temperature)))
+        await executor.processes.save_final(config.run_directory / "model")
+        started_trajectories = loop.groups.started * training.samples_per_prompt
+        summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
+        recorder.summary(summary)
+        records.journal.commit(RunEnded(loop.step))
+        await executor.stop()
+        self.progress.phase("finished", loop.step)
+        if words := device_words(recorder.tally.device_seconds):
+            self.progress.line(f"{words} (while steps were made)")
+        return summary
+
+    def _open_records(self) -> _Records:
+        """The files of the run directory, made whole where an interrupted run left gaps in them."""
+        directory, before = self.config.run_directory, self.before
         history = before.history if before is not None else History(0)
         recorded = before.recorded if before is not None else Recorded()
         journal = self.files.enter_context(closing(Journal(directory / "journal.jsonl")))
-        episode_file = self.files.enter_context(closing(EpisodeFile(directory, history.step, history.groups)))
+        episodes = self.files.enter_context(closing(EpisodeFile(directory, history.step, history.groups)))
         seconds_before = before.seconds if before is not None else 0.0
         recorder = self.files.enter_context(closing(Recorder(directory, seconds_before)))
         self.metrics.recorder = recorder
@@ -96,101 +158,110 @@ class Session:
             recorder.episode(episode)
         for damage in recorded.damaged:
             recorder.event("warning", None, damage)
-        cluster, training, precision = config.cluster, config.training, self.arithmetic.precision
+        return _Records(history, recorded, journal, episodes, recorder)
+
+    def _make_workers(self, records: _Records) -> _Workers:
+        """The executor and what looks after its workers; none is started yet."""
+        config, cluster, recorder = self.config, self.config.cluster, records.recorder
         pool = make_pool(cluster.core, cluster.hybrid, cluster.rollout, cluster.losses_per_hour)
         recorder.event("arithmetic", None, self.arithmetic.words)
         recorder.meet(pool.all())
         allocation = self._first_allocation(pool)
         observer = _Observer(recorder, self.progress)
-        hardware = self.launcher.hardware
-        key = profile_key(config, hardware, precision, json.loads((self.model / "config.json").read_text()))
+        model = json.loads((self.model / "config.json").read_text())
+        key = profile_key(config, self.launcher.hardware, self.arithmetic.precision, model)
         profile = known_profile(config.planner.calibration, key, self.progress.line)
-        executor = self._executor(pool, allocation, profile, journal, observer)
-        fleet = executor.processes.fleet
-        self.progress.phase("starting engines and trainers")
+        executor = self._executor(pool, allocation, profile, records.journal, observer)
         recovery = Recovery(executor, allocation, lambda text: recorder.event("warning", None, text))
         observer.planners.append(recovery.worker_lost)
+        return _Workers(executor, recovery, observer, allocation, key, profile)
+
+    async def _start_workers(self, workers: _Workers) -> DeviceProfile:
+        """All are in service when this returns; returns what they cost, measured now where nobody knows it yet."""
+        config, executor, recovery, profile = self.config, workers.executor, workers.recovery, workers.profile
+        self.progress.phase("starting engines and trainers")
         await recovery.start()
-        ready = executor.allocation() or allocation
+        ready = executor.allocation() or workers.allocation
         self.progress.line(f"{ready.replicas + ready.engines} workers are ready: {ready.describe()}")
         if profile is None:
             self.progress.phase("measuring engines and trainers, all at once")
-            profile = await measured_profile(key, config, hardware, executor, recovery, self.progress.line)
-        with writing(directory / "profile.json"):
-            save_profile(directory / "profile.json", profile)
-        observations = Observations(config.planner, training, config.engines, profile, environment.turn_tokens)
+            hardware = self.launcher.hardware
+            profile = await measured_profile(workers.key, config, hardware, executor, recovery, self.progress.line)
+        with writing(config.run_directory / "profile.json"):
+            save_profile(config.run_directory / "profile.json", profile)
+        return profile
+
+    def _make_rollouts(self, records: _Records, workers: _Workers, profile: DeviceProfile) -> _Rollouts:
+        """What makes episodes, with the engines' work so far counted."""
+        config, environment, executor, recorder = self.config, self.environment, workers.executor, records.recorder
+        fleet = executor.processes.fleet
+        observations = Observations(config.planner, config.training, config.engines, profile, environment.turn_tokens)
         tools, codec = config.environment.tools, TokenizerCodec(self.model)
         rollout = Rollout(environment, tools, codec, fleet, executor.longest_context, recorder, recorder.now)
         heldout = environment.prompts("heldout", config.environment.heldout_prompts, config.seed)
         observations.counters.gained(fleet.instances())
-        if before is None:
-            self.progress.phase(f"evaluating on {len(heldout)} held-out questions")
-            evaluating = evaluate(rollout, heldout, "start", 0, training.temperature)
-            started, episodes = await recovery.during(evaluating)
-            observations.observe(episodes, [bucket.up_to for bucket in allocation.buckets])
-            observations.observe_engines(observations.counters.gained(fleet.instances()))
-        else:
+        return _Rollouts(rollout, heldout, observations)
+
+    async def _evaluate_start(self, parts: _Rollouts, workers: _Workers) -> Evaluation:
+        """Evaluate before the first step; a resumed run has its evaluation already."""
+        observations, before = parts.observations, self.before
+        if before is not None:
             observations.restore_tracker(before.state.tracker)
-            started = before.state.started
-        self.progress.line(_words(started))
-        trainers = executor.processes.trainers
-        gaps = [await recovery.during(logprob_gap(rollout, trainers, heldout, "check-start", training.temperature))]
-        recorder.begin()
+            return before.state.started
+        self.progress.phase(f"evaluating on {len(parts.heldout)} held-out questions")
+        evaluating = evaluate(parts.rollout, parts.heldout, "start", 0, self.config.training.temperature)
+        started, episodes = await workers.recovery.during(evaluating)
+        observations.observe(episodes, [bucket.up_to for bucket in workers.allocation.buckets])
+        instances = workers.executor.processes.fleet.instances()
+        observations.observe_engines(observations.counters.gained(instances))
+        return started
+
+    def _make_loop(self, records: _Records, workers: _Workers, parts: _Rollouts, started: Evaluation) -> TrainingLoop:
+        """The loop and what decides for it, once there are workers."""
+        config, training, observations = self.config, self.config.training, parts.observations
+        executor, fleet = workers.executor, workers.executor.processes.fleet
         controller = ReplanController(
             executor,
             observations,
-            recorder,
+            records.recorder,
             self.progress.line,
-            allocation,
+            workers.allocation,
             steps=training.steps,
             period=config.planner.period,
             seed=config.seed,
             adaptive=config.allocation == "adaptive",
-            first_period=recorded.periods,
+            first_period=records.recorded.periods,
         )
-        observer.planners.append(controller.worker_lost)
+        workers.observer.planners.append(controller.worker_lost)
         groups = Groups(
             training,
             config.seed,
-            environment.prompts("train", config.environment.train_prompts, config.seed),
-            rollout,
-            recorder,
-            episode_file,
-            history,
+            self.environment.prompts("train", config.environment.train_prompts, config.seed),
+            parts.rollout,
+            records.recorder,
+            records.episodes,
+            records.history,
             lambda episode: observations.observe([episode], fleet.limits),
             lambda: controller.periods.predicted_seconds,
         )
-        loop = TrainingLoop(
-            training,
-            config.checkpoint_every,
-            executor,
-            rollout,
-            groups,
-            observations,
-            controller,
-            recorder,
-            journal,
-            episode_file,
-            self.progress,
-            started,
-            history,
-            recorded,
+        return TrainingLoop(
+            training=training,
+            checkpoint_every=config.checkpoint_every,
+            executor=executor,
+            trainers=executor.processes.trainers,
+            fleet=fleet,
+            rollout=parts.rollout,
+            groups=groups,
+            observations=observations,
+            controller=controller,
+            recorder=records.recorder,
+            journal=records.journal,
+            episodes=records.episodes,
+            progress=self.progress,
+            started=started,
+            history=records.history,
+            recorded=records.recorded,
         )
-        await loop.run()
-        self.progress.phase(f"evaluating on {len(heldout)} held-out questions", loop.step)
-        ended, _ = await recovery.during(evaluate(rollout, heldout, "end", loop.step, training.temperature))
-        self.progress.line(_words(ended))
-        gaps.append(await recovery.during(logprob_gap(rollout, trainers, heldout, "check-end", training.temperature)))
-        await executor.processes.save_final(directory / "model")
-        started_trajectories = groups.started * training.samples_per_prompt
-        summary = await self._summary(recorder, loop.step, started_trajectories, (started, ended), max(gaps))
-        recorder.summary(summary)
-        journal.commit(RunEnded(loop.step))
-        await executor.stop()
-        self.progress.phase("finished", loop.step)
-        if words := device_words(recorder.tally.device_seconds):
-            self.progress.line(f"{words} (while steps were made)")
-        return summary
 
     def _executor(
         self,
@@ -200,7 +271,7 @@ class Session:
         journal: Journal,
         observer: RunObserver,
     ) -> RunExecutor:
-        """Of workers that begin where the run was; engines hand KV over where that pays, if anybody knows by now."""
+        """An executor of workers that begin where the run was; engines hand KV over where that pays, if known."""
         config, before, precision = self.config, self.before, self.arithmetic.precision
         name = config.routing.policy
         policy = (
@@ -229,7 +300,7 @@ class Session:
     async def _summary(
         self, recorder: Recorder, steps: int, started: int, evaluations: tuple[Evaluation, ...], gap: float
     ) -> RunSummary:
-        """Of all sessions, but for memory and time of devices; `started`: trajectories."""
+        """The summary of all sessions, but for memory and time of devices; `started`: trajectories."""
         config, directory = self.config, self.config.run_directory
         trained = steps * config.training.trajectories
         seconds_before = self.before.seconds if self.before is not None else 0.0
@@ -255,7 +326,7 @@ class Session:
         )
 
     def _first_allocation(self, pool: WorkerPool) -> Allocation:
-        """That of the configuration, or the one that was in force when the run was interrupted."""
+        """The allocation of the configuration, or the one that was in force when the run was interrupted."""
         before = self.before
         if before is None:
             return _start_allocation(self.config.start, self.config.engines)

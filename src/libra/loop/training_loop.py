@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from libra.backends.grpo.joint_step import StepResult
+from libra.backends.protocols import StepResult, Trainer
 from libra.config.run import TrainingConfig
 from libra.exec.journal import CheckpointWritten, Journal
 from libra.loop.checkpoint import Recorded, RunState, save_checkpoint
 from libra.loop.episode_file import EpisodeFile, History
+from libra.loop.fleet import ServingFleet
 from libra.loop.groups import Groups, StepBatch, episode_id, make_batch
 from libra.loop.observations import EngineWork, Observations
 from libra.loop.process_controller import RunExecutor
@@ -37,13 +38,15 @@ class _StepTimes:
     ended: float  # all engines had the new weights
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class TrainingLoop:
     """The reinforcement-learning loop between the first and the last evaluation."""
 
     training: TrainingConfig
     checkpoint_every: int  # steps
     executor: RunExecutor
+    trainers: Trainer
+    fleet: ServingFleet
     rollout: Rollout
     groups: Groups
     observations: Observations
@@ -88,14 +91,13 @@ class TrainingLoop:
 
     def _take_up_knowledge(self) -> None:
         """Learn from the episodes that finished after the checkpoint; begin those that did not finish from nothing."""
-        fleet = self.executor.processes.fleet
-        self.observations.observe(self.history.finished, fleet.limits)
+        self.observations.observe(self.history.finished, self.fleet.limits)
         for episode in self.history.finished:
-            fleet.policy.finished(episode.trajectory)
+            self.fleet.policy.finished(episode.trajectory)
         for group in self.history.groups:
             for index in range(self.training.samples_per_prompt):
                 if index not in group.episodes:
-                    fleet.policy.forget(episode_id(group.number, index))
+                    self.fleet.policy.forget(episode_id(group.number, index))
 
     async def _replay_steps(self) -> None:
         """The steps after the checkpoint. Only a step whose record is missing, the last one, is recorded."""
@@ -148,9 +150,7 @@ class TrainingLoop:
         if not replayed:
             self.recorder.phase(Phase.STEPPING)
         trained_at = self.recorder.now()
-        result = await self.executor.processes.trainers.step(
-            self.step + 1, batch.samples, len(batch.episodes), batch.generated_tokens
-        )
+        result = await self.trainers.step(self.step + 1, batch.samples, len(batch.episodes), batch.generated_tokens)
         stepped_at = self.recorder.now()
         self.recorder.stepped(result)
         loads = await self.executor.processes.publish(result.version, result.buffer, result.checksum)
@@ -171,7 +171,7 @@ class TrainingLoop:
 
     def _gained(self) -> EngineWork:
         """The engines' work since the last call."""
-        return self.observations.counters.gained(self.executor.processes.fleet.instances())
+        return self.observations.counters.gained(self.fleet.instances())
 
     async def _between_steps(self) -> None:
         self._require_sound()
@@ -181,11 +181,11 @@ class TrainingLoop:
 
     def _require_sound(self) -> None:
         self.groups.require_sound()
-        self.executor.processes.trainers.require_core()
+        self.trainers.require_core()
         self.controller.require_sound()
 
     async def _checkpoint(self) -> None:
-        boundary, due = self.executor.processes.trainers.boundary, self.recorder.now()
+        boundary, due = self.trainers.boundary, self.recorder.now()
         held = boundary.locked()
         if held:
             self.recorder.phase(Phase.HELD)
@@ -197,12 +197,12 @@ class TrainingLoop:
                 step=self.step,
                 seconds=self.recorder.now(),
                 tracker=self.observations.tracker.snapshot(),
-                policy=self.executor.processes.fleet.policy.snapshot(),
+                policy=self.fleet.policy.snapshot(),
                 started=self.started,
             )
             self.episodes.begin_segment(self.step)  # no episode finishes between the state and this
             await self.episodes.sync()
-            path = await save_checkpoint(self.recorder.directory, self.executor.processes.trainers, state)
+            path = await save_checkpoint(self.recorder.directory, self.trainers, state)
         self.journal.commit(CheckpointWritten(self.step))
         self.episodes.forget_older()
         self.recorder.phase(Phase.WAITING)

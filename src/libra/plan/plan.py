@@ -8,6 +8,7 @@ plan of this format version is refused with the place and the reason, never repa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,12 +21,12 @@ from libra.plan.allocation import Allocation
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.menu import Menu
-from libra.plan.options.price import bucket_prices
+from libra.plan.options.price import bucket_prices, infeasibility, price
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
-FORMAT = 2
+FORMAT = 3
 
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest
@@ -128,6 +129,20 @@ def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequenc
     return Plan(allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, request)
 
 
+def require_answer(plan: Plan, problem: Problem) -> None:
+    """Raise ValueError unless the plan's allocation, prediction and bound are those of its request: it may have been
+    edited since."""
+    reason = infeasibility(problem, plan.allocation)
+    if reason is None:
+        priced = price(problem, plan.allocation)
+        if not math.isclose(priced.step, plan.predicted.step, rel_tol=1e-6):
+            reason = f"its request prices a step at {priced.step:.6g} s, the plan says {plan.predicted.step:.6g} s"
+        elif solve(problem, tie_break=False).predicted.step < plan.proof.bound * (1 - 1e-6):
+            reason = "there is a plan below the bound that it states"
+    if reason is not None:
+        raise ValueError(f"the plan is not an answer to the request in it: {reason}; plan again")
+
+
 def dump_plan(plan: Plan) -> str:
     """A plan and, last, the request that it answers; the keys stand in the order of the fields."""
     fields = _plans().dump_python(plan, mode="json")
@@ -160,7 +175,7 @@ def _document(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DocumentError(f"{where}: not JSON: {error}") from None
+        raise DocumentError(f"{where}: not JSON ({error}); give a plan.json of `libra plan -o`") from None
     if not isinstance(document, dict) or "format" not in document:
         raise DocumentError(f"{where}: format is missing; a document says which format version it is written in")
     if document["format"] != FORMAT:

@@ -74,7 +74,8 @@ from pydantic import ConfigDict
 from libra.hardware.model import require_at_least
 from libra.plan.allocation import Allocation
 
-Bottleneck = Literal["rollout", "training", "latency", "publication"]  # what the largest part of a step is
+Bottleneck = Literal["rollout", "training", "latency"]  # which of the three a step is as long as; see `Prediction`
+StepPart = Literal["rollout", "training", "latency", "publication"]  # what the seconds of a step go to
 # The families of constraints, as above.
 Family = Literal[
     "one_training",
@@ -306,7 +307,11 @@ class Prediction:
     rollout: float
     training: float  # forward, backward, exchange, optimiser, exposed publication
     latency: float  # (longest residence + what follows it) / (1 + staleness); synchronous, of load where longer
-    bottleneck: Bottleneck
+    bottleneck: Bottleneck  # the field above that the step is as long as; the first one where several are
+    # Seconds between which steps alternate, with `step` as their mean: where batches overlap and the longest trajectory
+    # is the largest part of a latency that is the bottleneck, those it holds end together, and start together from
+    # then on. Else None
+    step_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

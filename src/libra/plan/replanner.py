@@ -29,8 +29,8 @@ REPLANNER_HALF_LIFE_STEPS = 12.0
 # that just keeps its step may need several times as long when its longest trajectories are a tenth longer.
 _UNSEEN = 0.1
 _CONFIDENCE = 2.0  # standard errors of the tracked work that a gain has to exceed: 95 % of errors are smaller
-# Scenario are as forecast, give or take an error that is normal in the logarithm. The mean of a price over it is taken
-# at three points (Gauss-Hermite quadrature): so many standard errors from the forecast, each with its weight.
+# A forecast is off by an error that is normal in the logarithm. The mean of a price over it is taken at three points
+# (Gauss-Hermite quadrature): so many standard errors from the forecast, each with its weight.
 _NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
 
 

@@ -105,7 +105,7 @@ def line_figure(
 ) -> Figure:
     """Lines and dots; what has no points is in the legend only."""
     width = FULL if wide else HALF
-    layers = [layer for one in series if one.points for layer in _series(one, x, y)]
+    layers = [drawn for one in series if one.points for drawn in _series(one, x, y)]
     chart = draw(alt.layer(*layers, *marker_layers(markers, x, width)), y.label, width, height, bool(markers))
     return Figure(title, note, chart, _legend(series), wide)
 

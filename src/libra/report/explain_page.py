@@ -9,6 +9,7 @@ from libra.plan.transition import Role
 from libra.report.charts import Figure, Series, line_figure, time_unit
 from libra.report.explain_table import (
     LEAST_LOSS,
+    alternation,
     crossing,
     fewer_nodes_rows,
     headline,
@@ -45,7 +46,7 @@ def explain_page(explanation: Explanation, title: str, classes: Sequence[tuple[i
         "explain.html",
         title,
         headline=headline(explanation),
-        notices=(),
+        notices=[f"{alternate}."] if (alternate := alternation(explanation.plan.predicted)) else (),
         tiles=list(_tiles(explanation)),
         splits=split_figures(explanation),
         buckets=(bucket_figure(explanation, classes),),

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from libra.plan.explain.explanation import Bound, Explanation, PlanView, Split
 from libra.plan.explain.what_if import SAME_STEP
-from libra.plan.problem import Proof
+from libra.plan.problem import Prediction, Proof
 from libra.report.tables import number, whole
-from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, signed_percent
+from libra.report.words import BOTTLENECK_WORDS, PART_WORDS, cell, duration, percent, signed_percent
 
 LEAST_LOSS = 5e-4  # what the solver trades for moves and devices, rounded up
 MOST_SPLITS = 8  # rows of the table of splits
@@ -23,10 +23,22 @@ MOST_KINDS = 4  # of reasons why something is no option
 
 
 def headline(explanation: Explanation) -> str:
-    """What the step consists of, and what is proven, in two sentences."""
+    """What bounds the step, what it consists of, and what is proven: a sentence each."""
     bound = explanation.bound
-    parts = _parts(bound, explanation.plan.predicted.step)
-    return f"{bound.by.capitalize()}-bound: {parts}. {_proven(explanation.proof)}"
+    by = _bound(bound, explanation.plan.predicted.step)
+    return f"{bound.by.capitalize()}-bound: {by}. {_parts(bound)}{_proven(explanation.proof)}"
+
+
+def alternation(predicted: Prediction) -> str:
+    """Between which seconds steps alternate, and what helps; empty where they do not."""
+    if predicted.step_range is None:
+        return ""
+    short, long = map(duration, predicted.step_range)
+    return (
+        f"{duration(predicted.step)} is the mean of steps that alternate: batches wait for the longest episodes of"
+        f" those before them, so steps may take from {short} to {long}; a limit on the seconds of an episode, or more"
+        " staleness, shortens them"
+    )
 
 
 def explain_tables(explanation: Explanation) -> tuple[Table, ...]:
@@ -72,18 +84,20 @@ def crossing(splits: Sequence[Split]) -> tuple[int, int] | None:
     return None
 
 
-def _parts(bound: Bound, step: float) -> str:
-    """What the seconds of a step go to; they add up to it."""
-    if len(bound.parts) == 1:
-        slack = f", and the rest would allow one {percent(bound.slack)} shorter" if bound.slack else ""
-        return f"a step is as long as {BOTTLENECK_WORDS[bound.by]}, {duration(step)}{slack}"
-    named = [f"{duration(seconds)} {BOTTLENECK_WORDS[name]}" for name, seconds in bound.parts if seconds > 0]
-    divided = (
-        f" (each divided by {bound.batches}: with staleness {bound.batches - 1}, {bound.batches} batches are under way)"
-        if bound.batches > 1
-        else ""
-    )
-    return f"a step of {duration(step)} is {', '.join(named[:-1])} and {named[-1]}{divided}"
+def _bound(bound: Bound, step: float) -> str:
+    slack = f", and the rest would allow one {percent(bound.slack)} shorter" if bound.slack else ""
+    return f"a step is as long as {BOTTLENECK_WORDS[bound.by]}, {duration(step)}{slack}"
+
+
+def _parts(bound: Bound) -> str:
+    """What the seconds of a batch's latency go to, the largest first; they add up to the step."""
+    if bound.by != "latency":
+        return ""
+    largest, *others = (f"{PART_WORDS[name]}, {duration(seconds)}" for name, seconds in bound.parts if seconds > 0)
+    then = f"; then {'; '.join(others)}" if others else ""
+    under_way = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
+    divided = f" (each divided by {bound.batches}: {under_way})" if bound.batches > 1 else ""
+    return f"Largest part: {largest}{then}{divided}. "
 
 
 def _proven(proof: Proof) -> str:

@@ -15,8 +15,9 @@ from libra.plan.offline import LogEvidence
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
-from libra.report.tables import number
-from libra.report.words import BOTTLENECK_WORDS, cell, duration, percent, plain, plural
+from libra.report.explain_table import alternation
+from libra.report.tables import number, whole
+from libra.report.words import PART_WORDS, cell, duration, percent, plain, plural
 
 _PAUSE = 600.0  # seconds; tools that work take less, and people who are asked take more
 
@@ -47,26 +48,19 @@ def log_notes(plan: Plan, bound: Bound, evidence: LogEvidence) -> tuple[str, ...
         seconds = 0.0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.tool_seconds_if_unknown
         notes.append(
             f"tool seconds unknown for {percent(unknown)} of the tool calls: planned as"
-            f" {plain(seconds)} s, so {BOTTLENECK_WORDS['latency']} may take longer"
+            f" {plain(seconds)} s, so {PART_WORDS['latency']} may take longer"
         )
     if evidence.cut_tool_calls:
         calls, longest = plural(evidence.cut_tool_calls, "tool call"), duration(evidence.longest_tool_call)
         notes.append(f"{calls} of more than {longest} counted as so long")
-    elif evidence.longest_tool_call > _PAUSE and bound.by == "latency":
+    elif evidence.longest_tool_call > _PAUSE and bound.parts[0][0] == "latency":
         notes.append(
             f"the longest tool call of the log took {duration(evidence.longest_tool_call)}, and waiting for the longest"
-            " episodes is most of a step: where calls waited for people, cut them with --longest-tool-call SECONDS"
+            " episodes is the largest part of a step: where calls waited for people, cut them with"
+            " --longest-tool-call SECONDS"
         )
-    staleness = 0 if isinstance(plan.request, SlotRequest) else plan.request.recipe.staleness
-    if staleness and bound.by == "latency":
-        # Batches end in order: those held by one long trajectory end together, and start together from then on.
-        mean, short = plan.predicted.step, plan.predicted.training
-        long = max(mean, (1 + staleness) * mean - staleness * short)
-        notes.append(
-            f"{duration(mean)} is the mean of steps that alternate: batches wait for the longest episodes of those"
-            f" before them, so steps may take from {duration(short)} to {duration(long)}; a limit on the seconds of an"
-            " episode, or more staleness, shortens them"
-        )
+    if alternate := alternation(plan.predicted):
+        notes.append(alternate)
     return tuple(notes)
 
 
@@ -75,7 +69,7 @@ def _allocation(plan: Plan) -> Table:
         "role",
         number("count"),
         Column("each", overflow="fold"),
-        number("max_num_seqs", overflow="fold"),
+        whole("max_num_seqs"),
         number("final context, tokens"),
         *((number("devices"), "where") if plan.placement else ()),
         title="Allocation",
@@ -86,7 +80,9 @@ def _allocation(plan: Plan) -> Table:
         where = (f"{sum(group.devices for group in groups):,}", cell(_where(groups))) if plan.placement else ()
         table.add_row(role, f"{count:,}", cell(each), max_num_seqs, span, *where)
 
-    replica = "one device" if plan.layout is None else plan.layout.family
+    replica = "one device"
+    if plan.layout is not None:  # whose name no column of a terminal has room for
+        replica, table.caption = plural(plan.layout.replica_devices, "device"), f"training: {plan.layout.family}"
     add(None, "training replicas", plan.allocation.replicas, replica, "-", "-")
     for index, (bucket, max_num_seqs) in enumerate(zip(plan.allocation.buckets, plan.max_num_seqs, strict=True)):
         span = f"{bucket.above + 1:,} to {bucket.up_to:,}"
@@ -114,12 +110,12 @@ def _step(plan: Plan, bound: Bound) -> Table:
         number("seconds", footer=f"{step:,.4f}"),
         number("share"),
         "",
-        title=f"One optimiser step, predicted: {duration(step)}",
+        title=f"One optimiser step, predicted: {duration(step)}, {bound.by}-bound",
         show_footer=several,
     )
-    for name, seconds in bound.parts:
+    for place, (name, seconds) in enumerate(bound.parts):
         share = percent(seconds / step) if step > 0 else "-"
-        table.add_row(BOTTLENECK_WORDS[name], f"{seconds:,.4f}", share, "bottleneck" if name == bound.by else "")
+        table.add_row(PART_WORDS[name], f"{seconds:,.4f}", share, "largest part" if several and not place else "")
     if several and bound.batches > 1:
         staleness = f"with staleness {bound.batches - 1}, {bound.batches} batches are under way"
         table.caption = f"each divided by {bound.batches}: {staleness}"

@@ -50,7 +50,7 @@ def latency_figures(view: SimulationView) -> tuple[Figure, ...]:
 
 
 def time_figures(view: SimulationView) -> tuple[Figure, ...]:
-    """What came and went, and, if somebody watched, what the engines held."""
+    """What came and went, and, where it was recorded, what the engines ran and held."""
     result = view.result
     if not result.makespan:
         return (Figure("Over time", "Everything happened at one instant."),)
@@ -85,12 +85,12 @@ def time_figures(view: SimulationView) -> tuple[Figure, ...]:
         of_engines("Waiting requests", "requests not yet in a batch", waiting, " Preempted ones are not counted."),
     ]
     if result.series:
-        running, _, held = np.array([series.over(edges) for series in result.series]).swapaxes(0, 1)
+        running, held = np.array([series.over(edges) for series in result.series]).swapaxes(0, 1)
         blocks = np.array([[engine.config.kv_blocks] for engine in result.engines])
         figures.append(of_engines("Running requests", "requests in the batch", running))
         figures.append(of_engines("KV held", "KV blocks held (%)", 100 * held / blocks))
     else:
-        why = "Nobody watched the engines: give the simulation a watcher."
+        why = "This simulation did not record what its engines ran and held."
         figures.append(Figure("Requests and KV of the engines", why))
     return tuple(figures)
 

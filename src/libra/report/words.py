@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 if TYPE_CHECKING:  # every command reads this, to say what is wrong
-    from libra.plan.problem import Bottleneck
+    from libra.plan.problem import Bottleneck, StepPart
     from libra.sim.outcome.definitions import Unit
 
 MISSING = "-"
 BOTTLENECK_WORDS: dict[Bottleneck, str] = {
+    "rollout": "generation",
+    "training": "training",
+    "latency": "the latency of a batch",
+}
+PART_WORDS: dict[StepPart, str] = {
     "rollout": "generation",
     "training": "training",
     "latency": "the longest episodes",

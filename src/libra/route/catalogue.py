@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from libra.config.yaml_file import nearest
 from libra.route.baselines import LeastLoaded, RoundRobin, ShortestRemaining, TwoChoices
 from libra.route.bucket import AttainedService
 from libra.route.cmlfq import CMLFQ
@@ -56,5 +57,8 @@ def policy_restored(name: str, snapshot: dict[str, Any]) -> Policy:
 
 def _kind(name: str) -> type[LivePolicy[Any]]:
     if name not in _BY_NAME:
-        raise ValueError(f"policy is {name!r}; choose one of {', '.join(POLICIES)}")
+        close = nearest(name, POLICIES)
+        raise ValueError(
+            f"policy is {name!r}; " + (f"did you mean {close}?" if close else f"choose one of {', '.join(POLICIES)}")
+        )
     return _BY_NAME[name]

@@ -175,7 +175,8 @@ class Running:
         self._places[trajectory_id] = _Place(own, marks, bin_)
 
     def reached(self, trajectory_id: str, tokens: int) -> None:
-        """It has had so many tokens, generated and returned. One that does not run is ignored; none comes back down."""
+        """Note that a trajectory has had so many tokens, generated and returned. Ignored where it does not run, or has
+        had more."""
         place = self._places.get(trajectory_id)
         if place is None:
             return
@@ -187,7 +188,7 @@ class Running:
             place.bin = now
 
     def end(self, trajectory_id: str) -> None:
-        """It has finished or was given up; no error if it does not run."""
+        """Remove a trajectory that has finished or was given up; no error if it does not run."""
         place = self._places.pop(trajectory_id, None)
         if place is None:
             return

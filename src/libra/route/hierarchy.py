@@ -101,7 +101,7 @@ class Hierarchy:
         self._running.reached(request.trajectory_id, max(0, tokens))
 
     def ended(self, trajectory_id: str) -> None:
-        """It runs no longer, and nothing is learned from it; no error if it did not run."""
+        """Remove a trajectory without learning from it; no error if it does not run."""
         self._running.end(trajectory_id)
 
     def predict(self, request: TurnRequest, states: Sequence[ToolState]) -> Remaining | None:

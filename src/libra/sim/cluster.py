@@ -16,7 +16,7 @@ from libra.sim.deployment import WeightUpdate, check_engines
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration, Pause
+from libra.sim.engine.state import Iteration, Pause
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
 from libra.sim.placement import Placer

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from libra.config.json_line import line_problem
+
 ToolStatus = Literal["ok", "error", "timeout", "unknown"]
 
 _STRICT = ConfigDict(extra="forbid")
@@ -169,8 +171,7 @@ def parse_trajectory(line: str | bytes, where: str) -> Trajectory:
     unknown = [problem["loc"] for problem in problems if problem["type"] == "unexpected_keyword_argument"]
     if len(unknown) < len(problems):
         first = next(problem for problem in problems if problem["type"] != "unexpected_keyword_argument")
-        field = ".".join(str(part) for part in first["loc"]) or "line"
-        raise TrajectoryFormatError(" ".join(f"{where}: {field}: {first['msg']}".split()))
+        raise TrajectoryFormatError(" ".join(f"{where}: {line_problem(first)}".split()))
     for *_, name in unknown:
         if meant := difflib.get_close_matches(str(name), _OPTIONAL, n=1):
             raise TrajectoryFormatError(f"{where}: {str(name)!r} is no field; did you mean {meant[0]}?")

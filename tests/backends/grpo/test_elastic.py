@@ -63,18 +63,18 @@ def enter(exchanges: Sequence[GradientExchange], generation: int) -> None:
 def sums(exchanges: Sequence[GradientExchange], values: Sequence[float]) -> list[list[float]]:
     """What each replica holds after adding up its value."""
     tensors = [torch.tensor([value, 1.0]) for value in values]
-    at_once(*(lambda e=e, t=t: e.add_up(t, PATIENCE) for e, t in zip(exchanges, tensors, strict=True)))
+    at_once(*(lambda e=e, t=t: e.all_reduce(t, PATIENCE) for e, t in zip(exchanges, tensors, strict=True)))
     return [tensor.tolist() for tensor in tensors]
 
 
 def test_alone_an_exchange_is_free() -> None:
     tensor = torch.tensor([1.0, 2.0])
     exchange = GradientExchange()
-    assert exchange.add_up(tensor, 0.0) == 0.0
+    assert exchange.all_reduce(tensor, 0.0) == 0.0
     exchange.prepare(Prepare(1, 0, 1, HOST, HOST, 0))
     assert exchange.formed(1, 0.0)
     exchange.enter(1)
-    assert exchange.add_up(tensor, 0.0) == 0.0
+    assert exchange.all_reduce(tensor, 0.0) == 0.0
     assert tensor.tolist() == [1.0, 2.0]
 
 

@@ -252,12 +252,12 @@ def test_measuring_that_loses_a_replica_puts_everything_back_and_says_so(
     trainer, adds = make_trainer(tiny_model), iter([0.0, 0.0])
     before = trainer.state.checksum
 
-    def add_up(tensor: torch.Tensor, seconds: float) -> float:
+    def all_reduce(tensor: torch.Tensor, seconds: float) -> float:
         for taken in adds:
             return taken
         raise PeerLostError("replica 1 is gone")
 
-    monkeypatch.setattr(trainer.elastic.exchange, "add_up", add_up)
+    monkeypatch.setattr(trainer.elastic.exchange, "all_reduce", all_reduce)
     assert trainer.measure(MeasureTraining([[6, 9], [12]], 2)).failure == "replica 1 is gone"
     assert trainer.state.checksum == before
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes.far_end import PATIENCE
@@ -47,12 +48,14 @@ from libra.backends.transport.trainer_messages import (
     Published,
     RelayPlace,
     Sample,
+    SaveCheckpoint,
     Serve,
     StatePlace,
     Train,
 )
 from libra.exec.pool import JOIN_BOUNDARIES
 from libra.exec.protocols import WorkerFailedError, WorkerLostError
+from libra.records.files import DiskError
 
 HOST = "127.0.0.1"
 SHORT = Patience(factor=2.0, floor=0.4, unknown=0.4, grace=0.2)  # for those who are told to hang
@@ -714,6 +717,14 @@ async def test_whichever_core_is_there_answers(scene: Scene) -> None:
         await scene.trainers.ask_core(Publish(3, 1), Published)
     with pytest.raises(CoreLostError):
         scene.trainers.require_core()
+
+
+async def test_weights_that_cannot_be_written_leave_no_part_of_a_file(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.part").touch()
+    scene.floor.replicas["core-0"].will(SaveCheckpoint, ["break"])
+    with pytest.raises(DiskError, match=r"cannot be written \(worker core-0: broken\)"):
+        await scene.trainers.save(tmp_path, optimiser=True)
+    assert not list(tmp_path.iterdir())
 
 
 # --- whatever happens ----------------------------------------------------------------------------------------------

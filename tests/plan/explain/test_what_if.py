@@ -72,16 +72,41 @@ REFUSED: list[tuple[str, Cluster, tuple[str, ...], str]] = [
     ("no GPU", CLUSTER, ("gpus=0",), "--what-if gpus=0: gpus is 0; nodes of 'a800' have 8: give a positive multiple"),
     ("GPUs of which class", MIXED, ("gpus=64",), "give nodes by class, as in a800=2, l40s=1"),
     ("fewer than none", CLUSTER, ("a800=-1",), "--what-if a800=-1: '-1' is no count; give a whole number, 0 or more"),
-    ("no node left", CLUSTER, ("a800=0",), "--what-if a800=0: nodes is empty; a cluster has at least one class"),
+    (
+        "no node left",
+        CLUSTER,
+        ("a800=0",),
+        "--what-if a800=0: nodes is empty; a cluster has at least one node: give 1 or more",
+    ),
     ("half a node", CLUSTER, ("a800=1.5",), "--what-if a800=1.5: '1.5' is no count"),
     ("unknown", CLUSTER, ("bach=64",), "--what-if bach=64: unknown what-if 'bach'; did you mean batch?"),
     ("unlike anything", CLUSTER, ("xyzzy=1",), "known are a800, batch, "),
-    ("of the wrong type", CLUSTER, ("batch=many",), "--what-if: batch: Input should be a valid integer"),
-    ("too small", CLUSTER, ("batch=0",), "--what-if: batch: Input should be greater than or equal to 1"),
-    ("an unknown word", CLUSTER, ("mode=fast",), "--what-if: mode: Input should be 'async', 'sync' or 'colocated'"),
-    ("not finite", CLUSTER, ("tool_seconds_if_unknown=NaN",), "--what-if: tool_seconds_if_unknown: Input should be"),
-    ("a contradiction", CLUSTER, ("batch=63",), "batch is 63, which 8 samples_per_prompt do not divide: make it a"),
-    ("stale in step", CLUSTER, ("mode=sync", "staleness=2"), "staleness is 2, but mode is sync: set it to 0, or mode"),
+    ("of the wrong type", CLUSTER, ("batch=many",), "--what-if batch=many: batch: Input should be a valid integer"),
+    ("too small", CLUSTER, ("batch=0",), "--what-if batch=0: batch: Input should be greater than or equal to 1"),
+    (
+        "an unknown word",
+        CLUSTER,
+        ("mode=fast",),
+        "--what-if mode=fast: mode: Input should be 'async', 'sync' or 'colocated'",
+    ),
+    (
+        "not finite",
+        CLUSTER,
+        ("tool_seconds_if_unknown=NaN",),
+        "--what-if tool_seconds_if_unknown=NaN: tool_seconds_if_unknown: Input should be",
+    ),
+    (
+        "a contradiction",
+        CLUSTER,
+        ("batch=63",),
+        "--what-if batch=63: batch is 63, which 8 samples_per_prompt do not divide: make it a",
+    ),
+    (
+        "stale in step",
+        CLUSTER,
+        ("mode=sync", "staleness=2"),
+        "--what-if mode=sync staleness=2: staleness is 2, but mode is sync: set it to 0, or mode",
+    ),
 ]
 
 

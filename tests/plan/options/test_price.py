@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.enumerate_problems import priced, problems, step_of
 from oracles.small_problem import LONG, ONE, PROBLEM, SHORT_FEW, SHORT_MANY, TWO, one_bucket, two_buckets
@@ -22,7 +22,7 @@ from libra.plan.options.price import (
     step_parts,
     training_option,
 )
-from libra.plan.problem import Pool, Prediction, Problem, TrainingOption
+from libra.plan.problem import Pool, Prediction, Problem, StepPart, TrainingOption
 
 RUNNING = replace(PROBLEM, current=two_buckets(1, 2, 1))
 SYNC = replace(PROBLEM, staleness=0)
@@ -80,49 +80,49 @@ PRICES = [
     ("and cannot be late", UNMET, one_bucket(1, 2), Prediction(8.5, 8.5, 8.0, 7.0, "rollout")),
     # max(10, 8.5) + 8 + 1, and with one engine 16 + 8 + 1
     ("synchronous, the longest", SYNC, one_bucket(1, 2), Prediction(19.0, 8.5, 8.0, 19.0, "latency")),
-    ("synchronous, the work", SYNC, one_bucket(1, 1), Prediction(25.0, 16.0, 8.0, 25.0, "rollout")),
+    ("synchronous, the work", SYNC, one_bucket(1, 1), Prediction(25.0, 16.0, 8.0, 25.0, "latency")),
     ("synchronous, training", replace(SYNC, training=(replace(ONE, seconds=12.0),)), one_bucket(1, 2),
-     Prediction(23.0, 8.5, 12.0, 23.0, "training")),
+     Prediction(23.0, 8.5, 12.0, 23.0, "latency")),
     # max(10, 15 / 4 + 1) + 8 + 1 + 2 * 1.5, all 8 devices
     ("colocated", COLOCATED, one_bucket(1, 4), Prediction(22.0, 4.75, 8.0, 22.0, "latency")),
     # step = 15 + 1 + 6 / step, so 16.367...; on two engines 8.5 + 3 / step
     ("refresh", REFRESH, one_bucket(1, 1), Prediction(8 + 70**0.5, 8 + 70**0.5, 8.0, 19 / 8, "rollout")),
     # step = 16 + 6 / step + 9
     ("synchronous refresh", SYNC_REFRESH, one_bucket(1, 1),
-     Prediction(12.5 + 162.25**0.5, 3.5 + 162.25**0.5, 8.0, 12.5 + 162.25**0.5, "rollout")),
+     Prediction(12.5 + 162.25**0.5, 3.5 + 162.25**0.5, 8.0, 12.5 + 162.25**0.5, "latency")),
     # Two engines work 8.5 s, so (2 T - 9 - 4) (T - 8.5) = 6 T; of 2 T training has 8 and the longest alone 10
     ("batches", batched(1), one_bucket(1, 2),
      Prediction(9 + 25.75**0.5, 8.5, 8.0, 9 + 25.75**0.5, "latency")),
     # One works 16 s: (2 T - 13) (T - 16) = 6 T, 20.4 s, and slows the longest by 21.8 of 40.8
     ("batches, one engine", batched(1), one_bucket(1, 1),
-     Prediction((51 + 937**0.5) / 4, 16.0, 8.0, (51 + 937**0.5) / 4, "rollout")),
+     Prediction((51 + 937**0.5) / 4, 16.0, 8.0, (51 + 937**0.5) / 4, "latency")),
     # (4 T - 13) (T - 8.5) = 6 T
     ("batches, staler", batched(3), one_bucket(1, 2),
-     Prediction((53 + 1041**0.5) / 8, 8.5, 8.0, (53 + 1041**0.5) / 8, "rollout")),
+     Prediction((53 + 1041**0.5) / 8, 8.5, 8.0, (53 + 1041**0.5) / 8, "latency")),
     # (R - 4) (R - 7.5) = 6 R, and 1 + 9
     ("batches, synchronous", batched(0), one_bucket(1, 2),
-     Prediction(18.75 + 186.25**0.5 / 2, 9.75 + 186.25**0.5 / 2, 8.0, 18.75 + 186.25**0.5 / 2, "rollout")),
+     Prediction(18.75 + 186.25**0.5 / 2, 9.75 + 186.25**0.5 / 2, 8.0, 18.75 + 186.25**0.5 / 2, "latency")),
     # (2 T - 9 - 10) (T - 8.5) = 0.5 T asks for less than the other line, (2 T - 13) (T - 8.5) = 6 T
     ("batches, several lines", LINES, one_bucket(1, 2),
      Prediction(9 + 25.75**0.5, 8.5, 8.0, 9 + 25.75**0.5, "latency")),
     # 1.5 times as much as one cache holds, so half of 30 s of refill: (2 T - 13) (T - 31) = 6 T
     ("batches, forgetting", FORGETFUL, one_bucket(1, 1),
-     Prediction((81 + 3337**0.5) / 4, 31.0, 8.0, (81 + 3337**0.5) / 4, "rollout")),
+     Prediction((81 + 3337**0.5) / 4, 31.0, 8.0, (81 + 3337**0.5) / 4, "latency")),
     ("batches, two caches hold all", FORGETFUL, one_bucket(1, 2),
      Prediction(9 + 25.75**0.5, 8.5, 8.0, 9 + 25.75**0.5, "latency")),
     # Half of 30 s, on two engines; 15 / 2 + 15 / 2 + 1
-    ("synchronous, forgetting", SYNC_FORGETFUL, one_bucket(1, 2), Prediction(25.0, 16.0, 8.0, 25.0, "rollout")),
+    ("synchronous, forgetting", SYNC_FORGETFUL, one_bucket(1, 2), Prediction(25.0, 16.0, 8.0, 25.0, "latency")),
     # (40 + 9) / 2, which is more than the 14.1 above
     ("batches, the longest", batched(1, residence=40.0), one_bucket(1, 2),
      Prediction(24.5, 8.5, 8.0, 24.5, "latency")),
     # On three engines (4 T - 31 - 4) (T - 6) = 6 T; training takes longer than these 11.8 s
     ("batches, training alone", batched(3, replace(ONE, seconds=30.0)), one_bucket(1, 3),
      Prediction(30.0, 6.0, 30.0, (65 + 865**0.5) / 8, "training")),
-    # (2 T - 19 - 4) (T - 6) = 6 T, 16.3 s: training alone takes just less, and half of it is the largest part
+    # (2 T - 19 - 4) (T - 6) = 6 T, 16.3 s: training alone takes just less, though half of it is the largest part
     ("batches, mostly training", batched(1, replace(ONE, seconds=16.0, publish=3.0)), one_bucket(1, 3),
-     Prediction((41 + 577**0.5) / 4, 6.0, 16.0, (41 + 577**0.5) / 4, "training")),
+     Prediction((41 + 577**0.5) / 4, 6.0, 16.0, (41 + 577**0.5) / 4, "latency")),
     # A step of 20 s has 16 + 6 / 20 of load: (40 - 13) (20 - 16.3) = 4.995 * 20
-    ("batches, refresh", BATCHED_REFRESH, one_bucket(1, 1), Prediction(20.0, 16.3, 8.0, 20.0, "rollout")),
+    ("batches, refresh", BATCHED_REFRESH, one_bucket(1, 1), Prediction(20.0, 16.3, 8.0, 20.0, "latency")),
     # (8 + 1 + 40) / 2, and (8 + 1 + 4) / 2, for which engines have no time
     ("batches, only tools", only_waits(40.0), one_bucket(1, 2), Prediction(24.5, 8.5, 8.0, 24.5, "latency")),
     ("batches, few tools", only_waits(4.0), one_bucket(1, 2), Prediction(8.5, 8.5, 8.0, 6.5, "rollout")),
@@ -240,17 +240,74 @@ def test_prices_have_no_cliffs(problem: Problem, data: st.DataObject) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.data())
-def test_the_parts_add_up_to_the_step_and_the_largest_is_its_bottleneck(problem: Problem, data: st.DataObject) -> None:
+def test_a_step_is_as_long_as_its_bottleneck_and_its_parts_add_up_to_it(problem: Problem, data: st.DataObject) -> None:
     allocation = data.draw(st.sampled_from(priced(problem))).allocation
     predicted, parts = price(problem, allocation), step_parts(problem, allocation)
+    seconds = {"rollout": predicted.rollout, "training": predicted.training, "latency": predicted.latency}
+    assert seconds[predicted.bottleneck] == predicted.step == max(seconds.values())
     assert sum(parts.values()) == pytest.approx(predicted.step)
-    assert parts[predicted.bottleneck] == max(parts.values())
+    assert predicted.bottleneck == "latency" or list(parts) == [predicted.bottleneck]
     option = training_option(problem, allocation)
     assert option is not None
     if len(parts) > 1:
         assert parts["training"] == pytest.approx(option.after_rollout / (1 + problem.staleness))
     elif "training" in parts:
         assert predicted.step == option.seconds
+
+
+def with_less(problem: Problem, part: StepPart) -> Problem:
+    """The problem in which everything that the part is made of takes a tenth less."""
+    if part == "training":
+        options = (replace(o, seconds=0.9 * o.seconds, tail=o.tail and 0.9 * o.tail) for o in problem.training)
+        return replace(problem, training=tuple(options))
+    if part == "publication":
+        options = (replace(option, publish=0.9 * option.publish) for option in problem.training)
+        return replace(problem, training=tuple(options), switch=0.9 * problem.switch)
+    fields = ("work", "refresh", "refill", "stall") if part == "rollout" else ("generates", "waits", "residence")
+    less = (replace(o, **{field: _scaled(getattr(o, field), 0.9) for field in fields}) for o in problem.engines)
+    return replace(problem, engines=tuple(less))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from(get_args(StepPart)), st.data())
+def test_a_part_of_the_step_shortens_it_and_nothing_else_does(
+    problem: Problem, part: StepPart, data: st.DataObject
+) -> None:
+    """One engine option a shape: with several, a faster trajectory lets engines have more seats, which spares work."""
+    one = {option.shape: option for option in reversed(problem.engines)}
+    problem = replace(problem, engines=tuple(reversed(one.values())))
+    alone = [plan.allocation for plan in priced(problem) if len(plan.allocation.buckets) == 1]
+    assume(alone)
+    allocation = data.draw(st.sampled_from(alone))
+    predicted, parts = price(problem, allocation), step_parts(problem, allocation)
+    others = sorted([predicted.rollout, predicted.training, predicted.latency])
+    assume(others[-2] < 0.999 * predicted.step)  # what is as long binds, too
+    after = price(with_less(problem, part), allocation).step
+    if parts.get(part, 0.0) > 1e-6 * predicted.step:
+        assert after < predicted.step * (1 - 1e-9)
+    elif not (problem.synchronous and any(option.generates for option in problem.engines)):  # there it is all rollout
+        assert after == pytest.approx(predicted.step, rel=1e-9)
+
+
+RANGES = [
+    # (2 T - 13) (T - 8.5) = 6 T: 8 s of training, and in the next step the rest of twice 14.1 s
+    ("latency", batched(1), one_bucket(1, 2), (8.0, 2 * (9 + 25.75**0.5) - 8)),
+    # (40 + 9) / 4 against 8.5 s of work: four batches end together
+    ("latency, staler", batched(3, residence=40.0), one_bucket(1, 2), (8.0, 49 - 3 * 8)),
+    ("latency, mostly of others", batched(1), one_bucket(1, 1), None),
+    ("latency, mostly training", batched(1, replace(ONE, seconds=16.0, publish=3.0)), one_bucket(1, 3), None),
+    ("training", batched(3, replace(ONE, seconds=30.0)), one_bucket(1, 3), None),
+    ("synchronous", batched(0), one_bucket(1, 2), None),
+    ("batches do not overlap", PROBLEM, one_bucket(1, 2), None),
+]
+
+
+@by_name("problem, allocation, wanted", RANGES)
+def test_steps_alternate_where_batches_that_overlap_wait_for_their_longest(
+    problem: Problem, allocation: Allocation, wanted: tuple[float, float] | None
+) -> None:
+    found = price(problem, allocation).step_range
+    assert found == (wanted if wanted is None else pytest.approx(wanted))
 
 
 @settings(max_examples=100, deadline=None)

@@ -39,7 +39,7 @@ def test_what_is_left_out_has_a_value(tmp_path: Path) -> None:
     ("content", "says"),
     [
         ({}, "engines"),
-        ({"engines": []}, "engines"),
+        ({"engines": []}, "engines: give 1 or more (got 0)"),
         ({"engines": [engine(url="ftp://a")]}, "engines.0.url: must begin with http:// or https://"),
         ({"engines": [engine(url="http:///v1")]}, "engines.0.url: names no host"),
         ({"engines": [engine(url="http://a:b/v1")]}, "engines.0.url: Port could not be cast"),

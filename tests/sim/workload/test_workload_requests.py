@@ -71,7 +71,7 @@ def valid() -> dict[str, Any]:
 
 BAD_LINES: list[tuple[str, dict[str, Any], str]] = [
     ("a missing field is set to a text", {"arrival": "1.0"}, "arrival: Input should be a valid number"),
-    ("negative arrival", {"arrival": -1.0}, "line: Value error, -1.0 seconds is no duration"),
+    ("negative arrival", {"arrival": -1.0}, "r.jsonl:2: arrival must be >= 0"),
     ("endless arrival", {"arrival": float("inf")}, "arrival: Input should be less than 9200000"),
     ("no number", {"arrival": float("nan")}, "arrival: Input should be less than 9200000"),
     ("an arrival beyond the clock", {"arrival": 9.2e6}, ":2: arrival: Input should be less than 9200000"),
@@ -88,7 +88,7 @@ BAD_LINES: list[tuple[str, dict[str, Any], str]] = [
     ("no prompt", {"prompt_tokens": 0}, "prompt_tokens must be >= 1"),
     ("no output", {"output_tokens": 0}, "output_tokens must be >= 1"),
     ("truth for a count", {"output_tokens": True}, "output_tokens: Input should be a valid integer"),
-    ("prefix without length", {"prefix": "p"}, "prefix and prefix_tokens must both be given"),
+    ("prefix without length", {"prefix": "p"}, "r.jsonl:2: prefix and prefix_tokens must both be given"),
     ("length without prefix", {"prefix_tokens": 3}, "prefix and prefix_tokens must both be given"),
     ("prefix beyond the prompt", {"prefix": "p", "prefix_tokens": 11}, "prefix_tokens must be >= 0, and no more than"),
     ("cancelled before it came", {"cancel_at": 0.5}, "cancel_at must not be before arrival"),
@@ -112,7 +112,8 @@ BAD_FILES: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("blank JSON line", read_requests, [json.dumps(valid()), ""], ""),
     ("empty JSONL", read_requests, [], ": there is no request"),
     ("falling", read_requests, [json.dumps(valid()), json.dumps({**valid(), "arrival": 0.5})], ":2: arrival: before"),
-    ("no JSON", read_requests, ["{"], ":1: line: Invalid JSON"),
+    ("no JSON", read_requests, ["{"], ":1: not JSON (EOF while parsing an object); give one object on each line"),
+    ("no arrival", read_requests, ['{"prompt_tokens": 3}'], ":1: arrival: this field is required; add it"),
     ("a list", read_requests, ["[]"], ":1: line: "),
     ("no header", read_azure_requests, [ROW], ":1: line: the header must be TIMESTAMP"),
     ("nothing at all", read_azure_requests, [], ":1: line: the header must be TIMESTAMP"),
@@ -138,7 +139,7 @@ def test_a_bad_file_is_refused_by_line(
     path = written(tmp_path / "requests", *lines)
     if message == "":  # a last line feed ends a line, a blank line follows only after another
         path.write_bytes(path.read_bytes() + b"\n")
-        message = ":2: line: "
+        message = ":2: not JSON "
     with pytest.raises(RequestFormatError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}{message}")
@@ -220,7 +221,7 @@ def test_a_scale_moves_arrivals_and_not_patience() -> None:
         ({"rate_scale": 0.0}, "rate_scale is 0.0"),
         ({"rate_scale": float("inf")}, "rate_scale is inf"),
         ({"start_seconds": -1.0}, "-1.0 seconds is no duration"),
-        ({"start_seconds": 9.5}, "no request arrives at or after start_seconds 9.5"),
+        ({"start_seconds": 9.5}, "start_seconds is 9.5; no request arrives then or later"),
     ],
 )
 def test_what_leaves_no_requests_is_refused(arguments: dict[str, float], message: str) -> None:

@@ -1,7 +1,7 @@
 """A replica's part in elastic training: its gradients are exchanged in a membership that changes between steps, joiners
 read its state, and it follows a core's while it is a joiner itself.
 
-Invariant: what is added up is the unnormalised gradient and the loss denominator; the division happens once, after the
+Invariant: what is reduced is the unnormalised gradient and the loss denominator; the division happens once, after the
 exchange. A membership is one numbered generation. It is formed on a thread of its own while training goes on in the one
 before, and entered between two steps. A replica that goes away fails the collective of everyone else.
 """
@@ -52,7 +52,7 @@ class PeerLostError(RuntimeError):
 
 
 def on_thread(name: str, verb: Callable[[], Result]) -> Future[Result]:
-    """What a daemon thread makes of it: it may wait for somebody who never comes."""
+    """Run `verb` on a daemon thread, since it may wait for a replica that never comes."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -73,15 +73,15 @@ class GradientExchange:
     def __init__(self, process: int = 0) -> None:
         self._process = process
         self._store: TCPStore | None = None  # of the replica that is rank 0: where the others find it
-        self._deaf: OSError | None = None  # why this replica cannot listen
+        self._listen_error: OSError | None = None  # why this replica cannot listen
         self._prepared: Prepare | None = None
         self._forming = Future[ProcessGroupGloo | None]()  # the group of that membership; None where it is alone
         self._group: ProcessGroupGloo | None = None
         self.size = 1
 
     def host_rendezvous(self, order: HostRendezvous) -> int:
-        """Be where replicas meet, at the same port as before if it will do. Returns the port; 0 when this replica
-        cannot listen there, and `enter` tells why. Only its first process listens."""
+        """Host the rendezvous of the replicas, at the same port as before if it will do. Returns the port; 0 when
+        this replica cannot listen there, and `enter` tells why. Only its first process listens."""
         if self._process:
             return 0
         store = self._store
@@ -89,7 +89,7 @@ class GradientExchange:
             try:
                 store = self._store = _serve_store(order.host, order.port)
             except OSError as error:
-                self._deaf = error
+                self._listen_error = error
                 return 0
         port: int = store.port
         return port
@@ -100,7 +100,7 @@ class GradientExchange:
         if order.size <= 1:
             self._forming.set_result(None)
         elif not order.port:
-            self._forming.set_exception(self._deaf or ConnectionError("the first replica cannot listen"))
+            self._forming.set_exception(self._listen_error or ConnectionError("the first replica cannot listen"))
         else:
             self._forming = on_thread(f"generation {order.generation}", lambda: _form(order, self._process))
 
@@ -124,7 +124,7 @@ class GradientExchange:
             what = f"membership {generation} of {self.size} replicas"
             raise PeerLostError(f"{what} did not come about: {str(error) or 'not all of them came'}") from error
 
-    def add_up(self, tensor: torch.Tensor, seconds: float) -> float:
+    def all_reduce(self, tensor: torch.Tensor, seconds: float) -> float:
         """Replace the tensor by its sum over all replicas, in place; waits at most `seconds` for each of them. Returns
         the seconds that it took. Raises `PeerLostError`; the tensor is then of no use, and this membership is over."""
         if self.size <= 1:
@@ -137,12 +137,12 @@ class GradientExchange:
         try:
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
-            self.give_up()  # the others need not wait for their deadline
+            self.abort()  # the others need not wait for their deadline
             raise PeerLostError(f"gradient exchange of {self.size} replicas failed: {error}") from error
         return time.monotonic() - began
 
-    def give_up(self) -> None:
-        """This membership is over. Who still counts on this replica finds out at once."""
+    def abort(self) -> None:
+        """End this membership. Replicas that wait for this one find out at once."""
         self._group = None  # closes the connections
 
     def _require_prepared(self, generation: int) -> Prepare:
@@ -162,7 +162,7 @@ def _form(order: Prepare, process: int) -> ProcessGroupGloo:
 
 
 def _serve_store(host: str, port: int) -> TCPStore:
-    """The meeting place, for those who reach this address; 0: at any free port."""
+    """The rendezvous store, for replicas that reach this address; port 0: at any free one."""
     listener = socket.create_server((host, port))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -204,12 +204,13 @@ class ElasticReplica:
                 return self._catch_up(order)
 
     def keep_up_until(self, interrupted: Callable[[float], bool]) -> None:
-        """Follow, if it does, until `interrupted`, which waits for that as many seconds as it is given."""
+        """Follow the core, where this replica follows one, until `interrupted`, which is given the seconds that it may
+        wait."""
         while self._follower is not None and not interrupted(_LOOK_SECONDS):
             self._keep_up()
 
     def stop_following(self) -> None:
-        """To unmap a large state takes as long as many messages: not before the answer to `Enter`."""
+        """Cease to follow: after the answer to `Enter`, for unmapping a large state takes as long as many messages."""
         self._follower = None
 
     def _enter(self, generation: int) -> Entered:
@@ -260,7 +261,7 @@ class ElasticReplica:
         return StateDigest(self._number(), state.checksum, state.size, [state.place], ready, self._behind)
 
     def _number(self) -> int:
-        """Of the state that is held; -1 when it is none of the core's."""
+        """The number of the state that is held; -1 when it is none of the core's."""
         if self._behind:
             return -1
         if self._follower is None:

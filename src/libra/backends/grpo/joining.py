@@ -57,7 +57,8 @@ class Joiner:
         self._copy_seconds = 0.0  # for which it may be in the middle of a copy; 0: it has followed nobody yet
 
     async def join(self) -> float:
-        """Returns the seconds that a step waited for the entry. Raises `JoinError`, `WorkerLostError`."""
+        """Take the replica in; returns the seconds that a step waited for that. Raises `JoinError`,
+        `WorkerLostError`."""
         try:
             for boundary in range(JOIN_BOUNDARIES):
                 hold = self._hold if boundary < COURTEOUS else None
@@ -76,12 +77,12 @@ class Joiner:
         )
 
     def _is_stale(self) -> bool:
-        """At first, and when somebody was lost: what was prepared will not do."""
+        """Whether the prepared generation will not do: at first, and when a replica was lost."""
         return self._follows is not self._membership.cores[0] or self._generation != self._membership.prepared
 
     async def _introduce(self, hold: float | None) -> None:
-        """Everyone prepares the generation with it, and it follows the core; not at this boundary where it is in the
-        middle of a copy and does not listen within `hold` seconds (None: however long it takes)."""
+        """Let all replicas prepare the generation with the joiner, and the joiner follow the core; not at this boundary
+        where the joiner is in the middle of a copy and does not answer within `hold` seconds (None: any time)."""
         members, follows, places = self._membership, self._follows, None
         await self._hear_out()
         async with self._boundary:
@@ -101,7 +102,7 @@ class Joiner:
             await self._follow(places, here)
 
     async def _try_to_enter(self, hold: float | None) -> float | None:
-        """Take it in if it holds the core's state and says so within `hold` seconds (None: however long it takes).
+        """Take the joiner in if it holds the core's state and says so within `hold` seconds (None: any time).
         Returns the seconds that a step waited at this boundary."""
         members, self._wanted = self._membership, None
         async with self._boundary:
@@ -131,7 +132,8 @@ class Joiner:
             return self._boundary.waited(began)
 
     async def _answer_within(self, hold: float | None, order: Message, deadline: float) -> StateDigest | None:
-        """None when it has not answered by then: it is in the middle of something, and answers after that."""
+        """The joiner's answer; None when there is none by then: it is in the middle of something, and answers after
+        that."""
         self._late = asyncio.create_task(self._ask(order, deadline))
         await asyncio.wait([self._late], timeout=hold)
         if not self._late.done():
@@ -140,7 +142,7 @@ class Joiner:
         return answered.result()
 
     async def _come_level(self, wanted: StateDigest) -> None:
-        """Give it time to reach the state that the core had at the last boundary, while steps are made."""
+        """Give the joiner time to reach the state that the core had at the last boundary, while steps are made."""
         await self._hear_out()
         patience = self._membership.patience
         catch_up = CatchUp(wanted.number, self._generation, patience.unknown)
@@ -163,8 +165,8 @@ class Joiner:
         self._behind = (await self._ask(Follow(places), deadline)).behind
 
     async def _places(self, here: StateDigest) -> Places | None:
-        """Where it reads the core's state: in memory that they share, or through a relay that is now beside the core.
-        None when the core is lost. Raises `JoinError`."""
+        """Where the joiner reads the core's state: in memory that they share, or through a relay that is now beside
+        the core. None when the core is lost. Raises `JoinError`."""
         core, replica, patience = self._membership.cores[0], self._replica, self._membership.patience
         if core.node == replica.node:
             return [*here.places]
@@ -186,12 +188,12 @@ class Joiner:
         return digest
 
     async def _core_digest(self) -> StateDigest | None:
-        """None when the core is lost."""
+        """What the core holds; None when it is lost."""
         orders = [(self._membership.cores[0], Identify())]
         [digest] = await self._membership.ask(orders, StateDigest, deadline=self._membership.patience.floor)
         return digest
 
 
 def _copy_seconds(core: StateDigest) -> float:
-    """That the slowest copy of its state, and of the updates that came meanwhile, may take."""
+    """Seconds that the slowest copy of a core's state, and of the updates that came meanwhile, may take."""
     return 6 * core.size / SLOWEST  # parameters and two moments; the ring keeps three gradients

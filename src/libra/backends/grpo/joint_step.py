@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
+from libra.backends.protocols import StepResult
 from libra.backends.transport.channel import FromWorker, ToWorker
 from libra.backends.transport.trainer_messages import (
     Entered,
@@ -31,38 +31,6 @@ from libra.backends.transport.trainer_messages import (
 )
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one replica did of a step."""
-
-    replica: str
-    compute_seconds: float
-    exchange_seconds: float  # the wait for the slowest one included
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimiser step over all replicas. Seconds are those of the slowest replica unless said otherwise."""
-
-    version: int
-    checksum: int
-    buffer: int
-    replicas: int
-    wall_seconds: float  # as the controller saw it
-    compute_seconds: float
-    exchange_seconds: float
-    publish_seconds: float  # the new weights written for the engines
-    forward_tokens: int
-    generated_tokens: int
-    clip_share: float
-    behaviour_weight_mean: float
-    prox_gap_mean: float
-    gradient_norm: float
-    held_seconds: float = 0.0  # before it began: the step boundary was held for somebody else
-    redone_seconds: float = 0.0  # then: attempts that failed with a loss, and regrouping
-    shares: tuple[Share, ...] = ()
 
 
 def summarise(

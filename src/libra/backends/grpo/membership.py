@@ -66,7 +66,7 @@ class Boundary(asyncio.Lock):
 
     @asynccontextmanager
     async def step(self) -> AsyncIterator[float]:
-        """Hold it to make a step; gives the seconds that the step waited for it."""
+        """Hold the boundary to make a step; gives the seconds that the step waited for it."""
         asked = self._due = time.monotonic()
         try:
             await self.acquire()
@@ -90,7 +90,7 @@ class CoreLostError(RuntimeError):
 
 
 class ExchangeError(RuntimeError):
-    """Replicas that are all there do not get their gradients added up."""
+    """Replicas that are all there cannot reduce their gradients."""
 
 
 class Membership:
@@ -117,7 +117,7 @@ class Membership:
         raise CoreLostError(f"core trainer {names} is gone, and no other is left")
 
     def hybrid(self, name: str) -> Handle:
-        """Raises `WorkerLostError` when there is none of that name."""
+        """The hybrid replica of that name. Raises `WorkerLostError` when there is none."""
         for replica in self.hybrids:
             if replica.name == name:
                 return replica
@@ -176,8 +176,8 @@ class Membership:
         self._kill(replica)
 
     async def prepare(self, replicas: Sequence[Handle]) -> int:
-        """Let these replicas form a generation beside the present one; returns its number. They answer at once, and who
-        is lost meanwhile is found when the generation is entered."""
+        """Let these replicas form a generation beside the present one; returns its number. They answer at once; one
+        that is lost meanwhile is found when the generation is entered."""
         self.prepared += 1
         first, size = replicas[0], len(replicas)
         port = await self._meet_at(first) if size > 1 else 0
@@ -189,7 +189,7 @@ class Membership:
         return self.prepared
 
     async def _meet_at(self, replica: Handle) -> int:
-        """The port at which it listens for the others; 0 when it cannot, or is lost."""
+        """The port at which this replica listens for the others; 0 when it cannot, or is lost."""
         if self._rendezvous is None or self._rendezvous[0] is not replica:
             order = HostRendezvous(replica.host, self._wanted_port)
             [meeting] = await self.ask([(replica, order)], Rendezvous, deadline=self.patience.floor)
@@ -199,8 +199,8 @@ class Membership:
         return self._rendezvous[1]
 
     async def enter(self, generation: int) -> None:
-        """All present replicas enter; into a newer generation when that does not come about or somebody is lost on the
-        way. Raises `CoreLostError`, `ExchangeError`."""
+        """Let all present replicas enter the generation, or a newer one when it is not formed or a replica is lost on
+        the way. Raises `CoreLostError`, `ExchangeError`."""
         failures = 0
         while True:
             orders = [(replica, Enter(generation)) for replica in self.replicas]
@@ -219,8 +219,8 @@ class Membership:
     async def regroup_after(
         self, what: str, answers: Sequence[Reduced | TrainingMeasured | None], failures: int
     ) -> int:
-        """A new generation after an attempt that failed; returns how many have failed by now although nobody was lost.
-        Raises `CoreLostError`, `ExchangeError`."""
+        """Enter a new generation after a failed attempt; returns how many have failed by now although no replica was
+        lost. Raises `CoreLostError`, `ExchangeError`."""
         failures += not self.forget_lost()
         await self.regroup()
         if failures == FAILURES:
@@ -229,16 +229,16 @@ class Membership:
         return failures
 
     async def regroup(self) -> None:
-        """A new generation of those who are present."""
+        """Enter a new generation of the present replicas."""
         await self.enter(await self.prepare(self.replicas))
 
     async def tidy(self) -> None:
-        """Go on without those that were lost since the last step."""
+        """Go on without the replicas that were lost since the last step."""
         if self.forget_lost():
             await self.regroup()
 
     def forget_lost(self) -> bool:
-        """Whether somebody was lost. Raises `CoreLostError` when no core is left."""
+        """Drop lost replicas; whether there were any. Raises `CoreLostError` when no core is left."""
         before, first = len(self.replicas), self.require_core()
         self.cores = [first, *(replica for replica in self.cores if replica is not first and not replica.lost)]
         self.hybrids = [replica for replica in self.hybrids if not replica.lost]

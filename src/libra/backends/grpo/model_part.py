@@ -103,7 +103,7 @@ class ModelPart:
         return self.model.no_sync() if self._several and not last else contextlib.nullcontext()
 
     def norm(self, own: float) -> float:
-        """Of the whole gradient, where `own` is that of this part."""
+        """The norm of the whole gradient, where `own` is that of this part."""
         return own
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:

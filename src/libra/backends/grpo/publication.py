@@ -134,7 +134,7 @@ class StateBoard(_Map):
 
     @property
     def number(self) -> int:
-        """Of the newest whole state."""
+        """The number of the newest whole state."""
         return int(self._sequence[0]) // 2
 
     @property
@@ -211,7 +211,7 @@ class SharedPublication(_Map):
 
     @property
     def vectors(self) -> list[Vector]:
-        """Of the state."""
+        """The vectors of the state."""
         return self._vectors
 
     def holds_state(self, number: int) -> bool:

@@ -104,7 +104,7 @@ class TrainState:
 
     @property
     def number(self) -> int:
-        """Of this state on the board."""
+        """The number of this state on the board."""
         return self._board.number
 
     @property
@@ -114,7 +114,7 @@ class TrainState:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         rate: float = self._group["lr"]
         return rate
 
@@ -124,12 +124,12 @@ class TrainState:
 
     @property
     def size(self) -> int:
-        """Bytes of one vector of it."""
+        """Bytes of one vector of the state."""
         return self._board.vectors[PARAMETERS].nbytes
 
     @property
     def place(self) -> StatePlace:
-        """Where other processes find it."""
+        """Where other processes find the state."""
         return StatePlace(os.getpid(), self._board.descriptor)
 
     def publication_at(self, place: StatePlace | RelayPlace) -> Publication:

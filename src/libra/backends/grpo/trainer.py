@@ -53,7 +53,7 @@ _ARITHMETIC = {"bf16": (torch.float32, "bf16"), "fp32": (torch.float32, "no"), "
 
 
 class TrainerProcess:
-    """Its part of the model, optimiser and gradient exchange."""
+    """A training process: its part of the model, the optimiser and the gradient exchange."""
 
     def __init__(self, start: StartTrainer, descriptor: int, pacer: Pacer, inside: Inside = ALONE) -> None:
         self._settings = start
@@ -91,7 +91,7 @@ class TrainerProcess:
         )
         failure, exchange_seconds = "", 0.0
         try:
-            exchange_seconds = self.elastic.exchange.add_up(gradient, order.patience)
+            exchange_seconds = self.elastic.exchange.all_reduce(gradient, order.patience)
         except PeerLostError as error:
             failure = str(error)
         else:
@@ -182,7 +182,7 @@ class TrainerProcess:
                     # All processes of the replica go on, or none: they meet again in the step.
                     if self._inside.largest(bool(vote.failure)):
                         self.discard()
-                        self.elastic.exchange.give_up()  # another replica may have got this sum, and be at the next one
+                        self.elastic.exchange.abort()  # another replica may have got this sum, and be at the next one
                         failure = vote.failure or "the gradient exchange of another process failed"
                         return TrainingMeasured([], 0.0, 0.0, failure)
                     self.commit(Commit(0, -1))

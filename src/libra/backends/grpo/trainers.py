@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from libra.backends.grpo.joining import Joiner, JoinError
-from libra.backends.grpo.joint_step import Share, StepResult, split_evenly, summarise, tokens_of
+from libra.backends.grpo.joint_step import split_evenly, summarise, tokens_of
 from libra.backends.grpo.membership import STANDARD, Boundary, Membership, Patience
 from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
+from libra.backends.protocols import Share, StepResult
 from libra.backends.transport.messages import Acknowledged, Message, Precision
 from libra.backends.transport.shared_memory import BUFFERS
 from libra.backends.transport.trainer_messages import (
@@ -29,6 +30,8 @@ from libra.backends.transport.trainer_messages import (
     Reduced,
     Sample,
     SaveCheckpoint,
+    Score,
+    Scored,
     StartTrainer,
     Train,
     Trained,
@@ -76,7 +79,7 @@ class DivergedError(RuntimeError):
 
 
 class Trainers:
-    """Core replicas first; the first of them publishes. No step is made while somebody else holds `boundary`."""
+    """The `Trainer` of a run. Core replicas come first, and the first of them publishes."""
 
     def __init__(
         self,
@@ -213,6 +216,20 @@ class Trainers:
                 await self._discard()
                 failures = await self._members.regroup_after(f"step {version}", votes, failures)
 
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """The log-probs that a core replica computes. Raises `CoreLostError`, `WorkerFailedError`."""
+        return (await self.ask_core(Score(sequences), Scored)).logprobs
+
+    async def save(self, directory: Path, optimiser: bool) -> None:
+        """A core replica writes what it holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file
+        then."""
+        try:
+            await self.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
+        except WorkerFailedError as error:  # it was alive, and could not do it
+            for part in directory.glob("*.part"):
+                part.unlink(missing_ok=True)  # it takes space that somebody may need now
+            raise DiskError(directory, OSError(0, str(error))) from None
+
     async def _vote(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> list[Reduced | None]:
         """Every replica back-propagates its share and adds up; None from those that are lost."""
         shares = split_evenly(samples, self.size)
@@ -264,14 +281,3 @@ class Trainers:
         self._step_seconds = time.monotonic() - began
         self._longest_step = max(self._longest_step, self._step_seconds)
         return summarise(votes, done[0], checksum, buffer, self._step_seconds, publish_seconds)
-
-
-async def save_weights(trainers: Trainers, directory: Path, optimiser: bool) -> None:
-    """A core replica writes what it holds, in Hugging Face layout. Raises `DiskError`, and leaves no part of a file
-    then."""
-    try:
-        await trainers.ask_core(SaveCheckpoint(str(directory.absolute()), optimiser), Acknowledged)
-    except WorkerFailedError as error:  # it was alive, and could not do it
-        for part in directory.glob("*.part"):
-            part.unlink(missing_ok=True)  # it takes space that somebody may need now
-        raise DiskError(directory, OSError(0, str(error))) from None

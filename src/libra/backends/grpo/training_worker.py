@@ -130,7 +130,7 @@ class Peer(PeerChannel):
         return answer
 
     def refuse(self) -> None:
-        """It says something that nobody asked for: most likely its last words. Raises `BrokenReplicaError`."""
+        """Take what the process says unasked, most likely its last words. Raises `BrokenReplicaError`."""
         raise BrokenReplicaError(f"process {self._number} of the replica sent {type(self.answer()).__name__} unasked")
 
     def close(self) -> None:

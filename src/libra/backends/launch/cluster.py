@@ -55,7 +55,7 @@ class _Place:
 
     @property
     def name(self) -> str:
-        """Of the node that is here; another one has another."""
+        """The name of the present node; the next one here has another."""
         return f"node-{self.number}.{self.generation}"
 
     def give_up(self) -> None:
@@ -65,8 +65,8 @@ class _Place:
 
 
 class ClusterLauncher:
-    """See `Launcher` for its verbs. `slots` say where each slot is; `marks` are files that every node must see. A place
-    that loses `most_losses` nodes within an hour, those that do not start included, is given up."""
+    """See `WorkerLauncher` for its verbs. `slots` say where each slot is; `marks` are files that every node must see. A
+    place that loses `most_losses` nodes within an hour, those that do not start included, is given up."""
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ class ForkServer:
             os.close(process)
 
     async def _reply(self) -> dict[str, Any] | None:
-        """Its next line; None when it ended."""
+        """The fork server's next line; None when it has ended."""
         line = await asyncio.get_running_loop().sock_recv(self._control, 4096)
         return json.loads(line) if line else None
 

@@ -18,7 +18,6 @@ from libra.backends.launch.fork_server import ForkServer
 from libra.backends.machine import Bf16Speed, hardware_name
 from libra.backends.transport.channel import ControllerChannel
 from libra.backends.transport.engine_messages import LoadWeights
-from libra.exec import protocols
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,56 @@ class SourceLostError(CopyError):
     """The node where the weights should be does not have them, or not any more."""
 
 
-class WorkerLauncher(protocols.Launcher[WorkerLink], protocols.WeightStore[WorkerLink], Protocol):
-    """Worker processes, and the shared memory of their nodes in which published weights lie."""
+class WeightStore(Protocol):
+    """Where published weights lie for engines to read."""
+
+    async def bring(self, weights: LoadWeights, size: int, source: WorkerLink, target: WorkerLink) -> None:
+        """The node of `target` holds these weights, of `size` bytes, when this returns; the node of `source` has them.
+        Raises `SourceLostError`, and `CopyError` where they did not arrive whole."""
+        ...
+
+
+class WorkerLauncher(WeightStore, Protocol):
+    """Starts and ends worker processes, and keeps published weights in the shared memory of their nodes. Slots are
+    numbered from 0; each is a place for one process at a time."""
+
+    slots_changed: Callable[[], None]  # told when `offers` may say something else
+
+    @property
+    def hardware(self) -> str:
+        """What workers run on; equal where costs that were measured are equal."""
+        ...
+
+    def processes(self) -> Sequence[int]:
+        """Process ids under which workers of this machine run."""
+        ...
+
+    def offers(self, slot: int) -> bool:
+        """Whether the slot is there: its node is not lost."""
+        ...
+
+    async def ready(self) -> float:
+        """Wait until workers can be started; returns the seconds that their libraries took to import. Raises
+        `LaunchError`."""
+        ...
+
+    async def spawn(self, name: str, slot: int) -> WorkerLink:
+        """Start one worker. Its output goes to `<logs>/<name>.log`. Raises `ForkError`, and `LaunchError` where no
+        worker can be started any more."""
+        ...
+
+    def kill(self, link: WorkerLink) -> None:
+        """End a worker that was spawned here, at once; no error where it has ended."""
+        ...
+
+    async def gone(self, link: WorkerLink) -> None:
+        """Returns when the worker's process has ended, which it is made to if it does not go by itself. Raises
+        `TimeoutError` when even that does not end it."""
+        ...
+
+    def exists(self, link: WorkerLink) -> bool:
+        """Whether the worker's process is there, as far as is known."""
+        ...
 
     @property
     def bf16(self) -> Sequence[Bf16Speed]:
@@ -52,7 +99,7 @@ class WorkerLauncher(protocols.Launcher[WorkerLink], protocols.WeightStore[Worke
 
 
 class LocalLauncher:
-    """See `Launcher` for its verbs. All slots are on this machine, and their workers share memory."""
+    """See `WorkerLauncher` for its verbs. All slots are on this machine, and their workers share memory."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server

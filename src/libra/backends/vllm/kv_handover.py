@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from libra.backends.protocols import Engine
 from libra.backends.transport.engine_messages import Fetched, KVBufferPlace, KVTransfer, Save, Saved
 from libra.backends.transport.shared_memory import OwnFrames
-from libra.backends.vllm.engine_handle import EngineHandle
 from libra.cost.device import DeviceProfile
 from libra.cost.engine_memory import BLOCK_TOKENS
 from libra.cost.transfer import handover_pays
@@ -42,11 +42,11 @@ class KVLeases:
         return KVTransfer(self._transfers, [self._free.pop() for _ in range(blocks)])
 
     def release(self, transfer: KVTransfer) -> None:
-        """Its frames may be given to others."""
+        """Give the frames of a transfer back."""
         self._free += reversed(transfer.frames)
 
     def release_after(self, process: int, transfer: KVTransfer) -> None:
-        """Its frames may be given to others once the process that was to fill them is gone."""
+        """Give the frames of a transfer back once the process that was to fill them is gone."""
         self._written_by.append((process, transfer))
 
     def _reclaim(self) -> None:
@@ -103,7 +103,7 @@ class KVHandover:
         self.leases = KVLeases(frames)
         self._profile: DeviceProfile | None = None
 
-    def place(self, engine: EngineHandle) -> KVBufferPlace | None:
+    def place(self, engine: Engine) -> KVBufferPlace | None:
         """Where an engine finds the memory; None where it does not: it runs on another node."""
         return self.memory.place if engine.link.node == _NODE else None
 
@@ -117,7 +117,7 @@ class KVHandover:
         return self._profile is None or handover_pays(self._profile, tokens)
 
     async def bring(
-        self, tokens: Sequence[int], salt: str | None, source: EngineHandle, target: EngineHandle
+        self, tokens: Sequence[int], salt: str | None, source: Engine, target: Engine
     ) -> tuple[KVTransfer | None, ContextMove]:
         """Have `source` save what it holds of a context, for a request that is sent to `target` as soon as this
         returns. What is told of the change is complete when that request has its first token."""
@@ -154,7 +154,7 @@ class KVHandover:
         target.fetched(transfer.number).add_done_callback(done)
         return KVTransfer(transfer.number, transfer.frames[: saved.blocks]), change
 
-    def _lease(self, blocks: int, source: EngineHandle, target: EngineHandle, change: ContextMove) -> KVTransfer | None:
+    def _lease(self, blocks: int, source: Engine, target: Engine, change: ContextMove) -> KVTransfer | None:
         """Room for a context, where it is to be handed over."""
         if source.lost:
             change.why = "the engine was gone"
@@ -170,7 +170,7 @@ class KVHandover:
             return transfer
         return None
 
-    def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: EngineHandle) -> None:
+    def _written(self, saved: asyncio.Future[Saved | None], transfer: KVTransfer, source: Engine) -> None:
         """Nobody wants this transfer any more, and its writer has ended in one way or the other."""
         if saved.result() is None:
             self.leases.release_after(source.link.pid, transfer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -23,9 +22,9 @@ from libra.plan.explain.views import bound_of, bucket_views, plan_view, pool_vie
 from libra.plan.explain.what_if import one_node_fewer, one_node_more, one_version_more, smallest_cluster
 from libra.plan.model.solve import solve
 from libra.plan.options.menu import Rejected
-from libra.plan.options.price import infeasibility, own_training, price
+from libra.plan.options.price import own_training, price
 from libra.plan.options.slots import SlotRequest
-from libra.plan.plan import Plan
+from libra.plan.plan import Plan, require_answer
 from libra.plan.problem import InfeasiblePlanError, Problem, Solution
 
 RUNNERS_UP = 3
@@ -40,7 +39,7 @@ def explain_plan(plan: Plan) -> Explanation:
     """
     request = plan.request
     menu = request.menu()
-    _require_own(plan, menu.problem)
+    require_answer(plan, menu.problem)
     if isinstance(request, SlotRequest):
         return explain(menu.problem, plan.solution)
     return explain(
@@ -135,17 +134,3 @@ def by_kind(rejected: Iterable[Rejected]) -> tuple[RejectedKind, ...]:
         found.setdefault(kind, []).append((each.name, each.reason))
     kinds = (RejectedKind(kind, tuple(options)) for kind, options in found.items())
     return tuple(sorted(kinds, key=lambda kind: -len(kind.options)))
-
-
-def _require_own(plan: Plan, problem: Problem) -> None:
-    """Raise ValueError unless the plan's allocation, prediction and bound are those of its request: it may have been
-    edited since."""
-    reason = infeasibility(problem, plan.allocation)
-    if reason is None:
-        priced = price(problem, plan.allocation)
-        if not math.isclose(priced.step, plan.predicted.step, rel_tol=1e-6):
-            reason = f"its request prices a step at {priced.step:.6g} s, the plan says {plan.predicted.step:.6g} s"
-        elif solve(problem, tie_break=False).predicted.step < plan.proof.bound * (1 - 1e-6):
-            reason = "there is a plan below the bound that it states"
-    if reason is not None:
-        raise ValueError(f"the plan is not an answer to the request in it: {reason}; plan again")

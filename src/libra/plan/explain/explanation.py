@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libra.plan.problem import Bottleneck, Family, Prediction, Proof
+from libra.plan.problem import Bottleneck, Family, Prediction, Proof, StepPart
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the step consists of (`libra.plan.options.price.step_parts`); the largest part is the bottleneck."""
+    """What bounds the step, and what it consists of (`libra.plan.options.price.step_parts`)."""
 
     by: Bottleneck
-    parts: tuple[tuple[Bottleneck, float], ...]  # seconds that add up to the step, the largest first
+    parts: tuple[tuple[StepPart, float], ...]  # seconds that add up to the step, the largest first
     batches: int  # 1 + staleness, by which the parts of a sum are divided
-    # Of a step that is no sum: the share that it could be shorter by before something else bounds it
-    slack: float | None
+    slack: float  # the share that the step could be shorter by before something else bounds it
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,9 @@ def plan_view(problem: Problem, allocation: Allocation, step: float) -> PlanView
 def bound_of(problem: Problem, allocation: Allocation) -> Bound:
     predicted = price(problem, allocation)
     parts = sorted(step_parts(problem, allocation).items(), key=lambda part: -part[1])
-    slack = None
-    if len(parts) == 1 and predicted.step > 0:
-        asked = {"rollout": predicted.rollout, "training": predicted.training, "latency": predicted.latency}
-        slack = 1 - max(seconds for name, seconds in asked.items() if name != predicted.bottleneck) / predicted.step
+    asked = {"rollout": predicted.rollout, "training": predicted.training, "latency": predicted.latency}
+    rest = max(seconds for name, seconds in asked.items() if name != predicted.bottleneck)
+    slack = 1 - rest / predicted.step if predicted.step > 0 else 0.0
     return Bound(predicted.bottleneck, tuple(parts), 1 + problem.staleness, slack)
 
 

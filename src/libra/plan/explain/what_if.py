@@ -32,6 +32,7 @@ def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tupl
     Raises `ConfigError` that names the assumption.
     """
     changes: dict[str, Any] = {}
+    of_recipe = []
     classes = {nodes.name for nodes in cluster.nodes}
     for text in assumptions:
         key, found, value = text.partition("=")
@@ -44,6 +45,7 @@ def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tupl
                 cluster = override(cluster, {key: _count(value)})
             elif key in Recipe.model_fields:
                 changes[key] = _value(value)
+                of_recipe.append(text)
             else:
                 raise ConfigError(unknown("what-if", key, ("gpus", *sorted(classes), *Recipe.model_fields)))
         except ValueError as error:
@@ -57,8 +59,9 @@ def assume(cluster: Cluster, recipe: Recipe, assumptions: Sequence[str]) -> tupl
         return cluster, Recipe(**{**kept, **changes})
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"]) or "request"
-        raise ConfigError(f"--what-if: {key}: {problem['msg'].removeprefix('Value error, ')}") from None
+        key, message = ".".join(str(part) for part in problem["loc"]), problem["msg"].removeprefix("Value error, ")
+        wrong = f"{key}: {message}" if key else message
+        raise ConfigError(f"--what-if {' '.join(of_recipe)}: {wrong}") from None
 
 
 def _count(text: str) -> int:

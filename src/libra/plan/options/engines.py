@@ -2,7 +2,7 @@
 
 Invariant: an option is listed only if an engine of it can serve some class, and before `BatchFactors` correct it its
 price is never below what the profile says for the classes it serves, to the tolerance that
-`libra.cost.grid.iteration_lines` states.
+`libra.cost.lines.iteration_lines` states.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from libra.plan.problem import (
     Proof,
     Solution,
     SolverStatus,
+    StepPart,
     TrainingOption,
 )
 
@@ -110,9 +111,16 @@ def price(problem: Problem, allocation: Allocation) -> Prediction:
     prices = bucket_prices(problem, allocation)
     rollout = max(bucket.load for bucket in prices)
     latency = max(bucket_latency(problem, training, bucket) for bucket in prices)
-    step = max(rollout, training.seconds, latency)
-    parts = _parts(problem, training, prices)
-    return Prediction(step, rollout, training.seconds, latency, max(parts, key=lambda name: parts[name]))
+    seconds: dict[Bottleneck, float] = {"rollout": rollout, "training": training.seconds, "latency": latency}
+    bottleneck = max(seconds, key=lambda name: seconds[name])
+    step = seconds[bottleneck]
+    alternate = None
+    if bottleneck == "latency" and problem.shared:
+        parts = _latency_parts(problem, training, prices)
+        if parts["latency"] == max(parts.values()):
+            # A batch that was held up by the one before it is there at once: the step waits for training only.
+            alternate = (training.seconds, (1 + problem.staleness) * step - problem.staleness * training.seconds)
+    return Prediction(step, rollout, training.seconds, latency, bottleneck, alternate)
 
 
 def solution(
@@ -125,34 +133,32 @@ def solution(
     return Solution(allocation, predicted, Proof(status, bound, gap))
 
 
-def step_parts(problem: Problem, allocation: Allocation) -> dict[Bottleneck, float]:
-    """The seconds that the step of an allocation that fits consists of; the largest part is its bottleneck.
+def step_parts(problem: Problem, allocation: Allocation) -> dict[StepPart, float]:
+    """The seconds that the step of an allocation that fits consists of, in the order in which equal ones are named.
 
-    A step that waits for its longest trajectory is a sum: generation (synchronous), or the longest trajectory by itself
-    and what others slow it by; training after it; publication, with the changes of side of colocated devices. Each is
-    divided by 1 + staleness, as so many batches are under way. Another step is as long as training, or as generation.
+    Latency is a sum: generation (synchronous), or the longest trajectory by itself and what others slow it by; training
+    after it; publication, with the changes of side of colocated devices. Each is divided by 1 + staleness, as so many
+    batches are under way. A step with another bottleneck is as long as training, or as generation.
     """
-    training = own_training(problem, allocation)
-    return _parts(problem, training, bucket_prices(problem, allocation))
+    predicted = price(problem, allocation)
+    if predicted.bottleneck != "latency":
+        return {predicted.bottleneck: predicted.step}
+    return _latency_parts(problem, own_training(problem, allocation), bucket_prices(problem, allocation))
 
 
-def _parts(problem: Problem, training: TrainingOption, prices: tuple[BucketPrice, ...]) -> dict[Bottleneck, float]:
-    """In the order in which they are named where they are equal."""
+def _latency_parts(
+    problem: Problem, training: TrainingOption, prices: tuple[BucketPrice, ...]
+) -> dict[StepPart, float]:
     batches = 1 + problem.staleness
     fixed = fixed_seconds(problem, training)
     rollout, residence = max(bucket.load for bucket in prices), max(bucket.residence for bucket in prices)
-    after: dict[Bottleneck, float] = {
+    after: dict[StepPart, float] = {
         "training": training.after_rollout / batches,
         "publication": (fixed - training.after_rollout) / batches,
     }
     if problem.synchronous:
-        if training.seconds > max(rollout, residence) + fixed:
-            return {"training": training.seconds}
-        longest: dict[Bottleneck, float] = {"rollout": rollout} if rollout >= residence else {"latency": residence}
+        longest: dict[StepPart, float] = {"rollout": rollout} if rollout >= residence else {"latency": residence}
         return {"training": after["training"], **longest, "publication": after["publication"]}
-    by_itself, waiting = max(rollout, training.seconds), (residence + fixed) / batches
-    if by_itself > waiting or (by_itself == waiting and not problem.shared):
-        return {"rollout": rollout} if rollout >= training.seconds else {"training": training.seconds}
     if not problem.shared:
         return {"latency": residence / batches, **after}
     last = max(prices, key=lambda bucket: bucket.residence)

@@ -11,11 +11,12 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import settle
 from libra.sim.engine.request import Chain, Request, owner_of
-from libra.sim.engine.scheduler import Scheduler
+from libra.sim.engine.state import EngineState
 
 
-def admit(state: Scheduler, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> None:
-    """Requests that are admitted add their first chunks, and what the prefix cache had of them."""
+def admit(state: EngineState, budget: int, now: int, chunks: list[Chunk], cached: list[tuple[int, int]]) -> None:
+    """Admit requests from the head of the queue; their first chunks go into `chunks`, and what the prefix cache had of
+    them into `cached`."""
     config, pool, waiting, running = state.config, state.pool, state.waiting, state.running
     size = config.block_size
     state.blocked = False
@@ -49,7 +50,7 @@ def admit(state: Scheduler, budget: int, now: int, chunks: list[Chunk], cached: 
         state.compute(request, new)
 
 
-def may_admit(state: Scheduler) -> bool:
+def may_admit(state: EngineState) -> bool:
     """Whether the head of the queue fits an iteration of its own."""
     if not state.waiting or len(state.running) >= state.config.max_num_seqs:
         return False
@@ -68,7 +69,7 @@ def refusal(request: Request, config: EngineConfig) -> str:
     )
 
 
-def _room(state: Scheduler, request: Request, budget: int) -> tuple[int, int] | None:
+def _room(state: EngineState, request: Request, budget: int) -> tuple[int, int] | None:
     """(blocks found, tokens to compute now) of a request that can be admitted."""
     config, pool = state.config, state.pool
     size = config.block_size
@@ -93,8 +94,8 @@ def _room(state: Scheduler, request: Request, budget: int) -> tuple[int, int] | 
     return None if needed - found + unheld > free else (found, new)
 
 
-def take_in(state: Scheduler, context: Chain | Request, tokens: int, now: int) -> int:
-    """The KV of a context's first `tokens` tokens is here. Returns how many blocks are new.
+def take_in(state: EngineState, context: Chain | Request, tokens: int, now: int) -> int:
+    """Take in the KV of a context's first `tokens` tokens. Returns how many blocks are new.
 
     Raises ValueError for a request that has ended or has less than so many tokens.
     """
@@ -120,8 +121,9 @@ def take_in(state: Scheduler, context: Chain | Request, tokens: int, now: int) -
     return pool.adopt(path, blocks) - found
 
 
-def cached_blocks(state: Scheduler, context: Chain | Request, now: int) -> int:
-    """From a context's beginning, that could be found: of a request, those that it would not compute if admitted."""
+def cached_blocks(state: EngineState, context: Chain | Request, now: int) -> int:
+    """Blocks from a context's beginning that could be found: of a request, those that it would not compute if
+    admitted."""
     pool = state.pool
     if not pool.caching:
         return 0

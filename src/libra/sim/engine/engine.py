@@ -15,11 +15,11 @@ from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settl
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
 from libra.sim.engine.running import complete, fill, nothing_fits, schedule
-from libra.sim.engine.scheduler import Pause, Scheduler
+from libra.sim.engine.state import EngineState, Pause
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class SimEngine(Scheduler):
+class SimEngine(EngineState):
     """Driven from outside: `plan` says when the next thing ends, `commit` makes it so at that tick.
 
     `submit`, `cancel`, `interrupt`, `pause`, `ask` and `close` may come at any tick in between, and return True when
@@ -87,14 +87,14 @@ class SimEngine(Scheduler):
         return cut_stretch(self, now)
 
     def release_leaving(self, now: int) -> None:
-        """Let go of those who leave, at a boundary, before the plan that would do so: others at that instant may need
-        to know."""
+        """Release the requests that leave, at a boundary, before the plan that would do so: others at that instant may
+        need to know."""
         if not self.busy and self.leaving:
             leave(self, sorted(self.leaving, key=lambda it: it.number), now)
 
     def pause(self, pause: Pause, now: int) -> bool:
-        """Stop at the end of the iteration that is under way, until the pause is over. One that closes does not come
-        to it."""
+        """Stop at the end of the iteration that is under way, until the pause is over. An engine that closes does not
+        pause."""
         if self.closing:
             return False
         self._due.append(pause)
@@ -116,8 +116,8 @@ class SimEngine(Scheduler):
     def ask(self, request: Request, tokens: int, now: int) -> bool:
         """Stop at the end of the iteration with which a request has generated `tokens` tokens: it is in `asked` then.
 
-        This replaces what its `ask_at` was. Who finishes with that token or before it is not asked about. Raises
-        ValueError for a request that neither runs nor waits here, or leaves, or has generated as many already.
+        This replaces the request's `ask_at`. A request that finishes with that token or before is not asked about.
+        Raises ValueError for a request that neither runs nor waits here, or leaves, or has generated as many already.
         """
         if not self._has(request):
             raise ValueError(f"request {request.number} neither runs nor waits on engine {self.index}: ask its own")
@@ -178,7 +178,7 @@ class SimEngine(Scheduler):
         return cached_blocks(self, context, now) * self.config.block_size
 
     def token_seconds(self, now: int) -> float:
-        """Of an iteration that one more sequence, as long as the others are on average, takes part in."""
+        """Seconds of an iteration with one more sequence, as long as the others are on average."""
         generation = self.flight.generation
         count = generation.count
         context = generation.context + count * ended_by(self, now)
@@ -269,11 +269,11 @@ class SimEngine(Scheduler):
         return request.engine == self.index and request.status in ("waiting", "running")
 
     def _forget_told(self) -> None:
-        """New lists: whoever has the old ones keeps them."""
+        """Start new lists; a caller that has the old ones keeps them."""
         self.asked, self.interrupted = [], []
 
     def _close(self, now: int) -> None:
-        """It is the boundary, and the last one."""
+        """Give back all unfinished requests at the last boundary."""
         for request in self.unfinished:
             if request not in self.leaving:
                 mark(self, request, "interrupted")

@@ -57,7 +57,7 @@ class Flights:
         self.under_way.append(flight)
 
     def land(self) -> Flight:
-        """The oldest batch under way has ended."""
+        """End the oldest batch under way."""
         flight = self.under_way.pop(0)
         flight.under_way = False
         return flight

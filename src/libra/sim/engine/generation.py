@@ -40,7 +40,8 @@ class Generation:
         return _BATCHES[requests] if requests < _KEPT else DecodeBatch(requests)
 
     def add(self, request: Request) -> None:
-        """From the next iteration on: its prompt is computed, and its first token (or the next one) is known."""
+        """Let a request generate from the next iteration on: its prompt is computed, and its first token (or the next
+        one) is known."""
         iteration, tokens = self.iteration, request.target
         request.offset = offset = tokens - iteration
         request.last = last = iteration + request.output_tokens - request.generated - 1
@@ -52,7 +53,7 @@ class Generation:
             self.ask(request)
 
     def remove(self, request: Request) -> int:
-        """Returns its computed tokens."""
+        """Take a request out; returns its computed tokens."""
         offset = request.offset
         tokens = offset + self.iteration
         self.context -= tokens + 1
@@ -64,19 +65,19 @@ class Generation:
         return tokens
 
     def computed(self, request: Request) -> int:
-        """Tokens whose KV there is before the next iteration."""
+        """Tokens of a request that have KV before the next iteration."""
         return request.offset + self.iteration
 
     def generated(self, request: Request) -> int:
-        """Tokens before the next iteration."""
+        """Tokens that a request has generated before the next iteration."""
         return request.output_tokens - (request.last + 1 - self.iteration) + (request in self._stalled)
 
     def needs(self, request: Request) -> int:
-        """Blocks that it needs for the next iteration."""
+        """Blocks that a request needs for the next iteration."""
         return int((request.offset + self.iteration) % self._size == 0)
 
     def stall(self, requests: set[Request]) -> None:
-        """They generate nothing in the next iteration: everything of theirs is one iteration later."""
+        """Let these requests generate nothing in the next iteration: each of their tokens is one iteration later."""
         self._stalled = requests
         for request in requests:
             self._phases[-request.offset % self._size] -= 1
@@ -88,7 +89,8 @@ class Generation:
                 self.ask(request)
 
     def ask(self, request: Request) -> None:
-        """Its `ask_at` is new, or comes in another iteration than before. Who ends with that token is not asked."""
+        """Note that the `ask_at` of a request is new, or comes in another iteration than before. A request that ends
+        with that token is not asked."""
         assert request.ask_at is not None
         if request.ask_at < request.output_tokens:
             heappush(self.asks, (_iteration_of(request, request.ask_at), request.admission, request))
@@ -98,7 +100,7 @@ class Generation:
         return sum(request.offset + self.iteration + 1 for request in requests)
 
     def steps_to_end(self) -> int:
-        """Iterations until the first one has generated its last token. There must be one."""
+        """Iterations until the first request has generated its last token. There must be one that generates."""
         ends = self._ends
         while True:
             last, admission, request = ends[0]
@@ -107,11 +109,11 @@ class Generation:
             heappop(ends)
 
     def steps_to(self, request: Request, tokens: int) -> int:
-        """Iterations until it has generated so many tokens."""
+        """Iterations until a request has generated so many tokens."""
         return tokens - self.generated(request)
 
     def steps_to_ask(self, most: int) -> int:
-        """Iterations until the first one has generated its `ask_at` tokens; `most` if that is later."""
+        """Iterations until the first request has generated its `ask_at` tokens; `most` if that is later."""
         asks = self.asks
         while asks:
             if _holds(asks[0]):
@@ -151,8 +153,8 @@ class Generation:
         return affordable
 
     def advance(self, steps: int) -> list[Request]:
-        """These iterations are done. Returns whose last one was among them, in the order of admission: they are still
-        here."""
+        """Count these iterations as done. Returns the requests that generated their last token in them, in the order of
+        admission; they are still here."""
         if self._stalled:
             self.context += self.count - len(self._stalled)
             self._stalled = set()
@@ -168,7 +170,8 @@ class Generation:
         return done
 
     def reached(self) -> list[Request]:
-        """Who has generated its `ask_at` tokens by now, in the order of admission; each is told once."""
+        """The requests that have generated their `ask_at` tokens by now, in the order of admission; each is returned
+        once."""
         asks = self.asks
         asked = []
         while asks and asks[0][0] < self.iteration:
@@ -181,12 +184,12 @@ class Generation:
 
 
 def _iteration_of(request: Request, tokens: int) -> int:
-    """The iteration that generates its token of this number, unless the request is put off."""
+    """The iteration that generates the token of this number, unless the request is put off."""
     return request.last - request.output_tokens + tokens
 
 
 def _holds(entry: tuple[int, int, Request]) -> bool:
-    """Whether this is still when its request reaches its `ask_at`."""
+    """Whether the request of an entry still reaches its `ask_at` in that iteration."""
     iteration, admission, request = entry
     ask_at = request.ask_at
     return request.admission == admission and ask_at is not None and _iteration_of(request, ask_at) == iteration

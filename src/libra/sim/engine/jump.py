@@ -11,11 +11,12 @@ from math import sqrt
 
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration, Piece, Scheduler
+from libra.sim.engine.state import EngineState, Iteration, Piece
 
 
-def plan_stretch(state: Scheduler, now: int, taken: int = 0) -> None:
-    """Until one of the requests is done or blocks run out. `taken` blocks of the first iteration are held already."""
+def plan_stretch(state: EngineState, now: int, taken: int = 0) -> None:
+    """Plan iterations until one of the requests is done or blocks run out. `taken` blocks of the first iteration are
+    held already."""
     generation = state.flight.generation
     steps = min(generation.steps_to_end(), state.most_steps)
     if steps > 1:
@@ -27,7 +28,7 @@ def plan_stretch(state: Scheduler, now: int, taken: int = 0) -> None:
     state.steps = steps
 
 
-def cut_stretch(state: Scheduler, now: int) -> bool:
+def cut_stretch(state: EngineState, now: int) -> bool:
     """End the planned iterations at the first boundary at or after `now`. True: that is sooner."""
     before = state.steps
     if before <= 1 or not state.busy:
@@ -36,8 +37,8 @@ def cut_stretch(state: Scheduler, now: int) -> bool:
     return state.steps < before
 
 
-def count_stretch(state: Scheduler) -> list[Request]:
-    """The planned iterations have ended. Returns whose last one was among them."""
+def count_stretch(state: EngineState) -> list[Request]:
+    """Count the planned iterations as ended. Returns the requests whose last one was among them."""
     if state.trace is not None:
         _tell(state)
     generation, pool, steps, end = state.flight.generation, state.pool, state.steps, state.end
@@ -52,7 +53,7 @@ def count_stretch(state: Scheduler) -> list[Request]:
     return generation.advance(steps)
 
 
-def catch_up(state: Scheduler, now: int) -> None:
+def catch_up(state: EngineState, now: int) -> None:
     """Count those of the planned iterations that ended before now, but not the last one: the rest stays planned as it
     is."""
     steps, pieces, generation = state.steps, state.pieces, state.flight.generation
@@ -67,7 +68,7 @@ def catch_up(state: Scheduler, now: int) -> None:
     )
 
 
-def settle(state: Scheduler, now: int) -> int:
+def settle(state: EngineState, now: int) -> int:
     """Bring counts and blocks to where they are if every iteration is visited; the plan stays as it is.
 
     Returns 1 if one has ended that is not counted yet, for it ends now, and the plan may still be cut there.
@@ -83,7 +84,7 @@ def settle(state: Scheduler, now: int) -> int:
     return int(end_of(state.pieces, 1) <= now)
 
 
-def ended_by(state: Scheduler, now: int) -> int:
+def ended_by(state: EngineState, now: int) -> int:
     """Planned iterations that have ended by now, and are not counted yet."""
     if not state.busy or not state.steps:
         return 0
@@ -91,8 +92,8 @@ def ended_by(state: Scheduler, now: int) -> int:
     return steps if end <= now else steps - 1
 
 
-def _tell(state: Scheduler) -> None:
-    """One `Iteration` each, as if they had been visited."""
+def _tell(state: EngineState) -> None:
+    """Trace each planned iteration, as if it had been visited."""
     assert state.trace is not None
     free = state.pool.free + state.taken
     scheduled = tuple((request.number, 1) for request in state.running)
@@ -142,7 +143,7 @@ def end_of(pieces: list[Piece], steps: int) -> int:
 
 
 def ticks_of(steps: int, first: int, growth: int) -> int:
-    """Of iterations of which the first takes `first` ticks and each other `growth` more than the one before."""
+    """Ticks of iterations of which the first takes `first` and each other `growth` more than the one before."""
     return steps * first + growth * (steps * (steps - 1) // 2)
 
 

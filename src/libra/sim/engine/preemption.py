@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from libra.sim.engine.request import Request, Status
-from libra.sim.engine.scheduler import Scheduler
+from libra.sim.engine.state import EngineState
 
 
-def make_room(state: Scheduler) -> tuple[list[Request], set[Request], int]:
-    """Give blocks to the running requests in order. Returns who was preempted, who runs but is not in this iteration,
-    and the chunk of the partial prompt."""
+def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
+    """Give blocks to the running requests in order. Returns the preempted requests, those that run but are not in this
+    iteration, and the chunk of the partial prompt."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     budget = config.max_num_batched_tokens
     scheduled: set[Request] = set()
@@ -54,24 +54,24 @@ def make_room(state: Scheduler) -> tuple[list[Request], set[Request], int]:
     return preempted, skipped, chunk
 
 
-def _victim(state: Scheduler) -> Request:
-    """Of the same batch: vLLM would also preempt one whose batch is under way."""
+def _victim(state: EngineState) -> Request:
+    """The request to preempt, of the same batch: vLLM would also preempt one whose batch is under way."""
     members = state.members()
     if state.config.policy == "fcfs":
         return members[-1]
     return max(members, key=lambda it: (it.priority, it.arrival))
 
 
-def _preempt(state: Scheduler, request: Request, scheduled: int) -> None:
-    """Back to the queue. `scheduled` tokens of it, 0 or 1, have their place in this iteration already."""
+def _preempt(state: EngineState, request: Request, scheduled: int) -> None:
+    """Send a request back to the queue. `scheduled` tokens of it, 0 or 1, are in this iteration already."""
     state.preemptions += 1
     request.preemptions += 1
     _let_go(state, request, scheduled)
     request.status = "waiting"
-    state.waiting.push_back(request)
+    state.waiting.requeue(request)
 
 
-def _let_go(state: Scheduler, request: Request, scheduled: int = 0) -> None:
+def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> None:
     """Stop running a request that is not finished."""
     if request.flight < 0:
         state.partial = None
@@ -90,32 +90,32 @@ def _let_go(state: Scheduler, request: Request, scheduled: int = 0) -> None:
     state.release(request, tokens)
 
 
-def stop_generating(state: Scheduler, request: Request) -> int:
-    """Returns its computed tokens."""
+def stop_generating(state: EngineState, request: Request) -> int:
+    """Take a request out of the generating ones; returns its computed tokens."""
     if request.chain is not None and state.pool.caching:
         del state.writers[request.chain]
     return state.flight.generation.remove(request)
 
 
-def refresh(state: Scheduler) -> None:
+def refresh(state: EngineState) -> None:
     """All running requests go back to the queue, in their order, and every computed token is forgotten."""
     for request in reversed(list(state.running)):
         _let_go(state, request)
         request.status = "waiting"
-        state.waiting.push_back(request)
+        state.waiting.requeue(request)
     state.pool.clear()
 
 
-def mark(state: Scheduler, request: Request, status: Status) -> None:
-    """It leaves at the next boundary."""
+def mark(state: EngineState, request: Request, status: Status) -> None:
+    """Let a request leave at the next boundary, with this status."""
     if request not in state.leaving:
         state.load_tokens -= request.prompt_tokens
     state.leaving[request] = status
     request.ask_at = None
 
 
-def leave(state: Scheduler, requests: Iterable[Request], now: int) -> None:
-    """It is the boundary. Some of those marked may have finished with the iteration that was under way."""
+def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
+    """Let marked requests leave, at a boundary. Some may have finished with the iteration that was under way."""
     for request in requests:
         status = state.leaving.pop(request)
         if request.status == "running":

@@ -13,12 +13,12 @@ from libra.sim.engine.iteration_cost import Chunk
 from libra.sim.engine.jump import count_stretch, plan_stretch
 from libra.sim.engine.preemption import make_room, stop_generating
 from libra.sim.engine.request import Request
-from libra.sim.engine.scheduler import Iteration, Scheduler
+from libra.sim.engine.state import EngineState, Iteration
 
 
-def schedule(state: Scheduler, now: int) -> bool:
-    """An iteration of the batch that is looked at, of any kind, or several that only generate; `state.end` is when they
-    end. False: nothing fits."""
+def schedule(state: EngineState, now: int) -> bool:
+    """Schedule an iteration of the batch that is looked at, of any kind, or several that only generate; they end at
+    `state.end`. False: nothing fits."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     demand, partial = generation.demand(), state.partial
     if (
@@ -79,9 +79,9 @@ def schedule(state: Scheduler, now: int) -> bool:
     return bool(preempted) and schedule(state, now)  # the only one that was looked at was preempted
 
 
-def fill(state: Scheduler, now: int) -> int:
-    """Every pipeline stage that has no batch gets one, as by vLLM's batch queue. Returns how many are under way; the
-    first of them ends at `state.end`."""
+def fill(state: EngineState, now: int) -> int:
+    """Give a batch to every pipeline stage that has none, as vLLM's batch queue does. Returns how many are under way;
+    the first of them ends at `state.end`."""
     flights = state.flights
     for flight in flights.free:
         state.flight = flight
@@ -99,12 +99,12 @@ def fill(state: Scheduler, now: int) -> int:
     return len(flights.under_way)
 
 
-def nothing_fits(state: Scheduler) -> AssertionError:
+def nothing_fits(state: EngineState) -> AssertionError:
     return AssertionError(f"engine {state.index}: nothing fits, and nothing will be let go")
 
 
-def complete(state: Scheduler) -> list[Request]:
-    """What was planned has ended. Returns the requests that finished with it, in order."""
+def complete(state: EngineState) -> list[Request]:
+    """End what was planned. Returns the requests that finished with it, in order."""
     now, flight = state.end, state.flight
     generation = flight.generation
     if state.steps:
@@ -137,8 +137,8 @@ def complete(state: Scheduler) -> list[Request]:
     return done
 
 
-def start_generating(state: Scheduler, request: Request) -> None:
-    """Its prompt is computed. Raises ValueError where another request generates on its chain."""
+def start_generating(state: EngineState, request: Request) -> None:
+    """Let a request whose prompt is computed generate. Raises ValueError where another one generates on its chain."""
     state.flight.generation.add(request)
     chain = request.chain
     if chain is not None and state.pool.caching:
@@ -149,8 +149,8 @@ def start_generating(state: Scheduler, request: Request) -> None:
             )
 
 
-def finish(state: Scheduler, request: Request, tokens: int, now: int) -> None:
-    """It has generated all its tokens; so many are computed."""
+def finish(state: EngineState, request: Request, tokens: int, now: int) -> None:
+    """End a request that has generated all its tokens; `tokens` of its context are computed."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now

@@ -88,6 +88,12 @@ class EngineMetrics:
     events: int
 
 
+_UNSAID: dict[Status, str] = {  # why a request ended that has no reason of its own
+    "interrupted": "the policy stopped it; the rest went on elsewhere",
+    "cancelled": "its caller gave it up",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Requests that did not finish, for the same kind of reason; an ellipsis stands for what differs."""
@@ -187,7 +193,7 @@ def endings(requests: RequestColumns) -> tuple[Ending, ...]:
         tally: dict[str, int] = {}
         reasons, counts = np.unique(requests.reason[requests.status == code], return_counts=True)
         for reason, count in zip(reasons.tolist(), counts.tolist(), strict=True):
-            kind = kinds[reason] if reason >= 0 else "its caller gave it up"
+            kind = kinds[reason] if reason >= 0 else _UNSAID[status]
             tally[kind] = tally.get(kind, 0) + count
         made += [Ending(status, kind, tally[kind]) for kind in sorted(tally, key=lambda kind: (-tally[kind], kind))]
     return tuple(made)

@@ -60,9 +60,9 @@ class EngineSeries:
         peaks = np.maximum.reduceat(self.held_peak, firsts)
         return EngineSeries(edges, running, waiting, held, peaks, self.pauses, self.more_pauses)
 
-    def over(self, edges: Ticks) -> tuple[Means, Means, Means]:
-        """Means of (running, waiting, held) between neighbouring `edges`, which are ticks that rise."""
-        return self._mean(self.running, edges), self._mean(self.waiting, edges), self._mean(self.held, edges)
+    def over(self, edges: Ticks) -> tuple[Means, Means]:
+        """Means of (running, held) between neighbouring `edges`, which are ticks that rise."""
+        return self._mean(self.running, edges), self._mean(self.held, edges)
 
     def _mean(self, values: Means, edges: Ticks) -> Means:
         if not len(self):

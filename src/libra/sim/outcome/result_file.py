@@ -48,7 +48,7 @@ FIELDS = {
     "number": "the request, unique in a workload",
     "engine": "name of the engine that it was sent to",
     "status": "finished, interrupted, cancelled, refused or unfinished",
-    "reason": "why it did not finish; null also where its caller gave it up",
+    "reason": "why it did not finish; null also where the policy stopped it or its caller gave it up",
     "arrival": "s",
     "scheduled": "s, start of its first iteration",
     "prefill_end": "s, end of the iteration that completed its prompt",

@@ -53,7 +53,7 @@ class Replay:
         """`seed` is that of the arrivals; none are given: all at tick 0. `source` says where the trajectories are from,
         as JSON values."""
         if concurrency is not None and concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}; let 1 trajectory or more be in flight, or give None")
+            raise ValueError(f"concurrency is {concurrency}; let 1 trajectory or more be in flight, or leave it out")
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt is {samples_per_prompt}; run each trajectory 1 time or more")
         if rewrite_keeps not in ("prompt", "last prompt"):

@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from libra.config.json_line import line_problem
 from libra.sim.clock import TICKS, ticks
 from libra.sim.workload.requests import RecordedRequest
 
@@ -46,7 +47,8 @@ class _Line:
     cancel_at: _Instant | None = None
 
     def __post_init__(self) -> None:
-        ticks(self.arrival)
+        if not self.arrival >= 0:
+            raise ValueError("arrival must be >= 0")
         if self.prompt_tokens < 1:
             raise ValueError("prompt_tokens must be >= 1")
         if self.output_tokens < 1:
@@ -70,9 +72,7 @@ def parse_request(line: str | bytes, where: str) -> RecordedRequest:
     try:
         read = _adapter().validate_json(line, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "line"
-        raise _refusal(where, field, first["msg"]) from None
+        raise RequestFormatError(" ".join(f"{where}: {line_problem(error.errors()[0])}".split())) from None
     return RecordedRequest(
         arrival=ticks(read.arrival),
         prompt_tokens=read.prompt_tokens,

@@ -92,7 +92,7 @@ def recorded_requests(
     start = ticks(start_seconds)
     kept = [record for record in records if record.arrival >= start]
     if not kept:
-        raise ValueError(f"no request arrives at or after start_seconds {start_seconds}: start earlier")
+        raise ValueError(f"start_seconds is {start_seconds}; no request arrives then or later: start earlier")
     if (kept[-1].arrival - start) / rate_scale >= LONGEST * TICKS:
         raise ValueError(f"rate_scale is {rate_scale}: the last request would come after more than 106 days; raise it")
     description = {

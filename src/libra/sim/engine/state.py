@@ -24,7 +24,7 @@ class FcfsQueue(deque[Request]):
 
     __slots__ = ()
 
-    push_back = deque.appendleft  # a preempted one
+    requeue = deque.appendleft  # a preempted one
     pop_head = deque.popleft
 
     @property
@@ -32,7 +32,7 @@ class FcfsQueue(deque[Request]):
         return self[0]
 
     def push(self, request: Request) -> bool:
-        """True: it is the head now."""
+        """Add a request; True: it is the head now."""
         self.append(request)
         return len(self) == 1
 
@@ -56,12 +56,12 @@ class PriorityQueue:
         return self._entries[0][3]
 
     def push(self, request: Request) -> bool:
-        """True: it is the head now."""
+        """Add a request; True: it is the head now."""
         heappush(self._entries, (request.priority, request.arrival, request.number, request))
         return self._entries[0][3] is request
 
-    def push_back(self, request: Request) -> None:
-        """A preempted one."""
+    def requeue(self, request: Request) -> None:
+        """Put a preempted request back."""
         self.push(request)
 
     def pop_head(self) -> Request:
@@ -77,7 +77,7 @@ Piece = tuple[int, int, int, int]  # iterations before it; its start, the ticks 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What one iteration did, for those who want to look. Requests are told by their numbers."""
+    """What one iteration did, for `trace`. Requests are told by their numbers."""
 
     engine: int
     start: int  # ticks
@@ -97,7 +97,7 @@ class Pause:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Scheduler:
+class EngineState:
     """State and its smallest changes; the rules are in `running`, `admission`, `preemption` and `jump`.
 
     `exact` visits every iteration: the same outcome of every request, slower; `held_ticks` is finer then.
@@ -149,7 +149,7 @@ class Scheduler:
         self.most_steps = 0 if self.overlapping else 1 if self.exact else UNLIMITED
 
     def count_held(self, now: int) -> None:
-        """What is held has been held since it was last counted."""
+        """Count the blocks held from the last count until `now`."""
         self.held_ticks += 2 * self.pool.held * (now - self.seen)
         self.seen = now
 
@@ -161,7 +161,7 @@ class Scheduler:
         return [request for request in self.running if request is self.partial or request.flight == index]
 
     def generation_of(self, request: Request) -> Generation | None:
-        """Where it generates; None if it does not."""
+        """The `Generation` that a request is in; None if it does not generate."""
         if request.flight < 0:
             return None
         flight = self.flights.all[request.flight]
@@ -170,7 +170,7 @@ class Scheduler:
     # Contexts of running requests
 
     def compute(self, request: Request, chunk: int) -> None:
-        """A chunk of its prompt is in this iteration, with blocks for it taken."""
+        """Compute a chunk of a prompt in this iteration; the blocks for it are taken."""
         request.computed += chunk
         if self.pool.caching and (request.chain is not None or self.pool.knows(request)):
             self.write(request, request.computed)
@@ -182,13 +182,14 @@ class Scheduler:
             self.partial = request
 
     def write(self, request: Request, tokens: int) -> None:
-        """Let others find the full blocks of its computed tokens."""
+        """Let other requests find the full blocks of a request's computed tokens."""
         full = tokens // self.config.block_size
         if full > request.written:
             self.pool.write(request, full)
 
     def write_all(self, path: Path, more: int = 0) -> None:
-        """Let others find what is generated on the chains of a context, `more` tokens of each after those counted."""
+        """Let other requests find what is generated on the chains of a context, `more` tokens of each after those
+        counted."""
         for owner, _, _ in path:
             writer = self.writers.get(owner)
             if writer is not None:
@@ -199,7 +200,7 @@ class Scheduler:
         return any(owner in self.writers for owner, _, _ in request.path)
 
     def release(self, request: Request, tokens: int) -> None:
-        """It runs no longer: let go of the blocks of its computed tokens."""
+        """Stop running a request, and release the blocks of its computed tokens."""
         del self.running[request]
         request.admission = request.flight = -1
         size = self.config.block_size

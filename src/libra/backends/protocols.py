@@ -1,0 +1,222 @@
+"""What a run needs of whoever trains and of a rollout engine. `grpo` and `vllm` are the ones that there are.
+
+Invariant: each protocol has what a run calls, and nothing else; how replicas share a step, or how an engine batches, is
+the backend's business. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from libra.backends.launch.handle import ANSWER_DEADLINE, Handle
+from libra.backends.launch.launcher import WorkerLink
+from libra.backends.transport.engine_messages import Fetched, Generate, LoadWeights, Piece, Save, Saved
+from libra.backends.transport.messages import Message
+from libra.backends.transport.trainer_messages import MeasureTraining, Sample, TrainingMeasured
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one replica did of a step."""
+
+    replica: str
+    compute_seconds: float
+    exchange_seconds: float  # the wait for the slowest one included
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimiser step over all replicas. Seconds are those of the slowest replica unless said otherwise."""
+
+    version: int
+    checksum: int
+    buffer: int
+    replicas: int
+    wall_seconds: float  # as the controller saw it
+    compute_seconds: float
+    exchange_seconds: float
+    publish_seconds: float  # the new weights written for the engines
+    forward_tokens: int
+    generated_tokens: int
+    clip_share: float
+    behaviour_weight_mean: float
+    prox_gap_mean: float
+    gradient_norm: float
+    held_seconds: float = 0.0  # before it began: the step boundary was held for somebody else
+    redone_seconds: float = 0.0  # then: attempts that failed with a loss, and regrouping
+    shares: tuple[Share, ...] = ()
+
+
+class Trainer(Protocol):
+    """The training side as one unit: replicas that share each step. Core replicas stay for the whole run, hybrid ones
+    join and leave. A replica that is lost in a verb is dropped and the verb goes on without it; every verb that takes
+    time raises `CoreLostError` when no core replica is left."""
+
+    @property
+    def boundary(self) -> asyncio.Lock:
+        """Between two steps: no step is made and no replica joins or leaves while it is held."""
+        ...
+
+    @property
+    def publisher(self) -> Handle:
+        """The replica on whose node the newest published weights are; it may be lost by now."""
+        ...
+
+    @property
+    def step_allowance(self) -> float:
+        """Seconds within which a step is made, or a replica found to be lost in it, as far as one can tell."""
+        ...
+
+    def require_core(self) -> None:
+        """Raises `CoreLostError` when no core replica is there."""
+        ...
+
+    def hybrids(self) -> tuple[str, ...]:
+        """Names of the replicas that are there and may leave."""
+        ...
+
+    async def step(self, version: int, samples: list[Sample], sequences: int, tokens: int) -> StepResult:
+        """Make weight version `version` of these samples, and publish it; made by all replicas, or by none.
+
+        `sequences` and `tokens` describe the whole batch, for the denominator of the loss: trajectories without a
+        signal are counted and not sent. Raises `ExchangeError` when gradients cannot be reduced, and `DivergedError`
+        when replicas hold different parameters."""
+        ...
+
+    async def publish(self, version: int, buffer: int) -> int:
+        """Write the weights, as they are, into that buffer again, as that version; returns their checksum."""
+        ...
+
+    async def join(self, replica: Handle, core: bool = False) -> float:
+        """Take in a started replica, which contributes from the next step on; returns the seconds that a step waited
+        for it. Raises `JoinError` when it cannot be taken in, and `WorkerLostError` when it is lost; its process is
+        ended then."""
+        ...
+
+    async def leave(self, name: str) -> Handle:
+        """Let a hybrid replica go at a step boundary; returns it, still running. Raises `WorkerLostError` when it is
+        lost before."""
+        ...
+
+    async def measure(self, order: MeasureTraining) -> list[TrainingMeasured]:
+        """What training costs on every replica, timed together while no step is made. Raises `ExchangeError`."""
+        ...
+
+    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs under the current weights at the temperature of sampling, for every token after the first.
+        Raises `WorkerFailedError`."""
+        ...
+
+    async def save(self, directory: Path, optimiser: bool) -> None:
+        """Write the weights in Hugging Face layout, with or without the state of the optimiser. Raises `DiskError`,
+        and leaves no part of a file then."""
+        ...
+
+
+class Engine(Protocol):
+    """A rollout engine in its worker process. Verbs that take time raise `WorkerLostError` when it goes away."""
+
+    @property
+    def name(self) -> str:
+        """The worker that it runs in; the next engine there has the same name."""
+        ...
+
+    @property
+    def link(self) -> WorkerLink:
+        """The engine's process, and the node that it is on."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is gone, or was stopped."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the engine generates with; -1 before it has loaded any."""
+        ...
+
+    @property
+    def load_tokens(self) -> int:
+        """Context tokens of the requests that it holds, and of those on their way to it."""
+        ...
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds spent in iterations since it started, as of its last report; so are the next four."""
+        ...
+
+    @property
+    def iterations(self) -> int:
+        """Iterations made."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated."""
+        ...
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Context tokens computed, not taken from its prefix cache."""
+        ...
+
+    @property
+    def finished_turns(self) -> int:
+        """Turns that ended, stopped ones included."""
+        ...
+
+    async def generate(self, request: Generate, take: Callable[[Piece], None]) -> None:
+        """Have a turn made until it stops: by itself, or as it is interrupted. `take` gets its tokens as they come, all
+        of them before this returns or raises."""
+        ...
+
+    def interrupt(self, turn: str) -> None:
+        """Stop a turn where it is; its `generate` returns once its last tokens have come."""
+        ...
+
+    def expecting(self, tokens: int) -> AbstractContextManager[None]:
+        """Count a request of this size, which is on its way to the engine, as one that it holds."""
+        ...
+
+    def save(self, order: Save) -> asyncio.Future[Saved | None]:
+        """Have KV put down for another engine; None when this one goes away first."""
+        ...
+
+    def fetched(self, transfer: int) -> asyncio.Future[Fetched | None]:
+        """When the KV of a transfer, that a request which is about to be sent comes with, is not needed any more; None
+        when the engine goes away first."""
+        ...
+
+    async def load(self, order: LoadWeights) -> float:
+        """Take new weights between two iterations; returns the seconds that the engine stood still for it."""
+        ...
+
+    async def ask(self, message: Message, reply: type[Reply], deadline: float = ANSWER_DEADLINE) -> Reply:
+        """Give an order to measure, and wait for its answer, `deadline` seconds at most. Raises `WorkerFailedError`
+        when the engine says that it cannot, and `TimeoutError`, with which it is lost."""
+        ...
+
+    def declare_lost(self, why: str) -> None:
+        """Take the engine for gone: all that waits for it fails."""
+        ...
+
+    async def drained(self, deadline: float) -> bool:
+        """Wait until no turn is running; False when the deadline, in seconds, came first."""
+        ...
+
+    async def vacate(self, deadline: float) -> None:
+        """Stop all turns where they are, to go on elsewhere, and wait until what they want of their KV is put down,
+        `deadline` seconds at most."""
+        ...
+
+    async def stop(self) -> None:
+        """End it; an engine that is already gone is stopped."""
+        ...

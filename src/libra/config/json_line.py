@@ -1,0 +1,26 @@
+"""A line of JSON that is refused, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+def line_problem(problem: ErrorDetails) -> str:
+    """What pydantic found: the field, where one is to blame, and what is wrong with it.
+
+    Pydantic counts lines within the text that it is given, so its own count, always 1 or 2, is left out.
+    """
+    field = ".".join(str(part) for part in problem["loc"])
+    match problem["type"]:
+        case "json_invalid":
+            reason = str(problem["ctx"]["error"]).partition(" at line ")[0]
+            return f"not JSON ({reason}); give one object on each line"
+        case "missing":
+            return f"{field}: this field is required; add it"
+        case "value_error" if not field:
+            return problem["msg"].removeprefix("Value error, ")
+        case _:
+            return f"{field or 'line'}: {problem['msg'].removeprefix('Value error, ')}"
