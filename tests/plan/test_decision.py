@@ -202,6 +202,10 @@ def test_stated_costs_of_a_cluster() -> None:
     assert cost.trainer_join == pytest.approx(TRAINER_START + 14.77e9 * 16 / 22.5e9, rel=1e-3)
 
 
+def test_where_nothing_ran_nothing_is_lost() -> None:
+    assert cluster_seconds(PROBLEM, Transition(None, allocation(1, 1, 1), ()), switch_cost(REQUEST)) == 0.0
+
+
 def test_refill_grows_with_what_is_alive() -> None:
     """At 312 TFLOP/s two FLOPs for each of 14.77e9 parameters and each live token are the least that prefill takes."""
     seconds = live_refill(REQUEST)

@@ -22,12 +22,13 @@ from libra.plan.plan import (
     DocumentError,
     Plan,
     compare,
+    confirm,
     dump_plan,
     make_plan,
     parse_plan,
 )
 from libra.plan.planner import Planner
-from libra.plan.problem import Solution
+from libra.plan.problem import InfeasiblePlanError, Solution
 
 PLAN = make_plan(replace(REQUEST, current=two_buckets(1, 1, 2)))
 
@@ -180,6 +181,15 @@ def test_a_plan_below_the_other_solver_s_bound_proves_that_one_wrong(
     message = f"{wrong} has proven .*, and {right} has a plan of .*: {wrong} is wrong"
     with pytest.raises(DisagreementError, match=message):
         compare("cp-sat", one, "ilp", other)
+
+
+def test_a_solver_that_finds_no_plan_where_there_is_one_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object, **__: object) -> Solution:
+        raise InfeasiblePlanError("devices leave no plan")
+
+    monkeypatch.setattr("libra.plan.plan._solved", nothing)
+    with pytest.raises(DisagreementError, match=r"ilp finds no plan \(devices leave no plan\), cp-sat has one"):
+        confirm(PLAN, "ilp")
 
 
 def test_plans_that_the_other_bound_allows_confirm_each_other() -> None:

@@ -14,7 +14,7 @@ from libra.lengths import LengthTracker
 from libra.plan.allocation import Allocation
 from libra.plan.model.solve import STEP_TOLERANCE
 from libra.plan.options.price import infeasibility, price
-from libra.plan.planner import Planner
+from libra.plan.planner import Planner, recipe_tracker
 from libra.plan.replanner import Replanner
 from libra.trajectory import Trajectory, Turn
 
@@ -199,6 +199,10 @@ def test_errors_say_what_to_do() -> None:
         Replanner(PLANNER).realised(1.0)
     with pytest.raises(ValueError, match="observe"):
         Replanner(PLANNER).step([], [])
+    with pytest.raises(ValueError, match="give a planner, or a tracker"):
+        Replanner(None)
+    with pytest.raises(ValueError, match="there is no planner; ask outlook"):
+        Replanner(None, tracker=recipe_tracker(PLANNER.recipe, 4.0)).step(trajectories(1, 1), [])
 
 
 def test_what_cannot_be_used_is_refused_before_anything_is_observed() -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
+from oracles import small_request
 from oracles.enumerate_problems import priced, problems
 from oracles.small_cluster import CLASSES, CLUSTER, QWEN_06B, RECIPE
 from oracles.small_problem import one_shape
@@ -19,6 +20,7 @@ from libra.plan.explain.explained import by_kind, explain, explain_plan
 from libra.plan.model.solve import STEP_TOLERANCE, solve
 from libra.plan.options.menu import Rejected
 from libra.plan.options.price import own_training, price
+from libra.plan.plan import make_plan
 from libra.plan.planner import Planner
 from libra.plan.problem import EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
@@ -259,6 +261,13 @@ def test_a_plan_that_does_not_answer_its_request_is_not_explained() -> None:
     ):
         with pytest.raises(ValueError, match=r"the plan is not an answer to the request in it: .*; plan again"):
             explain_plan(edited)
+
+
+def test_the_plan_of_one_machine_is_explained_without_nodes() -> None:
+    plan = make_plan(small_request.REQUEST)
+    explained = explain_plan(plan)
+    assert explained.plan.step == plan.predicted.step
+    assert (explained.fewer_nodes, explained.smallest) == ((), None)
 
 
 def test_what_fewer_nodes_cost_is_the_price_of_their_best_plan() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import small_request
 from oracles.small_cluster import A800, CLASSES, CLUSTER, QWEN_06B
 from tables import by_name
 
@@ -16,6 +17,7 @@ from libra.config.recipe import Recipe
 from libra.config.yaml_file import ConfigError
 from libra.hardware.cluster import GPUS, Cluster, NodeClass, override
 from libra.plan.explain.what_if import assume, assume_otherwise
+from libra.plan.plan import make_plan
 from libra.plan.planner import Planner, rooflines
 
 L40S = NodeClass("l40s", 1, 4, GPUS["L40S"], intra_bandwidth=32e9, inter_bandwidth=12.5e9)
@@ -151,6 +153,15 @@ def test_another_cluster_or_recipe_is_planned_as_if_asked_for_at_once() -> None:
             wanted.allocation,
             wanted.predicted,
         )
+
+
+def test_a_machine_and_nodes_without_a_profile_are_not_assumed() -> None:
+    with pytest.raises(ValueError, match="the plan of a run on one machine; change the run's configuration"):
+        assume_otherwise(make_plan(small_request.REQUEST), CLUSTER, RECIPE)
+    (nodes,) = CLUSTER.nodes
+    other = Cluster((*CLUSTER.nodes, replace(nodes, name="others")))
+    with pytest.raises(ValueError, match="the plan has no profile for nodes others; plan anew with it"):
+        assume_otherwise(PLAN, other, RECIPE)
 
 
 def test_other_weights_have_profiles_of_their_own() -> None:

@@ -20,7 +20,7 @@ from libra.hardware.cluster import GPUS, NodeClass
 from libra.hardware.model import Experts, ModelSpec
 from libra.hardware.parallel import RECOMPUTE, SHARDING, ParallelLayout
 from libra.lengths import TrajectoryClass
-from libra.plan.options.layout_space import device_counts, families_of, members_of
+from libra.plan.options.layout_space import device_counts, families_of, impossible, members_of
 from libra.plan.options.layouts import Layouts, training_layouts
 
 QWEN3_14B = ModelSpec("Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936, False, 40960, qk_norm=True)
@@ -236,3 +236,9 @@ def test_device_counts_are_dense_enough(gpus: int, count: int) -> None:
         assert fewer < more
         assert more - fewer <= max(gpus, 0.03 * more)
     assert all(each % gpus == 0 for each in counts if each > 8 * gpus)
+
+
+def test_degrees_that_no_layout_can_have_say_why() -> None:
+    why = dict(impossible(SMALL, nodes(gpus=6)))
+    assert why["tp4"] == "tp is 4; a group stays in its node and must divide the node's 6 GPUs"
+    assert "tp2" not in why
