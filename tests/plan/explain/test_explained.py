@@ -266,7 +266,7 @@ def test_a_plan_that_does_not_answer_its_request_is_not_explained() -> None:
 def test_the_plan_of_one_machine_is_explained_without_nodes() -> None:
     plan = make_plan(small_request.REQUEST)
     explained = explain_plan(plan)
-    assert explained.plan.step == plan.predicted.step
+    assert explained.plan.predicted == plan.predicted
     assert (explained.fewer_nodes, explained.smallest) == ((), None)
 
 
