@@ -66,7 +66,7 @@ def check(
         raise typer.Exit(3) from None
     except (ValueError, OSError) as error:
         bad_input(error)
-    chosen = max(found, key=lambda it: (it.rate, best([it], it.rate).share_at(it.rate)))
+    chosen = best(found, max(it.rate for it in found))
     if output is not None:
         write_text(output, certificate_json(chosen))
     if as_json:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Reason = Literal["first token", "due", "load", "memory", "step time", "owner"]
+Reason = Literal["first token", "due", "load", "owner"]
 
 
 @dataclass(frozen=True, slots=True)

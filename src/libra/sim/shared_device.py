@@ -122,7 +122,7 @@ class DeviceOutcome:
     end: int
     serving: int  # ticks that serving computed
     lent: int  # and rollout
-    longest_step: int  # C: the largest that was reckoned with
+    longest_step: int  # that serving made
     grants: int
     most_live: int
     most_queued: int
@@ -147,8 +147,8 @@ class SharedDevice:
         self._came = 0
         self._preempted = 0
 
-    def run(self, requests: Iterable[Request], until: int | None = None) -> DeviceOutcome:
-        """Until all have finished, or a tick."""
+    def run(self, requests: Iterable[Request]) -> DeviceOutcome:
+        """Until all have finished."""
         to_come = sorted(requests, key=lambda it: (it.arrival, it.number))
         came: list[Request] = []
         engine, now, following = self.engine, 0, 0
@@ -163,8 +163,6 @@ class SharedDevice:
                 self._came += 1
                 if request.status != "refused":
                     self._waiting[request] = None
-            if until is not None and now >= until:
-                break
             view = self._view(since)
             most_live, most_queued = max(most_live, view.live), max(most_queued, view.queued)
             most_context = max(most_context, view.context)

@@ -50,7 +50,7 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     serving = ServingToken(tmp_path / "device")
     borrower = BorrowerToken(tmp_path / "device", 0.1)
     assert borrower.look().view == ServingView(0, 0, math.inf)
-    view = ServingView(live=7, waiting=2, due=3.5, oldest=1.25, queued=900, context=4000, steps=5)
+    view = ServingView(live=7, waiting=2, due=3.5, oldest=1.25, queued=900, context=4000, steps=5, came=70)
     assert serving.pace == 0.1
     serving.publish(view, 31, 0.1)
     said = borrower.look()

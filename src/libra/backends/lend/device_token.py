@@ -14,8 +14,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -25,7 +25,7 @@ from libra.lend.gate import IDLE, ServingView
 _MAGIC = b"libralnd"
 _LAYOUT = 1
 _HEADER = struct.Struct("<8sQ")
-_SERVING = struct.Struct("<qqqddqqqqddQ")  # see `ServingNotice`; its checksum follows
+_SERVING = struct.Struct("<qqddqqqqqqddQ")  # see `ServingNotice`; its checksum follows
 _COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 _STEP = struct.Struct("<qqqd")
@@ -140,21 +140,21 @@ class ServingToken:
         self._said = view, free_blocks, pace
         self._write()
 
-    def acquire(self) -> float:
-        """Have the device; returns the seconds that this took.
+    def acquire(self) -> None:
+        """Have the device.
 
         A borrower that wishes for what serving can spare is left a moment to take it: it cannot in the instant between
         two steps. What it then takes is waited for until its grant is over, and not longer.
         """
         if self._held:
-            return 0.0
+            return
         page, began = self._page, time.monotonic()
         self.lent = False
         free_until = began + _PICKUP if self._can_spare(began) else began
         while page.lock():
             if time.monotonic() >= free_until:
                 self._held = True
-                return time.monotonic() - began
+                return
             page.unlock()
             time.sleep(_POLL)
         self.lent = self._wants = True
@@ -166,10 +166,9 @@ class ServingToken:
                 self.fenced += 1
                 _COUNT.pack_into(page.bytes, _EPOCH_AT, _COUNT.unpack_from(page.bytes, _EPOCH_AT)[0] + 1)
                 self._wants = False
-                return time.monotonic() - began
+                return
             time.sleep(_POLL)
         self._held, self._wants = True, False
-        return time.monotonic() - began
 
     def _can_spare(self, now: float) -> bool:
         view = self._said[0]
@@ -196,8 +195,7 @@ class ServingToken:
 
     def _write(self) -> None:
         view, free, pace = self._said
-        fields = (view.live, view.waiting, view.queued, view.due, view.oldest, view.context, view.steps)
-        said = _SERVING.pack(*fields, int(self._wants), free, pace, time.monotonic(), os.getpid())
+        said = _SERVING.pack(*astuple(view), int(self._wants), free, pace, time.monotonic(), os.getpid())
         self._page.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size] = said + _COUNT.pack(crc32(said))
 
 
@@ -232,10 +230,8 @@ class BorrowerToken:
             if time.monotonic() > until:
                 raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; start it again")
             time.sleep(_POLL)
-        live, waiting, queued, due, oldest, context, steps, wants, free, pace, at, pid = _SERVING.unpack(said)
-        return ServingNotice(
-            ServingView(live, waiting, due, oldest, queued, context, steps), bool(wants), free, pace, at, pid
-        )
+        *view, wants, free, pace, at, pid = _SERVING.unpack(said)
+        return ServingNotice(ServingView(*view), bool(wants), free, pace, at, pid)
 
     def wish(self, seconds: float) -> None:
         """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
@@ -280,17 +276,3 @@ class BorrowerToken:
         self.wish(0.0)
         os.close(self._only)
         self._page.close()
-
-
-def wait_for_serving(path: Path, pace: float, alive: Callable[[], bool], patience: float) -> BorrowerToken:
-    """The borrower's side, as soon as a serving engine has made the page. Raises LendingError after `patience` seconds,
-    or where `alive` says that there is no such engine any more."""
-    until = time.monotonic() + patience
-    while not path.exists():
-        if not alive() or time.monotonic() > until:
-            raise LendingError(
-                f"{path}: no serving engine has made it; start one with --scheduler-cls"
-                " libra.backends.lend.scheduler.LendingScheduler"
-            )
-        time.sleep(0.05)
-    return BorrowerToken(path, pace)

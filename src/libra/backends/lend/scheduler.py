@@ -44,9 +44,11 @@ class _Lending(Scheduler):
         self._began = 0.0
         self._steps_since_grant = 0
         self._shape = (0, 0, 0)
+        self._came = 0  # requests, ever
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
+        self._came += 1
         self._publish()
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +107,8 @@ class _Lending(Scheduler):
                 queued += request.num_tokens - request.num_computed_tokens
             context += request.num_computed_tokens
         self._first_tokens = known
-        view = ServingView(len(self.requests), waiting, first_due, oldest, queued, context, self._steps_since_grant)
+        live, steps = len(self.requests), self._steps_since_grant
+        view = ServingView(live, waiting, first_due, oldest, queued, context, steps, self._came)
         self._token.publish(view, self.kv_cache_manager.block_pool.get_num_free_blocks(), pace)
 
     def _context(self) -> int:
