@@ -146,23 +146,20 @@ async def test_what_skips_a_version_or_comes_twice_is_not_kept() -> None:
     assert feed.add(Complete(4, 0, 1, None), b"x") and not feed.add(Complete(4, 0, 1, None), b"x")
 
 
-async def test_no_version_begins_before_the_last_has_ended_everywhere() -> None:
-    """Two senders; one is a publication ahead of the other."""
+async def test_no_version_begins_before_the_last_is_there_from_all_senders() -> None:
     feed = Feed(GRID, EVERYTHING, "run")
+    ours, theirs = np.array([True, True, False, False]), np.array([False, False, True, True])
     for number in range(4):
-        await feed.room(whole := Chunk(number, 1, NOTHING, 0, 0, b""))
-        feed.add(whole, b"x")
-    feed.add(Complete(1, 0, 4, None), b"x")
+        feed.add(Chunk(number, 1, NOTHING, 0, 0, b""), b"x")
     for number in (0, 1):
-        await feed.room(ahead := Chunk(number, 2, 1, 0, 0, b""))
+        await feed.turn(ahead := Chunk(number, 2, 1, 0, 0, b""), theirs)
         feed.add(ahead, b"x")
-    feed.add(Complete(2, 0, 2, None), b"x")
-    waiting = asyncio.create_task(feed.room(Chunk(0, 3, 2, 0, 0, b"")))
+    waiting = asyncio.create_task(feed.turn(Chunk(0, 3, 2, 0, 0, b""), theirs))
     for number in (2, 3):
-        await feed.room(behind := Chunk(number, 2, 1, 0, 0, b""))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await feed.turn(behind := Chunk(number, 2, 1, 0, 0, b""), ours)
         feed.add(behind, b"x")
-    assert not waiting.done()
-    feed.add(Complete(2, 2, 4, None), b"x")
     await waiting
 
 
@@ -171,7 +168,7 @@ async def test_a_feed_that_is_full_waits_for_its_own_mirror_and_for_nobody_else(
     own, other = FeedReader(EMPTY, EVERYTHING), FeedReader(EMPTY, EVERYTHING)
     feed.first = own
     feed.add(Chunk(0, 1, NOTHING, 0, 0, b""), b"frame")
-    waiting = asyncio.create_task(feed.room(Chunk(1, 1, NOTHING, 0, 0, b"")))
+    waiting = asyncio.create_task(feed.room())
     await asyncio.sleep(0)
     assert not waiting.done() and feed.kept == 5
     assert feed.next(own) is not None

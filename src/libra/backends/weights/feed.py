@@ -88,6 +88,10 @@ class Feed:
         """Bytes."""
         return self._bytes
 
+    def entries(self) -> tuple[Entry, ...]:
+        """What is kept, oldest first."""
+        return tuple(self._entries)
+
     def add(self, item: Kept, frame: bytes) -> bool:
         """Keep what goes on from what is kept. False: it was here before, or something before it is missing."""
         if isinstance(item, Chunk):
@@ -137,6 +141,11 @@ class Feed:
             self._drop()
         return entry
 
+    def complete(self, reader: FeedReader) -> int:
+        """The latest version that is complete where the reader can have it from here, and that it was given."""
+        given = np.minimum(reader.have, self.completed)[self.own & reader.wanted]
+        return int(given.min(initial=self.completed.max()))
+
     def _whole(self, reader: FeedReader) -> Entry | None:
         """A chunk that is not kept any more back to where the reader is, and after them how far they are complete."""
         if self._store is None:
@@ -175,20 +184,21 @@ class Feed:
         """Wait for the next change."""
         await self._changed.wait()
 
-    async def room(self, item: Kept) -> None:
-        """Wait until this may be added: no more is kept than may be (readers elsewhere that are slow get whole chunks,
-        the node's own mirror is waited for), and no version begins in some chunks before all have ended the last: a
-        mirror could otherwise never have one version everywhere."""
-        while self._is_full() or self._is_early(item):
+    async def room(self) -> None:
+        """Wait until no more is kept than may be. Readers elsewhere that are slow get whole chunks; the node's own
+        mirror is waited for."""
+        while self._bytes > self.kept_bytes and self.first is not None and self.first.place <= self._dropped:
             await self.changed()
 
-    def _is_full(self) -> bool:
-        return self._bytes > self.kept_bytes and self.first is not None and self.first.place <= self._dropped
+    async def turn(self, item: Kept, others: Mask) -> None:
+        """Wait until the other senders' chunks are as far as those of the sender of `item`, before a version begins
+        with it: a mirror might otherwise never have one version everywhere."""
+        while self.begins(item) and np.any(self.newest[others] < self.newest.max()):
+            await self.changed()
 
-    def _is_early(self, item: Kept) -> bool:
-        if not isinstance(item, Chunk) or item.whole or item.version <= (latest := int(self.newest.max())):
-            return False
-        return int(self.completed[self.own].min()) < latest
+    def begins(self, item: Kept) -> bool:
+        """Whether it is the first of a version to be kept."""
+        return isinstance(item, Chunk) and not item.whole and item.version > self.newest.max()
 
     def _drop(self) -> None:
         """Forget the oldest that the node's own mirror has read."""

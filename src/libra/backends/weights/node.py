@@ -80,8 +80,8 @@ async def served(feed: Feed, host: str, token: str, patience: Patience | None = 
         readers.add(task)
         try:
             await _serve(feed, token, patience, reader, writer)
-        except (OSError, TimeoutError):
-            pass  # it comes again, if it is there
+        except (OSError, asyncio.CancelledError):
+            pass  # it comes again, if it is there; asyncio would log that a handler of its was cancelled
         finally:
             readers.discard(task)
             writer.close()
@@ -108,9 +108,9 @@ async def _serve(
         await writer.drain()
         return
     while not feed.lineage:  # there is nothing yet
-        await _news(feed, patience, writer)
+        await _news(feed, patience, writer, NOTHING)
     lineage = feed.lineage
-    writer.write(pack(Welcome(lineage)))
+    writer.write(pack(Welcome(lineage, runs(feed.own))))
     have = unrolled(hello.have, len(feed.grid))
     if hello.lineage != lineage:
         have[:] = NOTHING
@@ -118,18 +118,19 @@ async def _serve(
     while feed.lineage == lineage:
         entry = feed.next(to)
         if entry is None:
-            await _news(feed, patience, writer)
+            await _news(feed, patience, writer, feed.complete(to))
         else:
             writer.write(entry.frame)
             await writer.drain()
 
 
-async def _news(feed: Feed, patience: Patience, writer: asyncio.StreamWriter) -> None:
-    """Wait for a change; where there is none the reader is to know that the sender is there."""
+async def _news(feed: Feed, patience: Patience, writer: asyncio.StreamWriter, version: int) -> None:
+    """Wait for a change; where there is none the reader is to know that the sender is there, and what it was sent."""
     try:
-        await asyncio.wait_for(feed.changed(), patience.beat)
+        async with asyncio.timeout(patience.beat):
+            await feed.changed()
     except TimeoutError:
-        writer.write(pack(Beat()))
+        writer.write(pack(Beat(version)))
         await writer.drain()
 
 
@@ -189,7 +190,7 @@ class WeightsNode:
                 with self._asking(writer):
                     await self._receive(ways, token, patience, reader, writer)
             except OSError as error:
-                why = f"{place.host}:{place.port}: {error or type(error).__name__}"
+                why = f"{place.host}:{place.port}: {str(error) or type(error).__name__}"
         raise UpstreamLostError(f"no weights after {patience.attempts} attempts, the last at {why}")
 
     async def _receive(
@@ -201,38 +202,43 @@ class WeightsNode:
         writer: asyncio.StreamWriter,
     ) -> None:
         """Take what comes until the connection ends, which raises `OSError`."""
-        feed = self.feed
-        wanted = runs(self.mirror.wanted)
-        writer.write(pack(Hello(token, feed.grid, feed.lineage, runs(feed.newest), wanted)))
+        feed, wanted = self.feed, self.mirror.wanted
+        writer.write(pack(Hello(token, feed.grid, feed.lineage, runs(feed.newest), runs(wanted))))
+        theirs: Mask | None = None
         while True:
             message, frame = await receive(reader, patience.silence)
             match message:
                 case Beat():
-                    pass
+                    if theirs is not None and np.any(feed.completed[theirs] < message.version):
+                        raise DamagedError(f"not all came of v{message.version}")
                 case Welcome():
                     if message.lineage != feed.lineage:
                         async with self._using:
                             self._begin(message.lineage)
+                    theirs = wanted & unrolled(message.own, len(feed.grid)).astype(np.bool_)
                 case Refusal():
                     raise ConnectionRefusedError(message.why)
-                case Chunk() | Complete() if feed.lineage:
-                    self._require_sound(message)
-                    await feed.room(message)
+                case Chunk() | Complete() if theirs is not None:
+                    self._require_sound(message, theirs)
+                    await feed.turn(message, wanted & ~theirs)
+                    await feed.room()
                     if feed.add(message, frame):
                         self._fruitless[ways] = 0
                 case _:
                     raise DamagedError(f"{type(message).__name__} is not what a sender says")
 
-    def _require_sound(self, item: Chunk | Complete) -> None:
+    def _require_sound(self, item: Chunk | Complete, theirs: Mask) -> None:
         """Raises `DamagedError` for what is not of these weights, and where something before it did not come."""
-        count = len(self.feed.grid)
+        newest = self.feed.newest
         start, stop = (item.number, item.number + 1) if isinstance(item, Chunk) else (item.start, item.stop)
-        if not 0 <= start < stop <= count or item.version < 0:
-            raise DamagedError(f"chunks {start} to {stop} of version {item.version}, where there are {count} chunks")
+        if not 0 <= start < stop <= len(newest) or item.version < 0:
+            raise DamagedError(f"chunks {start} to {stop} of v{item.version}, where there are {len(newest)} chunks")
         if isinstance(item, Complete):
-            missing = self.mirror.wanted[start:stop] & (self.feed.newest[start:stop] < item.version)
-            if missing.any():
-                raise DamagedError(f"{missing.sum()} chunks of version {item.version} did not come")
+            missing = theirs[start:stop] & (newest[start:stop] < item.version)
+        else:
+            missing = theirs & (newest < newest.max()) & self.feed.begins(item)
+        if missing.any():
+            raise DamagedError(f"{missing.sum()} chunks did not come before v{item.version}")
 
     @contextlib.contextmanager
     def _asking(self, writer: asyncio.StreamWriter) -> Iterator[None]:

@@ -18,7 +18,7 @@ from libra.backends.weights.grid import Grid, Mask, Versions
 
 NOTHING = -1  # the version of a chunk of which there is nothing
 LARGEST_FRAME = 64 << 20  # bytes; a longer one is a broken peer
-_HEAD = struct.Struct("!II")  # bytes that follow, and their CRC-32
+_HEAD = struct.Struct("!III")  # bytes that follow, their CRC-32, and that of these two: a wrong length is waited for
 _PIECE = 1 << 18
 
 
@@ -48,7 +48,9 @@ class Complete(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nothing is new."""
+    """Nothing is new: all that there is has been sent, up to the end of this version."""
+
+    version: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -62,9 +64,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Versions of other lineages are not told apart by their numbers, and are of no use."""
+    """Of which lineage the versions are (those of another are not told apart by their numbers, and are of no use), and
+    which chunks can be had here, as (0 or 1, how many chunks)."""
 
     lineage: str
+    own: list[tuple[int, int]]
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -85,14 +89,16 @@ class DamagedError(ConnectionError):
 def pack(message: Sent) -> bytes:
     """A message as a frame."""
     body = _encoder.encode(message)
-    return _HEAD.pack(len(body), zlib.crc32(body)) + body
+    return _head(len(body), zlib.crc32(body)) + body
 
 
 async def receive(reader: asyncio.StreamReader, silence: float) -> tuple[Sent, bytes]:
     """A message, and the frame that it came in. Raises `TimeoutError` after so many seconds without a byte,
     `DamagedError`, and other `OSError` when the other end is gone. A slow sender is waited for."""
     head = await _read(reader, _HEAD.size, silence)
-    count, checksum = _HEAD.unpack(head)
+    count, checksum, _ = _HEAD.unpack(head)
+    if head != _head(count, checksum):
+        raise DamagedError("the head of a frame arrived damaged")
     if count > LARGEST_FRAME:
         raise DamagedError(f"a frame of {count} bytes; the largest has {LARGEST_FRAME}")
     body = await _read(reader, count, silence)
@@ -104,10 +110,15 @@ async def receive(reader: asyncio.StreamReader, silence: float) -> tuple[Sent, b
         raise DamagedError(f"a frame is no message: {error}") from None
 
 
+def _head(count: int, checksum: int) -> bytes:
+    return _HEAD.pack(count, checksum, zlib.crc32(struct.pack("!II", count, checksum)))
+
+
 async def _read(reader: asyncio.StreamReader, count: int, silence: float) -> bytes:
     parts = bytearray()
     while len(parts) < count:
-        part = await asyncio.wait_for(reader.read(min(_PIECE, count - len(parts))), silence)
+        async with asyncio.timeout(silence):
+            part = await reader.read(min(_PIECE, count - len(parts)))
         if not part:
             raise ConnectionResetError("the other end closed the connection")
         parts += part
