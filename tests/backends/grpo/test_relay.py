@@ -24,6 +24,7 @@ import torch
 from fakes.states import HOST, PATIENCE, RATE, TOKEN, make_state, parameters, step
 
 import libra.backends.grpo.relay
+from libra.backends.grpo.elastic import ElasticReplica
 from libra.backends.grpo.publication import Shape, UnreachableError, Update
 from libra.backends.grpo.relay import (
     YES,
@@ -36,8 +37,9 @@ from libra.backends.grpo.relay import (
     await_reader,
 )
 from libra.backends.grpo.train_state import BehindError, FlatLayout, Follower, TrainState
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.shared_memory import LayoutError
-from libra.backends.transport.trainer_messages import RelayPlace, Serve
+from libra.backends.transport.trainer_messages import RelayPlace, Serve, Serving
 
 LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay is in the middle when its reader is
 
@@ -213,6 +215,8 @@ def test_an_address_of_another_machine_is_told() -> None:
     core = make_state(0)
     with pytest.raises(OSError, match="assign requested address"):
         Relay(order("192.0.2.1"), core.place, core.shape)
+    serving = ElasticReplica(core, Pacer(1.0, order().cores)).answer(order("192.0.2.1"))
+    assert isinstance(serving, Serving) and serving.ports == [] and "assign requested address" in serving.failure
 
 
 # --- ends that go --------------------------------------------------------------------------------------------------
