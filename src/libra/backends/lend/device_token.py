@@ -154,6 +154,11 @@ class ServingToken:
         self._said = view, kv, pace
         self._write()
 
+    def publish_kv(self, kv: KVView) -> None:
+        """Say this of the memory, and the same as before of all else."""
+        view, _, pace = self._said
+        self.publish(view, kv, pace)
+
     def acquire(self) -> None:
         """Have the device.
 
