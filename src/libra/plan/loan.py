@@ -40,7 +40,7 @@ def loans_of(lent: Sequence[LentEngine], allocation: Allocation) -> tuple[Loan, 
 
 def loan_cases(menu: Menu, weight: float = 1.0) -> tuple[Case, ...]:
     """The menu's problem for all that may be recalled, the likeliest case first. `weight` is shared by them."""
-    return tuple(Case(menu.problem, weight * recall.probability, recall.away) for recall in menu.recalls)
+    return tuple(Case(menu.problem, weight * it.probability, it.away) for it in menu.availability)
 
 
 def without(problem: Problem, shapes: Collection[str]) -> Problem:
@@ -54,9 +54,9 @@ def solve_loans(menu: Menu, solved: Callable[[Problem], Solution]) -> Solution:
     were; the bound is that of `solved` for the menu's problem."""
     problem = menu.problem
     best = solved(problem)
-    if all(not recall.away for recall in menu.recalls):
+    if all(not it.away for it in menu.availability):
         return best
-    away = {recall.away for recall in menu.recalls} | {frozenset(it.shape for it in menu.lent)}
+    away = {it.away for it in menu.availability} | {frozenset(it.shape for it in menu.lent)}
     fewer = (solved(without(problem, shapes)).allocation for shapes in sorted(away, key=sorted) if shapes)
     cases = loan_cases(menu)
     chosen = min(dict.fromkeys([best.allocation, *fewer]), key=lambda it: expected(cases, it).step)

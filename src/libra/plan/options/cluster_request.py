@@ -23,7 +23,7 @@ from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.engines import engine_kv_tokens, engine_options
 from libra.plan.options.layouts import Layouts, training_layouts
-from libra.plan.options.lent import lent_options, recalls
+from libra.plan.options.lent import availability, lent_options
 from libra.plan.options.menu import LentEngine, Menu, Rejected, check_classes, most_buckets, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
@@ -130,7 +130,7 @@ class ClusterRequest:
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
-        return Menu(problem, layouts, (*rejected_layouts, *rejected_engines), tuple(lent), recalls(lent))
+        return Menu(problem, layouts, (*rejected_layouts, *rejected_engines), tuple(lent), availability(lent))
 
     def layouts(self) -> dict[str, Layouts]:
         """The training half of the menu, by class of nodes."""

@@ -21,7 +21,7 @@ from libra.lend.certificate import Certificate
 from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.options.engines import shape_options
-from libra.plan.options.menu import LentEngine, Recall, Rejected, lent_shape
+from libra.plan.options.menu import Availability, LentEngine, Rejected, lent_shape
 from libra.plan.problem import EngineOption
 
 _WIDTH = 2  # bytes of a weight and of a KV entry of serving: certificates do not tell
@@ -149,7 +149,7 @@ def _mean_context(classes: Sequence[TrajectoryClass]) -> float:
     return max(1.0, sum(cls.share * cls.context_sum for cls in classes) / generated) if generated else 1.0
 
 
-def recalls(lent: Sequence[LentEngine]) -> tuple[Recall, ...]:
+def availability(lent: Sequence[LentEngine]) -> tuple[Availability, ...]:
     """Which shapes are away in the coming period, and the probability of each such case; the likeliest first.
 
     Traffic of several lenders is taken to be high at the same time: day is day for all of them, and it is the cautious
@@ -165,4 +165,4 @@ def recalls(lent: Sequence[LentEngine]) -> tuple[Recall, ...]:
             if engine.certificate.share_at(engine.lender.rates[int(low * len(engine.lender.rates))]) == 0
         )
         found[away] = found.get(away, Fraction(0)) + high - low
-    return tuple(Recall(away, float(weight)) for away, weight in sorted(found.items(), key=lambda it: -it[1]))
+    return tuple(Availability(away, float(weight)) for away, weight in sorted(found.items(), key=lambda it: -it[1]))

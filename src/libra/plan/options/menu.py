@@ -65,7 +65,7 @@ def lent_shape(lender: Lender, certificate: Certificate) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class Availability:
     """One way in which traffic may turn out."""
 
     away: frozenset[str]  # lent shapes, none of whose engines is there
@@ -81,7 +81,7 @@ class Menu:
     layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
     lent: tuple[LentEngine, ...] = ()  # one for each shape that is lent
-    recalls: tuple[Recall, ...] = (Recall(frozenset(), 1.0),)  # the likeliest first
+    availability: tuple[Availability, ...] = (Availability(frozenset(), 1.0),)  # the likeliest first
 
 
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:
