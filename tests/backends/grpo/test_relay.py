@@ -215,8 +215,16 @@ def test_an_address_of_another_machine_is_told() -> None:
     core = make_state(0)
     with pytest.raises(OSError, match="assign requested address"):
         Relay(order("192.0.2.1"), core.place, core.shape)
-    serving = ElasticReplica(core, Pacer(1.0, order().cores)).answer(order("192.0.2.1"))
-    assert isinstance(serving, Serving) and serving.ports == [] and "assign requested address" in serving.failure
+
+
+def test_a_core_serves_its_latest_joiner_or_says_why_not() -> None:
+    core = ElasticReplica(make_state(0), Pacer(1.0, order().cores))
+    first, refused = core.answer(order()), core.answer(order("192.0.2.1"))
+    assert isinstance(first, Serving) and isinstance(refused, Serving)
+    assert refused.ports == [] and "assign requested address" in refused.failure
+    [port] = first.ports
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, port))
 
 
 # --- ends that go --------------------------------------------------------------------------------------------------
