@@ -3,7 +3,7 @@
 Invariant: every rule serves the same arrivals on the same simulated engine; a miss is attributable where the same
 request meets the SLO alone. The certificate is of the first half of the trace; the rows are of the second.
 
-    python -m benchmarks.lending --traffic azure_2023_conv.csv [--rate 0.5] [--json FILE]
+    python -m benchmarks.lending rules --traffic azure_2023_conv.csv [--rate 0.5] [--json FILE]
 
 The trace is the conversation hour of Azure's public LLM traces of 2023 (github.com/Azure/AzurePublicDataset), or any
 file that `libra simulate --requests` reads. The serving engine has affine costs of the order of a 7B model on one H800,
@@ -55,7 +55,9 @@ _RECALL = RecallPolicy(quiet=5.0, most_quiet=300.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lending", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lending rules", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--traffic", type=Path, required=True, metavar="FILE", help="requests: .jsonl, or Azure's .csv")
     parser.add_argument("--rate", type=float, default=0.5, help="times the rate of the trace (default: 0.5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
