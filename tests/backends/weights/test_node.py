@@ -17,13 +17,13 @@ from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import Vector, WeightUpdateError
 from libra.backends.weights.feed import Feed
 from libra.backends.weights.grid import Grid
-from libra.backends.weights.node import Address, Patience, UpstreamLostError, WeightsNode, served
+from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError, WeightsNode, served
 from libra.backends.weights.source import Source
 from libra.backends.weights.wire import Chunk, DamagedError, pack, receive, unrolled
 
 GRID = Grid(20_000, "bfloat16", 1024)
 EVERYTHING = np.ones(len(GRID), np.bool_)
-PATIENCE = Patience(beat=0.2, silence=5.0, attempts=30, pause=0.001)
+PATIENCE = LinkPatience(beat=0.2, silence=5.0, attempts=30, pause=0.001)
 TOKEN = "word"
 
 
@@ -321,7 +321,7 @@ async def test_a_node_asks_for_what_its_engines_read() -> None:
 
 
 async def test_places_that_give_nothing_are_not_asked_for_ever() -> None:
-    quick = Patience(beat=0.1, silence=1.0, attempts=3, pause=0.001)
+    quick = LinkPatience(beat=0.1, silence=1.0, attempts=3, pause=0.001)
     async with publishing() as publisher:
         for token, way, grid, why in (
             ("wrong", publisher.address, GRID, "the other end closed the connection"),
@@ -338,7 +338,7 @@ async def _never(order: LoadWeights) -> None:
 
 
 async def test_a_sender_that_says_nothing_is_left() -> None:
-    quick = Patience(beat=0.01, silence=0.05, attempts=2, pause=0.001)
+    quick = LinkPatience(beat=0.01, silence=0.05, attempts=2, pause=0.001)
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     try:
         node = WeightsNode(GRID, (np.zeros(GRID.size, np.uint8), np.zeros(GRID.size, np.uint8)), _never)
@@ -350,7 +350,7 @@ async def test_a_sender_that_says_nothing_is_left() -> None:
 
 
 async def test_a_node_that_has_nothing_to_say_says_so() -> None:
-    quick = Patience(beat=0.01, silence=0.3, attempts=1, pause=0.0)
+    quick = LinkPatience(beat=0.01, silence=0.3, attempts=1, pause=0.0)
     publisher = Publisher()
     async with served(publisher.feed, "127.0.0.1", TOKEN, quick) as address:
         node = Node(publisher)

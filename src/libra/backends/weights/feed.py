@@ -37,7 +37,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeptFrame:
     """One thing that is kept, and the frame that it came in or goes out in."""
 
     item: Kept
@@ -73,7 +73,7 @@ class Feed:
         self.newest, self.kept_from = newest.copy(), newest.copy()
         self.completed = np.full(len(self.grid), NOTHING, np.int64)
         self._checksum: tuple[int, int | None] = (NOTHING, None)  # of the latest version that is complete
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[KeptFrame] = deque()
         self._dropped = 0  # entries that are no longer kept
         self._bytes = 0
         self.stock(None)
@@ -88,7 +88,7 @@ class Feed:
         """Bytes."""
         return self._bytes
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[KeptFrame, ...]:
         """What is kept, oldest first."""
         return tuple(self._entries)
 
@@ -107,7 +107,7 @@ class Feed:
                 return False
             self.completed[span] = np.maximum(self.completed[span], item.version)
             self._checksum = max(self._checksum, (item.version, item.checksum), key=lambda told: told[0])
-        self._entries.append(Entry(item, frame))
+        self._entries.append(KeptFrame(item, frame))
         self._bytes += len(frame)
         self._drop()
         self._announce()
@@ -121,7 +121,7 @@ class Feed:
             self.first.have[number] = have
         self._announce()
 
-    def next(self, reader: FeedReader) -> Entry | None:
+    def next(self, reader: FeedReader) -> KeptFrame | None:
         """What the reader is to get now; None while there is nothing. Who gets it counts as having it."""
         if reader.place < self._dropped:
             reader.place, reader.stock = self._dropped, None
@@ -146,19 +146,19 @@ class Feed:
         given = np.minimum(reader.have, self.completed)[self.own & reader.wanted]
         return int(given.min(initial=self.completed.max()))
 
-    def _whole(self, reader: FeedReader) -> Entry | None:
+    def _whole(self, reader: FeedReader) -> KeptFrame | None:
         """A chunk that is not kept any more back to where the reader is, and after them how far they are complete."""
         if self._store is None:
             return None
         while reader.owed:
             chunk = self._store.chunk(reader.owed.popleft())
             if chunk.version > reader.have[chunk.number]:
-                return Entry(chunk, pack(chunk))
+                return KeptFrame(chunk, pack(chunk))
         if reader.untold is None:
             reader.untold = deque(self._complete(reader))
         if reader.untold:
             told = reader.untold.popleft()
-            return Entry(told, pack(told))
+            return KeptFrame(told, pack(told))
         return None
 
     def _complete(self, reader: FeedReader) -> Iterator[Complete]:

@@ -29,7 +29,7 @@ from libra.backends.weights.wire import (
     Complete,
     DamagedError,
     Hello,
-    Refusal,
+    NotServed,
     Welcome,
     pack,
     receive,
@@ -45,7 +45,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LinkPatience:
     """How long one end waits for the other."""
 
     beat: float = 2.0  # seconds of nothing new after which that is said
@@ -69,9 +69,9 @@ class UpstreamLostError(ConnectionError):
 
 
 @contextlib.asynccontextmanager
-async def served(feed: Feed, host: str, token: str, patience: Patience | None = None) -> AsyncIterator[Address]:
+async def served(feed: Feed, host: str, token: str, patience: LinkPatience | None = None) -> AsyncIterator[Address]:
     """Gives what a feed has to all who show the token; yields where."""
-    patience = patience or Patience()
+    patience = patience or LinkPatience()
     readers: set[asyncio.Task[None]] = set()
 
     async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,13 +98,13 @@ async def served(feed: Feed, host: str, token: str, patience: Patience | None = 
 
 
 async def _serve(
-    feed: Feed, token: str, patience: Patience, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    feed: Feed, token: str, patience: LinkPatience, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     hello, _ = await receive(reader, patience.silence)
     if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), token.encode()):
         return
     if hello.grid != feed.grid:
-        writer.write(pack(Refusal(f"these weights are {feed.grid}, and {hello.grid} were asked for")))
+        writer.write(pack(NotServed(f"these weights are {feed.grid}, and {hello.grid} were asked for")))
         await writer.drain()
         return
     while not feed.lineage:  # there is nothing yet
@@ -124,7 +124,7 @@ async def _serve(
             await writer.drain()
 
 
-async def _news(feed: Feed, patience: Patience, writer: asyncio.StreamWriter, version: int) -> None:
+async def _news(feed: Feed, patience: LinkPatience, writer: asyncio.StreamWriter, version: int) -> None:
     """Wait for a change; where there is none the reader is to know that the sender is there, and what it was sent."""
     try:
         async with asyncio.timeout(patience.beat):
@@ -160,11 +160,13 @@ class WeightsNode:
         self.version = NOTHING  # that was loaded last
         self._begin("")
 
-    async def follow(self, sources: Sequence[Sequence[Address]], token: str, patience: Patience | None = None) -> None:
+    async def follow(
+        self, sources: Sequence[Sequence[Address]], token: str, patience: LinkPatience | None = None
+    ) -> None:
         """Keep up with what is published. For each source of a part of the weights, one mostly, the places where it can
         be had are tried in turn: a relay first, then what it follows. Raises `UpstreamLostError`, and what `load`
         raises."""
-        patience = patience or Patience()
+        patience = patience or LinkPatience()
         tasks = [asyncio.create_task(self._follow(tuple(ways), token, patience)) for ways in sources]
         tasks.append(asyncio.create_task(self._use()))
         try:
@@ -174,7 +176,7 @@ class WeightsNode:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, ways: tuple[Address, ...], token: str, patience: Patience) -> None:
+    async def _follow(self, ways: tuple[Address, ...], token: str, patience: LinkPatience) -> None:
         self._fruitless[ways] = 0
         why = "nobody was asked"
         turn = 0
@@ -197,7 +199,7 @@ class WeightsNode:
         self,
         ways: tuple[Address, ...],
         token: str,
-        patience: Patience,
+        patience: LinkPatience,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -216,7 +218,7 @@ class WeightsNode:
                         async with self._using:
                             self._begin(message.lineage)
                     theirs = wanted & unrolled(message.own, len(feed.grid)).astype(np.bool_)
-                case Refusal():
+                case NotServed():
                     raise ConnectionRefusedError(message.why)
                 case Chunk() | Complete() if theirs is not None:
                     self._require_sound(message, theirs)

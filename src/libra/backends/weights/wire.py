@@ -71,11 +71,11 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     own: list[tuple[int, int]]
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class NotServed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     why: str
 
 
-Sent = Chunk | Complete | Beat | Hello | Welcome | Refusal
+Sent = Chunk | Complete | Beat | Hello | Welcome | NotServed
 Kept = Chunk | Complete
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Sent)
