@@ -39,8 +39,8 @@ _EPOCH_AT = 208  # grants that serving did not wait out
 _EXPIRES_AT = 256
 _PACE_AT = 264
 _WISH_AT = 272
-_KV_ASKED_AT = 280
-_KV_HELD_AT = 288
+_KV_ASKED_AT = 288
+_KV_HELD_AT = 296
 _COUNT_AT = 320  # of steps
 _STEPS_AT = 384
 _SIZE = 4096
@@ -153,6 +153,11 @@ class ServingToken:
     def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
         self._said = view, kv, pace
         self._write()
+
+    def publish_kv(self, kv: KVView) -> None:
+        """Say this of the memory, and the same as before of all else."""
+        view, _, pace = self._said
+        self.publish(view, kv, pace)
 
     def acquire(self) -> None:
         """Have the device.

@@ -74,7 +74,7 @@ class _Lending(Scheduler):
             self._began = time.monotonic()
         try:
             if self._kv is not None:
-                self._kv.settle(self._token.kv_asked, self._token.kv_held)
+                self._kv.settle(self._token)
             output = super().schedule(*args, **kwargs)
         except BaseException:
             self._token.release()
