@@ -16,6 +16,7 @@ from libra.backends.lend.borrower import Borrower
 from libra.backends.lend.device_token import BorrowerToken, EngineFacts, LenderToken, ServingStep, ServingToken
 from libra.backends.lend.record import LendingRecord
 from libra.lend.gate import IDLE, ServingView
+from libra.lend.quota import KVView
 from libra.lend.recall import RecallPolicy
 from libra.lend.step_cost import RolloutQueue, StepShape
 from libra.records.lending import LendingAnswer, LendingTerms, LentStep, read_lending, replay
@@ -63,7 +64,7 @@ class Engine:
         self.clock.now += self.noise * (0.004 + 5e-5 * tokens)
         self.shape = StepShape(1, tokens - 1, 800)
         for view in self.while_it_runs:
-            self.serving.publish(view, 0, TERMS.pace)
+            self.serving.publish(view, KVView(), TERMS.pace)
             self.serving.acquire()
             self.serving.release(ServingStep(4, 0, 400, 0.01))
         return tokens
@@ -87,7 +88,7 @@ class Shared:
             sequences = rng.randint(1, 6)
             spent = rng.uniform(0.9, 1.1) * (0.002 + 1e-3 * sequences)
             self.serving.acquire()
-            self.serving.publish(IDLE, 0, TERMS.pace)
+            self.serving.publish(IDLE, KVView(), TERMS.pace)
             self.serving.release(ServingStep(sequences, rng.choice([0, 100]), 100 * sequences, spent))
             self.engine.noise = rng.uniform(0.9, 1.1)
             self.borrower.step(self.engine)
@@ -128,7 +129,7 @@ def test_a_step_begins_only_where_nobody_waits_and_the_next_token_stays_in_time(
         waiting = min(live, rng.choice([0, 0, 0, 1]))
         due = shared.clock.now + rng.choice([math.inf, 0.005, 0.02, 0.03, 0.05, 0.2])
         view = ServingView(live, waiting, due if live > waiting else math.inf, context=100 * live)
-        shared.serving.publish(view, 0, TERMS.pace)
+        shared.serving.publish(view, KVView(), TERMS.pace)
         shared.engine.noise = rng.uniform(0.5, 1.05)
         before = shared.clock.now
         made = shared.borrower.step(shared.engine)
@@ -149,7 +150,7 @@ def test_a_step_begins_only_where_nobody_waits_and_the_next_token_stays_in_time(
 
 def test_nothing_is_borrowed_while_serving_decodes_before_its_steps_are_known(shared: Shared) -> None:
     for _ in range(300):
-        shared.serving.publish(ServingView(1, 0, shared.clock.now + 60), 0, TERMS.pace)
+        shared.serving.publish(ServingView(1, 0, shared.clock.now + 60), KVView(), TERMS.pace)
         assert shared.borrower.step(shared.engine) is None
         shared.serving.note(ServingStep(1, 0, 50, 0.003))
     assert shared.borrower.tally.why == "the next token is due"
@@ -157,7 +158,7 @@ def test_nothing_is_borrowed_while_serving_decodes_before_its_steps_are_known(sh
 
 def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
     shared.learn()
-    shared.serving.publish(IDLE, 0, TERMS.pace)
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
     shared.lender.extend(shared.clock.now + 0.1)
     until = shared.clock.now + 0.1
     for _ in range(200):
@@ -172,7 +173,7 @@ def test_a_loan_does_not_outlive_the_word_of_its_lender(shared: Shared) -> None:
 def test_who_overstays_learns_it_and_the_loan_rests(shared: Shared) -> None:
     shared.learn()
     before = shared.borrower.tally
-    shared.serving.publish(IDLE, 0, TERMS.pace)
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
     shared.engine.noise = 40.0
     shared.engine.while_it_runs = [ServingView(3, 0, math.inf, context=300)]
     assert shared.borrower.step(shared.engine) is not None
@@ -180,7 +181,7 @@ def test_who_overstays_learns_it_and_the_loan_rests(shared: Shared) -> None:
     tally = shared.borrower.tally
     assert (tally.overstayed, tally.over_bound) == (before.overstayed + 1, before.over_bound + 1)
     shared.engine.noise, shared.engine.while_it_runs = 1.0, []
-    shared.serving.publish(IDLE, 0, TERMS.pace)
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
     back = shared.clock.now
     assert shared.borrower.step(shared.engine) is None
     assert shared.lender.tally.why == "a grant was overstayed"
@@ -199,7 +200,7 @@ def test_an_engine_that_raises_gives_the_device_back(shared: Shared) -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         shared.borrower.step(Broken(shared.clock, shared.serving))
-    shared.serving.publish(ServingView(1, 1, math.inf), 0, TERMS.pace)
+    shared.serving.publish(ServingView(1, 1, math.inf), KVView(), TERMS.pace)
     assert shared.serving.acquire() and shared.serving.fenced == 0 and not shared.serving.lent
 
 
@@ -207,14 +208,14 @@ def test_without_turns_serving_is_left_alone(shared: Shared) -> None:
     shared.engine.queue = RolloutQueue(0, 0, False, 0)
     assert shared.borrower.step(shared.engine) is None
     shared.lender.extend(math.inf)
-    shared.serving.publish(ServingView(1, 0, shared.clock.now + 9), 0, TERMS.pace)
+    shared.serving.publish(ServingView(1, 0, shared.clock.now + 9), KVView(), TERMS.pace)
     assert not shared.serving._can_spare(shared.clock.now)
 
 
 def test_bounds_that_let_nothing_through_are_learnt_again(shared: Shared) -> None:
     shared.learn()
     shared.engine.noise = 30.0
-    shared.serving.publish(IDLE, 0, TERMS.pace)
+    shared.serving.publish(IDLE, KVView(), TERMS.pace)
     while shared.borrower.tally.why != "no step is short enough for a grant":
         shared.borrower.step(shared.engine)
     shared.engine.noise = 1.0
@@ -228,6 +229,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from libra.backends.lend.record import LendingRecord
+from libra.lend.quota import KVView
 from libra.lend.recall import RecallPolicy
 from libra.records.lending import LendingTerms, LentStep, read_lending
 from libra.traffic.envelope import Envelope

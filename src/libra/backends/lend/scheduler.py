@@ -4,7 +4,7 @@
 
 Invariant: what is scheduled, and in which order, is what vLLM's own scheduler says. Only when a step begins differs:
 with the token, or when the grant that is out is over. A step that is put off is one of no tokens, so that the engine
-takes in who has come before it asks again.
+takes in who has come before it asks again. KV blocks that are ceded are free ones that no request needs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,8 +24,12 @@ from vllm.v1.request import Request
 
 from libra.backends.lend.device import Cores, Device
 from libra.backends.lend.device_token import EngineFacts, LendingError, ServingStep, ServingToken
+from libra.backends.lend.kv_loan import CededKV
 from libra.lend.gate import ServingView, due
+from libra.lend.quota import KVView
 from libra.lend.step_cost import RolloutQueue, StepShape
+
+_log = init_logger(__name__)
 
 DEVICE = "LIBRA_LEND_DEVICE"  # environment variable: the file of the device's token
 
@@ -75,6 +80,11 @@ class _Lending(_Shaped):
         facts = EngineFacts(model.model, model.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
         self._token = ServingToken(device_of_environment(), facts, self.device.clock)
         self._arrivals: dict[str, float] = {}
+        self._kv: CededKV | None = None
+        try:
+            self._kv = CededKV(self)
+        except LendingError as error:
+            _log.warning("%s; the device is lent, its KV memory is not", error)
         self._first_tokens: dict[str, float] = {}
         self._under_way: deque[StepShape] = deque()  # steps scheduled whose output has not come
         self._began = 0.0
@@ -101,6 +111,8 @@ class _Lending(_Shaped):
             self._began = self.device.clock()
             self.device.begin()
         try:
+            if self._kv is not None:
+                self._kv.settle(self._token)
             output = super().schedule(*args, **kwargs)
         except BaseException:
             self._token.release()
@@ -158,7 +170,7 @@ class _Lending(_Shaped):
             context += request.num_computed_tokens
         live, steps = len(self.requests), self._steps_since_grant
         view = ServingView(live, waiting, first_due, oldest, queued, context, steps, self._came)
-        self._token.publish(view, self.kv_cache_manager.block_pool.get_num_free_blocks(), pace)
+        self._token.publish(view, self._kv.view() if self._kv is not None else KVView(), pace)
 
 
 class SynchronousLending(_Lending):
