@@ -17,7 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from libra.backends.lend.scheduler import LendingScheduler
 from libra.backends.tiny_model import kv_bytes_per_token, write_tiny_model
-from libra.backends.transport.engine_messages import Generate, Loan, StartEngine
+from libra.backends.transport.engine_messages import DeviceLoan, Generate, StartEngine
 from libra.backends.transport.shared_memory import WeightBuffer, create_buffer
 from libra.backends.vllm.engine import VllmEngine
 from libra.config.run import ModelConfig
@@ -80,7 +80,7 @@ def start_rollout(directory: Path, device: Path, terms: LendingTerms, record: Pa
         share=1.0,
         cores=tuple(sorted(os.sched_getaffinity(0)))[-1:],
         refresh_kv=False,
-        loan=Loan(str(device), terms, None if record is None else str(record)),
+        loan=DeviceLoan(str(device), terms, None if record is None else str(record)),
     )
 
 

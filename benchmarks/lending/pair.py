@@ -31,7 +31,7 @@ from benchmarks.lending._engines import (
     write_models,
 )
 from benchmarks.rows import Row, report
-from libra.backends.lend.borrower import Borrower
+from libra.backends.lend.borrower import GatedBorrower
 from libra.backends.lend.device_token import BorrowerToken, LenderToken
 from libra.backends.lend.record import LendingRecord
 from libra.backends.lend.scheduler import DEVICE, SynchronousLending
@@ -134,7 +134,7 @@ class Pair:
         written = None if record is None else LendingRecord(record, _TERMS, print)
         borrower = None
         if rule is not None:
-            borrower = Borrower(
+            borrower = GatedBorrower(
                 token, rule, self.device, shortest=_TERMS.shortest, most_tokens=self.rollout.most_tokens, record=written
             )
         try:
@@ -146,7 +146,7 @@ class Pair:
             for name in list(self._turns):
                 self.rollout.interrupt(name)
 
-    def _serve(self, requests: list[Asked], borrower: Borrower | None) -> Served:
+    def _serve(self, requests: list[Asked], borrower: GatedBorrower | None) -> Served:
         clock, rng = self.device.clock, np.random.default_rng(0)
         begin, to_come, live = clock(), list(enumerate(requests)), dict[str, Asked]()
         self._turns, made = set[str](), 0

@@ -118,7 +118,7 @@ class _Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class RecordReplay:
     """What became of the answers of a file when they were asked for again."""
 
     answers: int
@@ -142,7 +142,7 @@ def read_lending(path: Path) -> Iterator[LendingLine]:
         yield said
 
 
-def replay(path: Path) -> Replay:
+def replay(path: Path) -> RecordReplay:
     """Ask the same rule the same questions again. A borrower that began anew wrote its terms again, and is asked with
     a new rule. Raises `RecordFormatError`."""
     rule: WatchedRule | None = None
@@ -158,4 +158,4 @@ def replay(path: Path) -> Replay:
         answers += 1
         if rule.decide(said.view, said.at, _Recorded(said.longest_step)) != said.answer:
             different.append(number)
-    return Replay(answers, tuple(different))
+    return RecordReplay(answers, tuple(different))

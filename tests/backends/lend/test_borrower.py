@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from libra.backends.lend.borrower import Borrower
+from libra.backends.lend.borrower import GatedBorrower
 from libra.backends.lend.device_token import BorrowerToken, EngineFacts, LenderToken, ServingStep, ServingToken
 from libra.backends.lend.record import LendingRecord
 from libra.lend.gate import IDLE, ServingView
@@ -75,7 +75,7 @@ class Shared:
     clock: Clock
     serving: ServingToken
     lender: LenderToken
-    borrower: Borrower
+    borrower: GatedBorrower
     engine: Engine
     record: LendingRecord
     path: Path
@@ -110,7 +110,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
     token = BorrowerToken(page, TERMS.pace, clock.clock)
     record = LendingRecord(tmp_path / "lending.jsonl", TERMS, told.append)
     rule = TERMS.rule()
-    borrower = Borrower(
+    borrower = GatedBorrower(
         token, rule, clock, shortest=TERMS.shortest, most_tokens=2048, recall=rule.recall, record=record
     )
     yield Shared(clock, serving, lender, borrower, Engine(clock, serving), record, tmp_path / "lending.jsonl", told)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Protocol, TypeVar
 
-from libra.backends.lend.device import Device
+from libra.backends.lend.device import LentDevice
 from libra.backends.lend.device_token import POLL, BorrowerTally, BorrowerToken, FencedError, ServingNotice
 from libra.backends.lend.record import LendingRecord
 from libra.lend.gate import Grant, Reason, Refusal, SharingRule
@@ -51,14 +51,14 @@ class SteppedEngine(Protocol[Made_co]):
         ...
 
 
-class Borrower:
+class GatedBorrower:
     """One engine's part of a device."""
 
     def __init__(
         self,
         token: BorrowerToken,
         rule: SharingRule,
-        device: Device,
+        device: LentDevice,
         *,
         shortest: float,
         most_tokens: int,

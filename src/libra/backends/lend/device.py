@@ -10,7 +10,7 @@ import time
 from typing import Protocol
 
 
-class Device(Protocol):
+class LentDevice(Protocol):
     """What a step begins and ends on."""
 
     def clock(self) -> float:
@@ -71,7 +71,7 @@ class Accelerator:
         torch.accelerator.synchronize()
 
 
-def device_here(share: float = 1.0) -> Device:
+def device_here(share: float = 1.0) -> LentDevice:
     """What vLLM runs on in this process."""
     from vllm.platforms import current_platform
 

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from libra.backends.lend.device import Cores, Device
+from libra.backends.lend.device import Cores, LentDevice
 from libra.backends.lend.device_token import EngineFacts, LendingError, ServingStep, ServingToken
 from libra.backends.lend.kv_loan import CededKV
 from libra.lend.gate import ServingView, due
@@ -72,7 +72,7 @@ class _Lending(_Shaped):
     """Both kinds of vLLM's scheduler have these methods; the class below it says which kind this is."""
 
     # Whatever it runs on: the output of a step is here when it is told of, so the step is over.
-    device: Device = Cores()
+    device: LentDevice = Cores()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -22,7 +22,7 @@ class KVBufferPlace(msgspec.Struct, frozen=True):
     frame_bytes: int
 
 
-class Loan(msgspec.Struct, frozen=True):
+class DeviceLoan(msgspec.Struct, frozen=True):
     """A device that another engine serves users on, and the terms on which it is borrowed."""
 
     device: str  # file of its token
@@ -46,7 +46,7 @@ class StartEngine(Message, frozen=True):
     cores: tuple[int, ...]
     refresh_kv: bool  # salt the prefix cache with the weight version
     kv: KVBufferPlace | None = None  # where it may hand KV over; None: it cannot
-    loan: Loan | None = None  # the device that it borrows; None: it has one of its own
+    loan: DeviceLoan | None = None  # the device that it borrows; None: it has one of its own
 
 
 class KVTransfer(msgspec.Struct, frozen=True):
