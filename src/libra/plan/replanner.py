@@ -178,7 +178,7 @@ class Replanner:
         if pools != [lender.pool for lender in self._planner.lenders]:
             known = ", ".join(lender.pool for lender in self._planner.lenders)
             raise ValueError(
-                f"lenders are of {', '.join(pools)}; give one for each of the planner's, in order: {known}"
+                f"lenders are of {', '.join(pools) or 'no pool'}; give one for each of the planner's, in order: {known}"
             )
         self._planner = replace(self._planner, lenders=tuple(lenders))
 
