@@ -1,8 +1,8 @@
 """A slow link between two places on this machine: a process that forwards TCP connections at a rate and with a delay.
 
-Invariant: in each direction no more than `rate` bytes leave it in a second, all connections together, and no byte leaves
-it earlier than `delay` seconds after it came. It holds no more than is under way on such a link and one piece of each
-connection, so a sender feels how slow it is.
+Invariant: in each direction no more than `rate` bytes leave it in a second, all connections together, and no byte
+leaves it earlier than `delay` seconds after it came. It holds no more than is under way on such a link and one piece of
+each connection, so a sender feels how slow it is.
 
     python -m benchmarks.weights.slow_link --to PORT --rate 12.5e6 --delay 0.02
 
