@@ -24,7 +24,7 @@ def plan_stretch(state: EngineState, now: int, taken: int = 0) -> None:
         if generation.asks:
             steps = generation.steps_to_ask(steps)
     state.taken = taken
-    state.pieces, state.end = stretch(state.cost, now, generation.batch(generation.count), generation.context, steps)
+    state.pieces, state.end = stretch(state.cost, now, state.batch(generation.count), generation.context, steps)
     state.steps = steps
 
 
@@ -64,7 +64,7 @@ def catch_up(state: EngineState, now: int) -> None:
     count_stretch(state)
     state.start, state.steps, state.taken = state.end, steps - ended, 0
     state.pieces, state.end = stretch(
-        state.cost, state.start, generation.batch(generation.count), generation.context, state.steps
+        state.cost, state.start, state.batch(generation.count), generation.context, state.steps
     )
 
 
