@@ -207,5 +207,6 @@ def _intake(rows: Sequence[Mapping[str, str]]) -> Intake | None:
         weights = trust / gaps
         fitted = non_negative(np.array(columns) * weights[:, None], gaps * weights)
         off = np.abs(np.array(columns) @ fitted / gaps - 1)
-        trust = np.minimum(1.0, np.median(off) / np.maximum(off, 1e-9))
+        usual = max(float(np.median(off)), 1e-6)
+        trust = usual / np.maximum(off, usual)
     return Intake(float(fitted[-2]), float(fitted[-1]))

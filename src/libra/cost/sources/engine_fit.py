@@ -26,6 +26,7 @@ _TRUSTED = 0.2  # relative standard deviation of a constant before anything is m
 _NOISE, _FORM = 0.15, 0.05  # relative: of one measured iteration, of the form of the price
 _OUTLIER = 3.0  # standard deviations beyond which an iteration counts less: a warm-up is no price
 _TURNS = 40
+_BEGINNINGS = (1.0, 0.6, 1.6)  # of what launching takes, over what it is taken for
 _FOLDS = 10
 
 
@@ -111,7 +112,7 @@ class _Parts:
         linear = linear_layers(grid, max(most, *(new for it in iterations for new, _ in it.chunks), 1))
         rows = len(iterations)
         self.measured = np.array([it.seconds for it in iterations])
-        self.times = np.array([it.times for it in iterations])
+        self.deviation = np.hypot(_FORM, _NOISE / np.sqrt([it.times for it in iterations]))
         self.host = np.zeros((rows, 4))
         self.linear, self.longest, self.fixed = np.zeros(rows), np.zeros(rows), np.zeros(rows)
         self.shared = np.zeros(rows)  # seconds that the shared tokens would take if they were not
@@ -152,6 +153,11 @@ class _Parts:
         kernels: Array = self.fixed + np.column_stack([self.linear, self.longest, self.shared]) @ constants[6:]
         return kernels
 
+    def off(self, constants: Array) -> Array:
+        """Distances from what was measured, in standard deviations."""
+        distances: Array = np.abs(self.seconds_at(constants) / self.measured - 1) / self.deviation
+        return distances
+
     def rows(self, launching: NDArray[np.bool_]) -> tuple[Array, Array]:
         """[iterations, constants], and the seconds that no constant multiplies."""
         device = np.column_stack([self.linear, self.longest, self.shared])
@@ -161,16 +167,29 @@ class _Parts:
 
 
 def _solve(parts: _Parts, before: Array, used: NDArray[np.bool_]) -> Array:
-    """The constants by the iterations that are `used`, by turns with what each of these waits for."""
-    constants = before.copy()
-    deviation = np.hypot(_FORM, _NOISE / np.sqrt(parts.times))
+    """The constants by the iterations that are `used`. Launching is also begun from above and from below what it is
+    taken for, since one that is shorter than all kernels would never be looked at."""
+    found = [_by_turns(parts, before, used, begun) for begun in _BEGINNINGS]
+    return min(found, key=lambda constants: _misfit(parts, before, used, constants))
+
+
+def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: float) -> Array:
+    """Constants by turns with what each iteration waits for."""
+    constants: Array = before * np.array([1, 1, 1, 1, begun, begun, 1, 1, 1])
     trust = np.ones(len(parts.measured))
     for _ in range(_TURNS):
         rows, fixed = parts.rows(parts.launched_later(constants))
-        weights = np.sqrt(trust) / deviation / parts.measured
+        weights = np.sqrt(trust) / parts.deviation / parts.measured
         scaled = np.vstack([(rows * weights[:, None] * before)[used], np.eye(len(before)) / _TRUSTED])
         wanted = np.concatenate([((parts.measured - fixed) * weights)[used], np.full(len(before), 1 / _TRUSTED)])
-        constants = (constants + before * non_negative(scaled, wanted)) / 2
-        off = np.abs(parts.seconds_at(constants) / parts.measured - 1) / deviation
-        trust = np.minimum(1.0, _OUTLIER / np.maximum(off, 1e-9))
+        constants += (before * non_negative(scaled, wanted) - constants) / 2
+        trust = np.minimum(1.0, _OUTLIER / np.maximum(parts.off(constants), 1e-9))
     return constants
+
+
+def _misfit(parts: _Parts, before: Array, used: NDArray[np.bool_], constants: Array) -> float:
+    """Sum of squares, and beyond an outlier's distance linear (Huber 1964), with that of the prior."""
+    off = parts.off(constants)[used]
+    near = np.minimum(off, _OUTLIER)
+    moved = (constants / before - 1) / _TRUSTED
+    return float(np.sum(near * (2 * off - near)) + np.sum(moved**2))
