@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from libra.config.yaml_file import ConfigError
-from libra.cost.lines import non_negative
+from libra.cost.lines import least_squares
 from libra.cost.sources.engine_fit import MeasuredIteration
 from libra.hardware.cluster import GPU, GPUS
 from libra.hardware.model import ModelSpec
@@ -64,7 +64,6 @@ class EngineRun:
     gpu: GPU
     model: ModelSpec
     software: str
-    overlapped: bool  # asynchronous scheduling
     config: EngineConfig
     grid: tuple[MeasuredIteration, ...]
     intake: Intake | None  # None: the grid does not show it
@@ -97,6 +96,7 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
         max_num_seqs=facts["max_num_seqs"],
         max_num_batched_tokens=facts["max_num_batched_tokens"],
         enable_chunked_prefill=facts["chunked_prefill"],
+        async_scheduling=facts["async_scheduling"],
         capture_sizes=tuple(size for size in sizes if size <= facts["max_num_batched_tokens"]),
     )
     steps = path.with_name(f"{path.stem}_steps.csv.gz")
@@ -111,7 +111,6 @@ def _run(path: Path, document: Mapping[str, Any]) -> EngineRun:
         _gpu(facts["gpu"]),
         model,
         f"vLLM {facts['vllm']}, torch {facts['torch']}, {facts['cudagraph_mode']}",
-        facts["async_scheduling"],
         config,
         grid,
         intake,
@@ -205,7 +204,7 @@ def _intake(rows: Sequence[Mapping[str, str]]) -> Intake | None:
     trust = np.ones(len(taken))
     for _ in range(20):  # a gap that is far off had something else in it: its weight falls
         weights = trust / gaps
-        fitted = non_negative(np.array(columns) * weights[:, None], gaps * weights)
+        fitted = least_squares(np.array(columns) * weights[:, None], gaps * weights)
         off = np.abs(np.array(columns) @ fitted / gaps - 1)
         usual = max(float(np.median(off)), 1e-6)
         trust = usual / np.maximum(off, usual)

@@ -113,7 +113,7 @@ def show(predicted: Sequence[Predicted], console: Console) -> None:
 def _predict(run: EngineRun) -> Predicted:
     kernels = _kernels(run)
     layers = run.model.layers
-    host, terms = replace(default_host(layers), overlapped=run.overlapped), default_terms(layers)
+    host, terms = replace(default_host(layers), overlapped=run.config.async_scheduling), default_terms(layers)
     source = f"measured: {run.name} on {run.gpu.name}, {run.software}"
     fit = fit_engine(kernels.grid(1), run.config.capture_sizes, run.grid, host, terms, source)
     fitted = fit.host

@@ -7,6 +7,8 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +19,7 @@ import msgspec
 import pytest
 from fakes.scripted import AskTool, echo
 from fakes.small_run import PROFILE, rows
-from fakes.workers import MadeLauncher, MadeWorker
+from fakes.workers import NO_PROCESS, MadeLauncher, MadeWorker
 
 from libra.backends.grpo.membership import CoreLostError
 from libra.backends.machine import Bf16Speed
@@ -45,7 +47,7 @@ from libra.loop import run as run_module
 from libra.loop.checkpoint import Interrupted, latest_checkpoint
 from libra.loop.episode_file import read_history
 from libra.loop.rollout import Rollout
-from libra.loop.run import run
+from libra.loop.run import MemoryWatch, run
 from libra.plan.problem import InfeasiblePlanError
 from libra.records.run_log import prediction_error
 from libra.records.schema import PeriodRecord, RunSummary, read_records
@@ -255,6 +257,21 @@ async def test_the_loss_of_the_last_core_ends_the_run_which_can_be_resumed(runs:
     require_whole(config.run_directory, summary, steps=60)
 
 
+HOLDER = "held = bytes(range(256)) * (1 << 18); print(len(held), flush=True); input()"
+
+
+async def test_the_memory_of_a_run_is_also_that_of_its_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        held = int(process.stdout.readline())
+        roots = [process.pid, NO_PROCESS]
+        async with MemoryWatch(lambda: roots) as both, MemoryWatch(lambda: []) as own:
+            assert await both.peak() > await own.peak() + held / 2
+            process.stdin.close()
+            process.wait()
+            assert await both.peak() > await own.peak() + held / 2  # it is gone, and was there
+
+
 async def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(runs: Runs) -> None:
     done = runs.config("longer", steps=6)
     fewer = done.model_copy(update={"training": done.training.model_copy(update={"steps": 5})})
@@ -441,6 +458,15 @@ async def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_star
         assert all(start.kv is None for start in worker.orders if isinstance(start, StartEngine))
 
 
+async def test_costs_that_were_measured_here_are_not_measured_again(runs: Runs) -> None:
+    first, second = (runs.config(name, steps=2, measured=True) for name in ("measured", "known"))
+    for config, measured in ((first, True), (second, False)):
+        await runs.start(config)
+        orders = [type(order) for worker in runs.launcher.workers.values() for order in worker.orders]
+        assert (MeasureEngine in orders) == (MeasureTraining in orders) == measured
+        assert load_profile(config.run_directory / "profile.json") == load_profile(*runs.cached_profiles())
+
+
 async def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:
     config = runs.config("fewer", steps=3, measured=True)
     task = runs.start(config)
@@ -503,6 +529,21 @@ async def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: 
     assert ("redoing" in summary.device_seconds) == bool(again)
     assert summary.wall_seconds > rows(directory, "metrics")[-1]["time"] > 3600
     assert sum(summary.device_seconds.values()) < 3600  # they are of the session
+
+
+async def test_records_that_a_loss_of_power_tore_are_made_whole_by_the_resumed_run(runs: Runs) -> None:
+    config = runs.config("torn", steps=6)
+    task = runs.start(config)
+    await steps_made(4, config, task)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    written = config.run_directory / "trajectories.jsonl"
+    *whole, torn, _ = written.read_bytes().splitlines(keepends=True)
+    written.write_bytes(b"".join(whole) + torn[:10] + b"\n")
+    summary = await runs.start(config, resume=True)
+    require_whole(config.run_directory, summary, steps=6)
+    told = [row["text"] for row in rows(config.run_directory, "events") if row["kind"] == "warning"]
+    assert told == ["trajectories.jsonl: 1 torn lines are left out"]
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,17 @@ def test_nothing_changes_twice(situation: tuple[list[Device], Allocation]) -> No
             ],
         ),
         (
+            "but one that stays an engine stands in before one that is to train",
+            [
+                device(0, CORE, TRAIN),
+                device(1, ROLLOUT, engine("middle")),
+                device(2, HYBRID, engine("short")),
+                device(3, ROLLOUT, engine("short")),
+            ],
+            allocation(2, short=1, long=1),
+            ["w3 rollout:short -> rollout:long", "w1 rollout:middle -> rollout:short", "w2 rollout:short -> train"],
+        ),
+        (
             "the only engine has nobody to stand in for it",
             [device(0, CORE, TRAIN), device(1, ROLLOUT, engine("middle"))],
             allocation(1, long=1),
@@ -258,6 +269,7 @@ def test_moves(name: str, workers: list[Device], wanted: Allocation, moves: list
         ([device(0, CORE), device(1, ROLLOUT)], allocation(1, long=2), "2 engines are wanted, but 1 workers"),
         ([device(0, CORE), device(1, CORE)], allocation(1, long=1), "1 engines are wanted, but 1 workers"),
         ([device(0, CORE), device(1, ROLLOUT), device(2, ROLLOUT)], allocation(1, long=1), "1 engines are wanted, but"),
+        ([device(0, CORE), device(1, CORE), device(2, ROLLOUT)], allocation(1, long=2), "2 engines are wanted"),
         ([device(0, CORE), device(1, ROLLOUT)], allocation(1, short=1), "no engine of train 1 | short 1 <= 100 holds"),
     ],
 )

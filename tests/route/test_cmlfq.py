@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -123,10 +124,13 @@ def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
     assert (placement.instance, placement.reason) == ("a", STAYS)
 
 
-def test_an_idle_instance_is_worth_a_cheap_move() -> None:
+@pytest.mark.parametrize(("busy", "idle"), [(short, short), (long, long), (short, long), (long, short)])
+def test_an_idle_instance_is_worth_a_cheap_move(
+    busy: Callable[..., InstanceView], idle: Callable[..., InstanceView]
+) -> None:
     policy = taught(done(300), migration=MigrationCost(0, 1e-6))
-    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(short("a", 100_000)))
-    placement = then(policy, view(short("a", 100_000), short("b", 0)))
+    policy.place(TurnRequest("t", "p", 1_000, 1_000), view(busy("a", 100_000)))
+    placement = then(policy, view(busy("a", 100_000), idle("b", 0)))
     assert (placement.instance, placement.reason, placement.migrated) == ("b", MOVES, True)
 
 
@@ -180,6 +184,11 @@ def test_a_turn_is_asked_again_when_it_leaves_its_bucket_and_then_moves() -> Non
     moved = policy.bucket_overrun(request, placement.ask_again, now)
     assert moved is not None and (moved.instance, moved.migrated, moved.ask_again) == ("c", True, None)
     assert policy.bucket_overrun(request, placement.ask_again + 1_000, now) is None
+
+
+def test_a_turn_that_fills_its_bucket_is_asked_again_at_its_next_token() -> None:
+    now = view(InstanceView("a", 0, LONG, 0, 0.02), long("c"))
+    assert [first(CMLFQ(), now, context=context).ask_again for context in (SHORT - 1, SHORT)] == [2, 1]
 
 
 def test_a_turn_that_outlives_what_was_expected_is_asked_ever_more_rarely() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from random import Random
 from typing import Any
@@ -37,15 +37,7 @@ def host_costs(draw: st.DrawFn, config: EngineConfig) -> GridCost:
         draw(st.sampled_from([0.0, 1e-8])),
     )
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= config.max_num_batched_tokens)
-    config = EngineConfig(
-        max_model_len=config.max_model_len,
-        kv_blocks=config.kv_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        capture_sizes=draw(st.sampled_from([(), sizes])),
-    )
+    config = replace(config, capture_sizes=draw(st.sampled_from([(), sizes])))
     grid = EngineGrid(
         1, GRID.batches, GRID.contexts, GRID.decode, GRID.chunks, GRID.prefixes, GRID.prefill, terms, host
     )
@@ -56,6 +48,7 @@ def host_costs(draw: st.DrawFn, config: EngineConfig) -> GridCost:
 @given(st.data(), seeds)
 def test_jumps_take_as_long_as_visits(data: Any, seed: int) -> None:
     config, _ = random_case(seed)
+    config = replace(config, async_scheduling=data.draw(st.booleans()))
     cost = data.draw(host_costs(config))
     ticks = max(1, longest_iteration(config, cost) // data.draw(st.sampled_from([1, 2, 4])))
     generic = data.draw(st.booleans())

@@ -35,24 +35,23 @@ def fit_linear(features: Sequence[Sequence[float]], seconds: Sequence[float]) ->
     errors = []
     for left_out in range(len(times)):
         keep = np.arange(len(times)) != left_out
-        predicted = rows[left_out] @ non_negative(rows[keep] / times[keep, None], np.ones(len(times) - 1))
+        predicted = rows[left_out] @ non_negative(rows[keep], times[keep])
         errors.append(abs(predicted - times[left_out]) / times[left_out])
-    return LinearFit(
-        tuple(float(value) for value in non_negative(rows / times[:, None], np.ones(len(times)))),
-        float(np.mean(errors)),
-    )
+    return LinearFit(tuple(float(value) for value in non_negative(rows, times)), float(np.mean(errors)))
 
 
-def non_negative(rows: Array, wanted: Array) -> Array:
-    """The coefficients, none of them negative, by which `rows` come nearest to `wanted` in the sum of squares.
+def non_negative(rows: Array, times: Array) -> Array:
+    """The coefficients (k) that make rows [samples, k] the times (samples, above 0) with least relative error."""
+    return least_squares(rows / times[:, None], np.ones(len(times)))
 
-    Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23).
-    """
-    scaled = rows
+
+def least_squares(scaled: Array, wanted: Array) -> Array:
+    """The coefficients (k), none of them negative, that bring rows [samples, k] nearest to what is wanted of them:
+    Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23)."""
     lengths = np.linalg.norm(scaled, axis=0)
     lengths[lengths == 0] = 1.0
     scaled = scaled / lengths  # columns of unit length: the tolerances below mean the same for every feature
-    width = rows.shape[1]
+    width = scaled.shape[1]
     solution, free = np.zeros(width), np.zeros(width, dtype=bool)
     while True:
         gradient = scaled.T @ (wanted - scaled @ solution)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from libra.cost.grid import Array, EngineGrid, linear_layers
 from libra.cost.host import SERVING, HostCost, padded
 from libra.cost.kernels import KernelTerms
-from libra.cost.lines import non_negative
+from libra.cost.lines import least_squares
 
 _TRUSTED = 0.2  # relative standard deviation of a constant before anything is measured
 _NOISE, _FORM = 0.15, 0.05  # relative: of one measured iteration, of the form of the price
@@ -182,7 +182,7 @@ def _by_turns(parts: _Parts, before: Array, used: NDArray[np.bool_], begun: floa
         weights = np.sqrt(trust) / parts.deviation / parts.measured
         scaled = np.vstack([(rows * weights[:, None] * before)[used], np.eye(len(before)) / _TRUSTED])
         wanted = np.concatenate([((parts.measured - fixed) * weights)[used], np.full(len(before), 1 / _TRUSTED)])
-        constants += (before * non_negative(scaled, wanted) - constants) / 2
+        constants += (before * least_squares(scaled, wanted) - constants) / 2
         trust = np.minimum(1.0, _OUTLIER / np.maximum(parts.off(constants), 1e-9))
     return constants
 
