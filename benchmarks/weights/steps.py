@@ -27,7 +27,7 @@ from libra.backends.weights.wire import Chunk
 _WIDTH, _LAYERS, _VOCABULARY = 768, 14, 8192  # 123 M parameters
 _BATCH, _LENGTH = 4, 16  # gradients are noise either way, and a step costs what AdamW costs
 _WARM_STEPS = 10  # in which the moments forget that they began with nothing
-_RATES = {1e-6: 0.01, 3e-6: None, 1e-5: 0.05, 5e-5: None}  # and the most that a delta may have of the dense bytes
+_RATES = {1e-6: 0.01, 3e-6: None, 1e-5: 0.05, 5e-5: None}  # and the most of the dense bytes that is promised
 _STEPS = 3  # at each rate; the first leads from one rate to the other and is left out
 _ENCODE, _APPLY = 0.4, 0.6  # GB/s of dense weights, for each core
 
@@ -98,7 +98,8 @@ def _rows(training: _Training, rate: float, most: float | None) -> Iterator[Row]
     yield Row(case, "exact", exact, "of 1", "1", exact)
     for name, seconds, least in (("encode", encode, _ENCODE), ("apply", apply, _APPLY)):
         speed = size / seconds / 1e9
-        yield Row(case, f"{name}, per core", speed, "GB/s of dense", f">= {least}", speed >= least)
+        goal, met = (None, None) if most is None else (f">= {least}", speed >= least)
+        yield Row(case, f"{name}, per core", speed, "GB/s of dense", goal, met)
 
 
 async def _carried(before: Vector, after: Vector) -> tuple[int, float, float, bool]:
@@ -108,7 +109,8 @@ async def _carried(before: Vector, after: Vector) -> tuple[int, float, float, bo
     feed = Feed(grid, everything, kept_bytes=grid.size)
     source = Source(feed, "benchmark")
     await source.publish(0, before, zlib.crc32(before.data))
-    mirror = Mirror(grid, (np.zeros(grid.size, np.uint8), np.zeros(grid.size, np.uint8)), everything)
+    halves = np.full(grid.size, 1, np.uint8), np.full(grid.size, 1, np.uint8)  # memory that was written before
+    mirror = Mirror(grid, halves, everything)
     wholes = [source.chunk(number) for number in range(len(grid))]
     for chunk in wholes:
         mirror.take(chunk)

@@ -24,8 +24,8 @@ from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError
 
 
 class Follow(msgspec.Struct, frozen=True):
-    """What a follower is to keep. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, which the
-    process inherits; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes
+    """What a follower is to keep. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the
+    process inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes
     that engines read, none of which means all."""
 
     grid: Grid
