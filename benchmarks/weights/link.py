@@ -26,7 +26,7 @@ from benchmarks.rows import Row
 from libra.backends.transport.engine_messages import LoadWeights
 from libra.backends.transport.shared_memory import BUFFERS, Vector
 from libra.backends.weights.feed import Feed
-from libra.backends.weights.follower import Follow, FollowerWord, Serving
+from libra.backends.weights.follower import FollowerPlace, FollowerWord, FollowWeights
 from libra.backends.weights.grid import Grid
 from libra.backends.weights.node import Address, served
 from libra.backends.weights.source import Source
@@ -124,12 +124,12 @@ class _Follower:
         self._process, self._memory, self._grid = process, memory, grid
         self.address: Address
 
-    async def word(self) -> Serving | LoadWeights:
+    async def word(self) -> FollowerPlace | LoadWeights:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         return msgspec.json.decode(line, type=FollowerWord)  # type: ignore[no-any-return]
 
-    def check(self, order: Serving | LoadWeights, version: int, content: Vector) -> None:
+    def check(self, order: FollowerPlace | LoadWeights, version: int, content: Vector) -> None:
         """That its engines load this version, and what was published; they have it then."""
         assert self._process.stdin is not None
         assert isinstance(order, LoadWeights) and order.version == version, order
@@ -153,12 +153,12 @@ async def _following(grid: Grid, token: str, way: Address) -> AsyncIterator[_Fol
     os.ftruncate(memory, BUFFERS * grid.size)
     try:
         async with _process("-m", "libra.backends.weights.follower", inherited=(memory,)) as process:
-            order = Follow(grid, memory, "127.0.0.1", token, [[way]])
+            order = FollowWeights(grid, memory, "127.0.0.1", token, [[way]])
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(order) + b"\n")
             node = _Follower(process, memory, grid)
             serving = await node.word()
-            assert isinstance(serving, Serving)
+            assert isinstance(serving, FollowerPlace)
             node.address = Address("127.0.0.1", serving.port)
             yield node
     finally:

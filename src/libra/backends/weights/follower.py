@@ -23,7 +23,7 @@ from libra.backends.weights.grid import Grid
 from libra.backends.weights.node import Address, LinkPatience, UpstreamLostError, WeightsNode, served
 
 
-class Follow(msgspec.Struct, frozen=True):
+class FollowWeights(msgspec.Struct, frozen=True):
     """What a follower is to keep. `descriptor` is the memory that engines load from, as `WeightBuffer` has it, and the
     process inherits it; `sources` are the places of each source, a relay before what it follows; `ranges` are the bytes
     that engines read, none of which means all."""
@@ -37,16 +37,16 @@ class Follow(msgspec.Struct, frozen=True):
     patience: LinkPatience = LinkPatience()
 
 
-class Serving(msgspec.Struct, frozen=True, tag=True):
+class FollowerPlace(msgspec.Struct, frozen=True, tag=True):
     """Others may follow this node here."""
 
     port: int
 
 
-FollowerWord = Serving | LoadWeights
+FollowerWord = FollowerPlace | LoadWeights
 
 
-async def follow(order: Follow) -> None:
+async def follow(order: FollowWeights) -> None:
     """Until the sources are lost, which raises `UpstreamLostError`, or the owner goes."""
     grid, owner = order.grid, asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(owner), sys.stdin)
@@ -69,7 +69,7 @@ async def follow(order: Follow) -> None:
     wanted = grid.touched(order.ranges) if order.ranges else None
     node = WeightsNode(grid, halves, load, wanted)
     async with served(node.feed, order.host, order.token, order.patience) as address:
-        _say(Serving(address.port))
+        _say(FollowerPlace(address.port))
         await asyncio.gather(node.follow(order.sources, order.token, order.patience), listen())
 
 
@@ -79,7 +79,7 @@ def _say(word: FollowerWord) -> None:
 
 def main() -> None:
     die_with(os.getppid())
-    order = msgspec.json.decode(sys.stdin.readline(), type=Follow)
+    order = msgspec.json.decode(sys.stdin.readline(), type=FollowWeights)
     try:
         asyncio.run(follow(order))
     except EOFError:
