@@ -5,8 +5,12 @@ page is one set of findings.
 
     python -m benchmarks.fidelity [--quick] [--schedule-cases N] [--models small,tiny] [--repeats N]
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
+    python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
+    python -m benchmarks.fidelity --gpu-runs FOLDER [--json FILE]
 
-Leave the machine alone meanwhile. Exits with 1 if a schedule differs.
+The second compares schedules of one kind, and no times. The third predicts engines that were measured on GPUs, from the
+files of a folder (see `gpu_data`). Leave the machine alone meanwhile, but for the third. Exits with 1 if a schedule
+differs, or a bar of an engine on a GPU is missed.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
+
+from rich.console import Console
 
 from benchmarks.fidelity.comparison import Comparison, compare
 from benchmarks.fidelity.comparison import rows as rows_of_times
@@ -29,8 +35,14 @@ from benchmarks.fidelity.measured import Measured, read_measured
 from benchmarks.fidelity.models import ModelName
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
+from libra.config.yaml_file import ConfigError
+
+if TYPE_CHECKING:  # it imports vLLM
+    from benchmarks.fidelity.schedule import Kind
 
 SEED = 0  # of the first random schedule
+SCHEDULES = ("sync", "async")  # as `schedule.Kind`, which imports vLLM
+KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
 
 
@@ -50,6 +62,8 @@ QUICK = Effort(schedule_cases=60, models="tiny", repeats=2)
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(given)
+    if options.gpu_runs is not None:
+        return _gpu_runs(options.gpu_runs, options.json)
     environment = dict(os.environ)  # before vLLM is imported: it sets variables that other processes inherit
     from benchmarks.fidelity import page, schedule
 
@@ -59,11 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
 
     compared = []
-    for done, case in enumerate(schedule.compare(range(SEED, SEED + options.schedule_cases))):
+    kind: Kind = options.schedule or "sync"
+    for done, case in enumerate(schedule.compare(range(SEED, SEED + options.schedule_cases), kind)):
         if done % _SAID_EVERY == 0:
             say(f"schedules: {done} of {options.schedule_cases}")
         compared.append(case)
     schedules = schedule.summary(compared)
+    if options.schedule is not None:
+        report(schedule.rows(schedules), options.json)
+        if schedules.difference is not None:
+            print(schedules.difference)
+        return int(schedules.difference is not None)
     comparisons: list[Comparison] = []
     for model in options.models:
         measured = _measured(model, options, environment)
@@ -79,21 +99,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(difference is not None for difference in differences))
 
 
+def _gpu_runs(folder: Path, json_path: Path | None) -> int:
+    """Predict engines that ran on GPUs. Returns 1 where a bar is missed, 2 where the folder cannot be read."""
+    from benchmarks.fidelity import gpu_runs, gpu_training
+
+    try:
+        predicted = gpu_runs.predict_all(folder)
+        steps = gpu_training.price_steps(folder, predicted[0].run.gpu)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    gpu_runs.show(predicted, Console(width=200))
+    gpu_training.show(steps, Console(width=200))
+    found = [*gpu_runs.rows(predicted), *gpu_training.rows(steps)]
+    report(found, json_path)
+    return int(any(row.met is False for row in found))
+
+
 def _parse(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--quick", action="store_true", help="the tiny model and few cases: a first look, not a verdict"
     )
+    parser.add_argument("--schedule", choices=SCHEDULES, help="compare schedules of this kind only")
     parser.add_argument("--schedule-cases", type=int, metavar="N", help=f"random schedules ({FULL.schedule_cases})")
     parser.add_argument("--models", help=f"of {', '.join(get_args(ModelName))}, with commas ({FULL.models})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of each workload, 2 or more ({FULL.repeats})")
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--save", type=Path, metavar="FOLDER", help="keep what is measured, a file for each model")
     files.add_argument("--measured", type=Path, metavar="FOLDER", help="take what --save kept, and measure nothing")
+    files.add_argument("--gpu-runs", type=Path, metavar="FOLDER", help="predict the measured engines of a folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE, a JSON line each")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)
     effort = QUICK if options.quick else FULL
+    if options.schedule is not None and options.schedule_cases is None:
+        options.schedule_cases = KIND_CASES
     for name in ("schedule_cases", "models", "repeats"):
         if getattr(options, name) is None:
             setattr(options, name, getattr(effort, name))
