@@ -20,6 +20,7 @@ from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.request import Chain, Request
 
 PAGE = 4096
+SCHEDULERS = "Scheduler", "AsyncScheduler"
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,14 @@ def vllm() -> Iterator[Any]:
 
         from benchmarks.fidelity import vllm_schedule
 
-        class WithMemory(vllm_schedule.Scheduler):
+        class WithMemory:
             def __init__(self, *, vllm_config: Any, kv_cache_config: Any, **others: Any) -> None:
                 super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **others)
                 memory = torch.ones(kv_cache_config.num_blocks, 1, PAGE // 4)
                 vllm_config.compilation_config.static_forward_context["attention"] = layer(memory)
 
-        monkeypatch.setattr(vllm_schedule, "Scheduler", WithMemory)
+        for name in SCHEDULERS:
+            monkeypatch.setattr(vllm_schedule, name, type(name, (WithMemory, getattr(vllm_schedule, name)), {}))
         yield vllm_schedule
 
 
@@ -137,7 +139,8 @@ def test_blocks_that_are_taken_are_nobodys(vllm: Any) -> None:
                 engine.add(Request(number, 0, length, random.randrange(1, 20), chain=own))
             for _ in range(random.randrange(6)):
                 if engine.busy:
-                    engine.step(0)
+                    engine.schedule()
+                    engine.end_oldest(0)
             quota.take(random.randrange(quota.free + 1))
             quota.give(random.randrange(quota.held + 1))
             wanted = random.randrange(quota.own + 1)
@@ -175,7 +178,7 @@ def test_serving_is_scheduled_as_if_nothing_were_lent(
     serving, borrower = ServingToken(tmp_path / "device"), BorrowerToken(tmp_path / "device", 0.1)
     seen = dict.fromkeys(("ceded", "taken back", "preempted"), 0)
 
-    class Lending(vllm.Scheduler):  # type: ignore[misc]
+    class Lending:
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             self.memory = CededKV(self)
@@ -195,10 +198,12 @@ def test_serving_is_scheduled_as_if_nothing_were_lent(
 
     for seed in range(25):
         config, requests = random_case(seed)
-        config, random = replace(config, enable_prefix_caching=caching), Random(seed)
+        config = replace(config, enable_prefix_caching=caching, async_scheduling=seed % 2 > 0)
+        random = Random(seed)
         alone = vllm.vllm_schedule(config, requests)
         with monkeypatch.context() as patched:
-            patched.setattr(vllm, "Scheduler", Lending)
+            for name in SCHEDULERS:
+                patched.setattr(vllm, name, type(name, (Lending, getattr(vllm, name)), {}))
             lent = vllm.vllm_schedule(config, requests)
         seen["preempted"] += sum(len(step.preempted) for step in alone)
         if caching:
