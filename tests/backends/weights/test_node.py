@@ -257,6 +257,7 @@ async def test_another_run_of_the_trainer_is_not_mixed_with_the_last() -> None:
         node = await stack.enter_async_context(following(Node(publisher), relay.address))
         for version in (0, 1, 2):
             await publisher.publish(version)
+        await relay.has(2)
         await node.has(2)
         publisher.start_again()
         await publisher.publish(1)  # of a checkpoint
