@@ -17,6 +17,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from benchmarks.evaluation.setting import Setting
@@ -82,7 +83,7 @@ def _rows(workload: str, own: int, share: float, steps: int) -> Iterator[Row]:
     named = f"{workload}, {_NODE * own} alone"
     yield Row(named, f"{alone.predicted.bottleneck}-bound step", alone.predicted.step, "s")
     yield Row(named, "GPUs that train", train.devices, "")
-    simulated = _simulated(setting, alone, steps) if steps else 0.0
+    alone_seconds = cache(lambda: _simulated(setting, alone, steps))
     for lent in _LENT[own]:
         case = _Case(workload, own, lent)
         owned = Setting(_MODEL, workload, nodes=own + lent).planner().plan(tracker).predicted.step
@@ -99,7 +100,7 @@ def _rows(workload: str, own: int, share: float, steps: int) -> Iterator[Row]:
             yield _judged(Row(name, "over none", over_none, "x"), _OVER_NONE if main else None)
             yield _judged(Row(name, "over the split kept", over_kept, "x"), _OVER_KEPT if main else None)
             if steps and together.loans:
-                ratio = simulated / _simulated(setting, together, steps)
+                ratio = alone_seconds() / _simulated(setting, together, steps)
                 yield Row(name, f"over none, simulated for {steps} steps", ratio, "x")
 
 
