@@ -21,6 +21,8 @@ class EngineInstance:
 
     __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
 
+    recall_rate = 0.0
+
     def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int]) -> None:
         self._now = now  # tick
         self.id = spec.name
