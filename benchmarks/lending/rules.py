@@ -31,7 +31,8 @@ from libra.sim.clock import TICKS, seconds, ticks
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.shared_device import DeviceOutcome, RolloutBorrower, SharedDevice, misses
+from libra.sim.shared_device import DeviceOutcome, RolloutBorrower, SharedDevice
+from libra.sim.tenant import misses
 from libra.sim.workload.request_file import read_requests
 
 _US = TICKS // 1_000_000

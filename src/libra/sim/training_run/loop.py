@@ -24,10 +24,12 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.state import Pause
 from libra.sim.handover import KVMoves
 from libra.sim.training_run.episodes import Episodes
+from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
-from libra.sim.training_run.service import Service, limits_of
+from libra.sim.training_run.service import Service
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
 from libra.sim.workload.caller import EpisodeCaller, calls
@@ -94,12 +96,12 @@ class _Run:
         self._stall = weight_sync(request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, link).stall
         kv_bytes = request.model.kv_bytes_per_token(self._recipe.kv_bytes)
 
-        def cluster(specs: tuple[EngineSpec, ...]) -> SimCluster:
+        def cluster(specs: tuple[EngineSpec, ...], limits: tuple[int, ...]) -> SimCluster:
             return SimCluster(
                 specs,
                 self,
                 self._policy,
-                limits=limits_of(self._plan),
+                limits=limits,
                 turn_tokens=1,
                 exact=exact,
                 patient=True,
@@ -110,6 +112,12 @@ class _Run:
 
         self._service = Service(system, cluster)
         self._cluster = self._service.cluster
+        self._lending: Lending | None = None
+        if system.loan is not None:
+            load, service = Pause(ticks(self._stall), self._refreshes), self._service
+            self._lending = Lending(
+                system.loan, self._cluster, lambda: service.buckets(self._plan)[1], load, exact=exact
+            )
         self._trainer = SimulatedTrainer(
             system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
         )
@@ -120,6 +128,8 @@ class _Run:
         cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
+        loan = self._system.loan
+        lent = frozenset[str]() if loan is None else loan.names
         return SimulatedRun(
             system=self._system.name,
             steps=tuple(self._trained),
@@ -129,6 +139,7 @@ class _Run:
             engine_busy=sum(
                 seconds(engine.busy_ticks) * spec.devices
                 for engine, spec in zip(cluster.engines, cluster.specs, strict=True)
+                if spec.name not in lent
             ),
             placements=cluster.placer.placements,
             migrations=cluster.placer.migrations,
@@ -136,6 +147,7 @@ class _Run:
             moved_tokens=cluster.moved_tokens,
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
+            lenders=() if self._lending is None else self._lending.outcome(self._published_at),
         )
 
     # What the cluster asks
@@ -246,12 +258,18 @@ class _Run:
         stall = min(ticks(self._stall), there - now)
         self._cluster.at(there - stall, lambda at: self._load(at, stall))
         self._cluster.at(there, lambda at: self._publish(step.version, at))
+        if self._lending is not None:
+            self._lending.published(step.version, now)
         if self._replan is not None and step.version < self._steps and step.version % self._replan.period == 0:
             self._decide(step.version, now)
 
+    @property
+    def _refreshes(self) -> bool:
+        return self._recipe.kv_on_update == "refresh" or self._recipe.mode == "colocated"
+
     def _load(self, now: int, stall: int) -> None:
-        refresh = self._recipe.kv_on_update == "refresh" or self._recipe.mode == "colocated"
-        self._cluster.update(WeightUpdate(now, stall, refresh))
+        own = None if self._lending is None else self._service.indices
+        self._cluster.update(WeightUpdate(now, stall, self._refreshes, own))
 
     def _publish(self, version: int, now: int) -> None:
         self._admission.publish(version)
