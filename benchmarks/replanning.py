@@ -27,7 +27,7 @@ from statistics import NormalDist, median
 from benchmarks.rows import Row, report
 from libra.config.recipe import Recipe
 from libra.cost.engine_memory import BLOCK
-from libra.hardware.cluster import load_cluster
+from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model_file import load_model
 from libra.lengths import LengthTracker
 from libra.plan.allocation import Allocation

@@ -24,7 +24,7 @@ from libra.cli.app import app
 from libra.config.recipe import Recipe
 from libra.config.run import RunConfig
 from libra.environments.protocol import Environment
-from libra.hardware.cluster import load_cluster
+from libra.hardware.cluster_file import load_cluster
 from libra.records.causes import Cause
 from libra.records.schema import DecisionRecord, Evaluation, EventRecord, PeriodRecord, RunSummary, StepRecord
 from libra.route.catalogue import POLICIES

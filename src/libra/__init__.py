@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from libra.config.recipe import load_recipe as load_recipe
     from libra.cost.sources.profiles import engine_profiles as engine_profiles
     from libra.hardware.cluster import Cluster as Cluster
-    from libra.hardware.cluster import load_cluster as load_cluster
+    from libra.hardware.cluster_file import load_cluster as load_cluster
     from libra.hardware.model import ModelSpec as ModelSpec
     from libra.hardware.model_file import load_model as load_model
     from libra.lengths import LengthTracker as LengthTracker
@@ -57,7 +57,7 @@ _HOME = {
     "Trajectory": "libra.trajectory",
     "engine_profiles": "libra.cost.sources.profiles",
     "explain_plan": "libra.plan.explain.explained",
-    "load_cluster": "libra.hardware.cluster",
+    "load_cluster": "libra.hardware.cluster_file",
     "load_engines": "libra.sim.engines_file",
     "load_model": "libra.hardware.model_file",
     "load_recipe": "libra.config.recipe",

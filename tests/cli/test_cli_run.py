@@ -188,10 +188,37 @@ def test_a_model_directory_that_lacks_something_is_refused(here: Path, files: tu
     assert everything_below(here) == before
 
 
+def make_model(here: Path, config: dict[str, Any], weights: int = 0) -> dict[str, Any]:
+    """The configuration of a run of a model with so many bytes of weights, which take no room."""
+    (here / "model").mkdir(exist_ok=True)
+    (here / "model" / "config.json").write_text(json.dumps(config))
+    (here / "model" / "tokenizer.json").touch()
+    with open(here / "model" / "one.safetensors", "wb") as file:
+        file.truncate(weights)
+    return changed(model={"directory": "model"})
+
+
+def test_a_model_with_tied_embeddings_is_refused(here: Path) -> None:
+    config = write(here / "run.yaml", make_model(here, {"tie_word_embeddings": True}))
+    assert_refused(libra("run", config), "model.directory: model ties its word embeddings, which engines on CPU cannot")
+
+
+def test_the_weights_of_a_model_that_is_given_are_counted(here: Path) -> None:
+    """Four workers each train them in float32, whatever they are stored in."""
+    needed = []
+    for stored in ("float32", "bfloat16"):
+        result = libra("run", write(here / "run.yaml", make_model(here, {"dtype": stored}, weights=1 << 40)))
+        assert_refused(result, "cluster.slots: 4 workers", "GiB are free; use at most 0, or free some memory")
+        needed.append(float(result.stderr.partition("need about ")[2].partition(" GiB")[0]))
+    assert needed[0] > 4 * 3 * 1024  # the weights, and two moments at least
+    assert needed[1] == pytest.approx(2 * needed[0], rel=0.01)
+
+
 BAD_CONTINUATIONS = [
     ("earlier run", (), True, "calculator holds an earlier run; use --resume, --overwrite, or another --name"),
     ("no run", ("--resume",), False, "name: there is no run to resume in runs/calculator; start it without --resume"),
     ("no checkpoint", ("--resume",), True, "holds no checkpoint to resume from; start again with --overwrite"),
+    ("overwrite no run", ("--overwrite",), True, "holds files but no run, so --overwrite would delete something else;"),
     ("both", ("--resume", "--overwrite"), True, "--resume and --overwrite contradict each other"),
 ]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from libra.config.recipe import load_recipe
 from libra.config.run import ConfigError, load_config
-from libra.hardware.cluster import load_cluster
+from libra.hardware.cluster_file import load_cluster
 from libra.hardware.model_file import load_model
 from libra.trajectory import TrajectoryFormatError, read_workload
 

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,6 +148,7 @@ class Session:
             self.core.trained = json.loads((before.checkpoint / "trained.json").read_text())
             seen, policy = before.state.tracker["seen"], PublishedCMLFQ.restore(before.state.policy)
             assert len(self.core.trained) == history.step
+        self.shown = StringIO()  # to who watches the run
         self.journal = Journal(directory / "journal.jsonl")
         self.journal.commit(SessionStarted(history.step))
         self.file = EpisodeFile(directory, history.step, history.groups)
@@ -189,7 +191,7 @@ class Session:
             recorder=self.recorder,
             journal=self.journal,
             episodes=self.file,
-            progress=RunProgress("sessions", STEPS, PlainDisplay(open("/dev/null", "w"))),  # noqa: SIM115
+            progress=RunProgress("sessions", STEPS, PlainDisplay(self.shown)),
             started=Evaluation("start", 0, 1, 0.0, 0.0, 1.0),
             history=history,
             recorded=before.recorded if before is not None else Recorded(),

@@ -52,6 +52,8 @@ from libra.backends.transport.trainer_messages import (
     Train,
     Trained,
     TrainingMeasured,
+    WarmedUp,
+    WarmUp,
 )
 
 LOGPROB = -1.0  # of every token
@@ -137,8 +139,10 @@ class MadeWorker:
             case MeasureTraining():
                 batches = [(sum(lengths), 1e-4 * sum(lengths)) for lengths in order.batches]
                 return TrainingMeasured(batches * order.repeats, 1e-3, 1e-3)
+            case WarmUp():
+                return WarmedUp(0.5)
             case SaveCheckpoint():
-                Path(order.directory).mkdir(parents=True)
+                Path(order.directory).mkdir(parents=True, exist_ok=True)
                 (Path(order.directory) / "model.safetensors").write_text(str(self.version))
                 return Acknowledged()
             case LoadCheckpoint():

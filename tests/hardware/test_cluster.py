@@ -18,7 +18,8 @@ from tables import by_name
 import libra.config.units
 from libra.config.run import ConfigError
 from libra.config.units import RATES, SIZES, SPEEDS, quantity, rate
-from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool, load_cluster, override, with_gpus
+from libra.hardware.cluster import GPUS, Cluster, NodeClass, ServingPool, override, with_gpus
+from libra.hardware.cluster_file import load_cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 A800 = NodeClass("a800", 6, 8, GPUS["A800"], 200e9, 25e9)
@@ -134,7 +135,7 @@ REFUSED_VALUES: list[tuple[str, Callable[[], object], str]] = [
     ("negative GPUs", lambda: replace(A800, gpus=-8), "gpus is -8; set it to 1 or more"),
     ("no name", lambda: replace(A800, name=" "), "name is empty"),
     ("same name", lambda: Cluster((A800, A800)), "name 'a800' is given to two classes"),
-    ("serving has it", lambda: Cluster((A800,), (ServingPool("a800", A800),)), "name 'a800' is given to two classes"),
+    ("serving has it", lambda: Cluster((A800,), (ServingPool(A800),)), "name 'a800' is given to two classes"),
     ("bytes for bits", lambda: replace(A800, inter_bandwidth=3.2e12), r"; was 400 GB/s \(3200 Gb/s\) meant\?"),
     ("bits for bytes", lambda: replace(A800, inter_bandwidth=0.1e9), r"; was 0.8 GB/s \(6.4 Gb/s\) meant\?"),
     ("no link at all", lambda: replace(A800, inter_bandwidth=0.0), "inter_bandwidth is 0 GB/s .* check the unit"),

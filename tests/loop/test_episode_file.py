@@ -255,6 +255,12 @@ def test_an_episode_that_cannot_be_is_refused(run: Run, wrong: object, message: 
         read_history(run.directory, 0)
 
 
+def test_a_file_that_does_not_begin_with_its_head_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "episodes-00000.jsonl").write_bytes(STARTED)
+    with pytest.raises(EpisodeFileError, match=r"episodes-00000\.jsonl:1: not the head of a segment"):
+        read_history(tmp_path, 0)
+
+
 def test_a_run_without_files_of_its_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EpisodeFileError, match=r"no episodes-\*\.jsonl begins at step 50, that of its checkpoint"):
         read_history(tmp_path, 50)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,6 +10,7 @@ import pytest
 from fakes.small_run import episode, make_observations
 
 from libra.backends.vllm.engine_handle import EngineHandle
+from libra.cost.device import EngineCost
 from libra.loop.fleet import ServingEngine
 from libra.loop.observations import EngineCounters, EngineWork
 
@@ -53,6 +54,17 @@ def test_looks() -> None:
     for what, engines, gained, busiest in LOOKS:
         assert counters.gained(engine(*numbers) for numbers in engines) == EngineWork(*gained), what
         assert counters.busiest_seconds == busiest, what
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.5])
+def test_engines_are_as_fast_as_their_work_says(slower: float) -> None:
+    """Two tokens were generated, to contexts of 3 and 5."""
+    seen, cost = make_observations(), EngineCost(0.01, 0.001, 0.0005, 0.0001, 0.002)
+    seen.profile = replace(seen.profile, engine=cost)
+    seen.observe([episode(0, 0)], (5, 100))
+    seconds = 30 * 0.01 + 200 * 0.001 + 200 * 4 * 0.0005 + 70 * 0.0001 + 8 * 0.002
+    seen.observe_engines(EngineWork(slower * seconds, 30, 200, 70, 8))
+    assert astuple(seen.current_profile().engine) == pytest.approx([slower * each for each in astuple(cost)])
 
 
 @pytest.mark.parametrize(

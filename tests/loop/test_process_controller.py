@@ -136,6 +136,18 @@ async def test_the_first_allocation_begins_at_its_checkpoint(tmp_path: Path, che
         assert sorted(entry.worker for entry in made.journalled(ProcessStarted)) == sorted(BEGUN)
 
 
+async def test_no_step_is_allowed_for_until_a_core_trains(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    processes = made.executor.processes
+    assert processes.step_allowance == 0
+    try:
+        await made.executor.start(FIRST)
+        assert processes.step_allowance == processes.trainers.step_allowance > 0
+    finally:
+        await made.executor.stop()
+        made.journal.close()
+
+
 async def test_a_worker_whose_slot_is_not_used_any_more_cannot_be_restarted(tmp_path: Path) -> None:
     async with session(tmp_path, pool=make_pool(1, 1, 2, most_losses=1)) as made:
         await made.lose("hybrid-0")

@@ -441,6 +441,15 @@ async def test_an_engine_that_is_lost_as_it_is_measured_without_handover_is_star
         assert all(start.kv is None for start in worker.orders if isinstance(start, StartEngine))
 
 
+async def test_costs_that_were_measured_here_are_not_measured_again(runs: Runs) -> None:
+    first, second = (runs.config(name, steps=2, measured=True) for name in ("measured", "known"))
+    for config, measured in ((first, True), (second, False)):
+        await runs.start(config)
+        orders = [type(order) for worker in runs.launcher.workers.values() for order in worker.orders]
+        assert (MeasureEngine in orders) == (MeasureTraining in orders) == measured
+        assert load_profile(config.run_directory / "profile.json") == load_profile(*runs.cached_profiles())
+
+
 async def test_a_profile_of_fewer_workers_is_not_kept(runs: Runs) -> None:
     config = runs.config("fewer", steps=3, measured=True)
     task = runs.start(config)
@@ -503,6 +512,21 @@ async def test_a_killed_controller_and_its_resumed_run(runs: Runs, monkeypatch: 
     assert ("redoing" in summary.device_seconds) == bool(again)
     assert summary.wall_seconds > rows(directory, "metrics")[-1]["time"] > 3600
     assert sum(summary.device_seconds.values()) < 3600  # they are of the session
+
+
+async def test_records_that_a_loss_of_power_tore_are_made_whole_by_the_resumed_run(runs: Runs) -> None:
+    config = runs.config("torn", steps=6)
+    task = runs.start(config)
+    await steps_made(4, config, task)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    written = config.run_directory / "trajectories.jsonl"
+    *whole, torn, _ = written.read_bytes().splitlines(keepends=True)
+    written.write_bytes(b"".join(whole) + torn[:10] + b"\n")
+    summary = await runs.start(config, resume=True)
+    require_whole(config.run_directory, summary, steps=6)
+    told = [row["text"] for row in rows(config.run_directory, "events") if row["kind"] == "warning"]
+    assert told == ["trajectories.jsonl: 1 torn lines are left out"]
 
 
 @pytest.mark.parametrize(

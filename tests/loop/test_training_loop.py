@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -69,7 +70,10 @@ def require_whole(directory: Path, last: Session) -> None:
 
 
 def test_a_run_that_is_not_disturbed(tmp_path: Path) -> None:
-    require_whole(tmp_path, sit(tmp_path, resume=False, seed=1))
+    session = sit(tmp_path, resume=False, seed=1)
+    require_whole(tmp_path, session)
+    shown = [int(step) for step in re.findall(rf" step (\d+)/{STEPS} ", session.shown.getvalue())]
+    assert shown[-STEPS:] == list(range(1, STEPS + 1))
     assert latest_checkpoint(tmp_path)[1].step == STEPS - STEPS % 2
 
 

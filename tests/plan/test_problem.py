@@ -42,6 +42,7 @@ REFUSED: list[tuple[str, Callable[[], object], str]] = [
     ("training seconds", lambda: replace(ONE, seconds=float("inf")), "training option copies: seconds has inf"),
     ("publication", lambda: replace(ONE, publish=-1.0), "publish has -1.0"),
     ("tail", lambda: replace(ONE, tail=ONE.seconds * 2), "training option copies: tail is .*; it is a part of"),
+    ("negative tail", lambda: replace(ONE, tail=-0.5), "tail is -0.5; it is a part of"),
     ("empty range", lambda: Bucket("s", 1, 100, 100), r"bucket \(100, 100\] is empty"),
     ("no engine", lambda: Bucket("s", 0, 0, 100), "engines is 0; set it to 1 or more"),
     ("gap", lambda: Allocation(1, (Bucket("s", 1, 0, 100), Bucket("t", 1, 200, 300))), "start it above 100"),

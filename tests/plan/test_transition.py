@@ -258,6 +258,7 @@ def test_moves(name: str, workers: list[Device], wanted: Allocation, moves: list
         ([device(0, CORE), device(1, ROLLOUT)], allocation(1, long=2), "2 engines are wanted, but 1 workers"),
         ([device(0, CORE), device(1, CORE)], allocation(1, long=1), "1 engines are wanted, but 1 workers"),
         ([device(0, CORE), device(1, ROLLOUT), device(2, ROLLOUT)], allocation(1, long=1), "1 engines are wanted, but"),
+        ([device(0, CORE), device(1, CORE), device(2, ROLLOUT)], allocation(1, long=2), "2 engines are wanted"),
         ([device(0, CORE), device(1, ROLLOUT)], allocation(1, short=1), "no engine of train 1 | short 1 <= 100 holds"),
     ],
 )

@@ -33,6 +33,7 @@ PLAN = Plan(
     max_num_seqs=(4, 5),
     layout=None,
     placement=(),
+    loans=(),
     request=REQUEST,
 )
 

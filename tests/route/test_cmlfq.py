@@ -182,6 +182,11 @@ def test_a_turn_is_asked_again_when_it_leaves_its_bucket_and_then_moves() -> Non
     assert policy.bucket_overrun(request, placement.ask_again + 1_000, now) is None
 
 
+def test_a_turn_that_fills_its_bucket_is_asked_again_at_its_next_token() -> None:
+    now = view(InstanceView("a", 0, LONG, 0, 0.02), long("c"))
+    assert [first(CMLFQ(), now, context=context).ask_again for context in (SHORT - 1, SHORT)] == [2, 1]
+
+
 def test_a_turn_that_outlives_what_was_expected_is_asked_ever_more_rarely() -> None:
     policy = taught(done(50), migration=MigrationCost(1e6, 0))
     limits = (1_000_000, 2_000_000)

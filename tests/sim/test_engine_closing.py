@@ -188,6 +188,7 @@ def test_a_request_leaves_once(first: str, second: str, status: str) -> None:
     assert (requests[0].status, requests[0].finish, requests[0].generated) == (status, 20, 2)
     assert engine.interrupted == [requests[0]] * (status == "interrupted")
     assert not engine.interrupt(requests[0], 25)
+    assert not engine.cancel(requests[0], 25)
 
 
 def test_who_finishes_with_the_iteration_under_way_is_not_interrupted() -> None:

@@ -188,7 +188,7 @@ def _plan_cluster(
     notes: list[str],
 ) -> tuple[Plan, LogEvidence]:
     from libra.cost.sources.profiles import engine_profiles
-    from libra.hardware.cluster import load_cluster
+    from libra.hardware.cluster_file import load_cluster
     from libra.hardware.model_file import load_model
     from libra.plan.explain.what_if import assume
     from libra.plan.offline import gather_workload

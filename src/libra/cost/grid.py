@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -49,6 +49,13 @@ class EngineGrid:
                 raise ValueError(f"EngineGrid.{field} is {axis}; list two or more rising values, none below {least}")
         _require_table("decode", self.batches, self.contexts, self.decode)
         _require_table("prefill", self.chunks, self.prefixes, self.prefill)
+
+    def slowed(self, factor: float) -> EngineGrid:
+        """The grid of an engine that takes `factor` times as long for everything."""
+        decode, prefill = (
+            tuple(tuple(factor * seconds for seconds in row) for row in table) for table in (self.decode, self.prefill)
+        )
+        return replace(self, decode=decode, prefill=prefill)
 
     def decode_seconds(self, batch: float, context: float) -> float:
         """One iteration in which `batch` >= 1 sequences that hold `context` tokens each generate one token each."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from pydantic import StrictInt
-
-from libra.config.units import RATES, SIZES, SPEEDS, quantity, rate
-from libra.config.yaml_file import Section, checked, nearest, read_section, refusal, shown, unknown
+from libra.config.units import rate
+from libra.config.yaml_file import unknown
+from libra.hardware.loan_terms import LoanTerms
 
 _MIB = 2.0**20
 
@@ -158,15 +155,27 @@ class NodeClass:
 
 @dataclass(frozen=True, slots=True)
 class ServingPool:
-    """GPUs that serve users and may be borrowed; read and kept, not planned with."""
+    """GPUs that serve users. Raises ValueError where engines as the terms have them do not divide a node."""
 
-    name: str
     nodes: NodeClass
+    lends: LoanTerms | None = None  # None: nothing
+
+    def __post_init__(self) -> None:
+        if self.lends is not None and self.nodes.gpus % self.lends.tensor_parallel_size:
+            raise ValueError(
+                f"lends.tensor_parallel_size is {self.lends.tensor_parallel_size}; it must divide the"
+                f" {self.nodes.gpus} GPUs of a node"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.nodes.name
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All nodes that train and generate. Raises ValueError when there are none, or two classes share a name."""
+    """All nodes that train and generate, and those that serve users. Raises ValueError when none train and generate, or
+    two classes share a name."""
 
     nodes: tuple[NodeClass, ...]
     serving: tuple[ServingPool, ...] = ()
@@ -191,15 +200,33 @@ class Cluster:
                 return node
         raise ValueError(unknown("class of nodes", name, [node.name for node in self.nodes]))
 
+    def serving_pool(self, name: str) -> ServingPool:
+        """The serving pool called `name`. Raises ValueError naming the nearest one there is."""
+        for pool in self.serving:
+            if pool.name == name:
+                return pool
+        raise ValueError(unknown("serving pool", name, [pool.name for pool in self.serving]))
+
 
 def override(cluster: Cluster, counts: Mapping[str, int]) -> Cluster:
-    """The cluster with other numbers of nodes, by class; 0 takes a class away. Raises ValueError."""
+    """The cluster with other numbers of nodes, by class or serving pool; 0 takes it away. Raises ValueError."""
+    serving = {pool.name for pool in cluster.serving}
     for name, count in counts.items():
-        cluster.node_class(name)
+        if name not in serving:
+            cluster.node_class(name)
         if count < 0:
             raise ValueError(f"{name} is {count} nodes; set it to 0 or more")
-    changed = (replace(n, count=counts[n.name]) if counts.get(n.name) else n for n in cluster.nodes)
-    return replace(cluster, nodes=tuple(node for node in changed if counts.get(node.name) != 0))
+
+    def changed(nodes: NodeClass) -> NodeClass:
+        return replace(nodes, count=counts[nodes.name]) if counts.get(nodes.name) else nodes
+
+    return replace(
+        cluster,
+        nodes=tuple(changed(nodes) for nodes in cluster.nodes if counts.get(nodes.name) != 0),
+        serving=tuple(
+            replace(pool, nodes=changed(pool.nodes)) for pool in cluster.serving if counts.get(pool.name) != 0
+        ),
+    )
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
@@ -212,86 +239,3 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     if gpus < 1 or gpus % node.gpus:
         raise ValueError(f"gpus is {gpus}; nodes of {node.name!r} have {node.gpus}: give a positive multiple of it")
     return override(cluster, {node.name: gpus // node.gpus})
-
-
-class _GPUSection(Section):
-    name: str
-    memory: Any
-    bandwidth: Any
-    flops: Any
-    link: Any
-    source: str
-
-
-class _NodeSection(Section):
-    name: str
-    count: StrictInt
-    gpus: StrictInt
-    gpu: Any
-    inter_bandwidth: Any
-    intra_bandwidth: Any = None
-
-
-class _ClusterSection(Section):
-    nodes: tuple[_NodeSection, ...]
-    serving: tuple[_NodeSection, ...] = ()
-
-
-def load_cluster(path: Path | str) -> Cluster:
-    """Read a cluster file, such as `examples/cluster_mixed.yaml`. Raises `ConfigError` naming file, key and remedy."""
-    path = Path(path)
-    section = read_section(path, _ClusterSection, "examples/cluster_48_a800.yaml")
-    nodes = tuple(_node_class(path, f"nodes.{i}", node) for i, node in enumerate(section.nodes))
-    serving = tuple(_node_class(path, f"serving.{i}", node) for i, node in enumerate(section.serving))
-    try:
-        return Cluster(nodes, tuple(ServingPool(node.name, node) for node in serving))
-    except ValueError as error:
-        raise refusal(path, str(error)) from None
-
-
-def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
-    gpu = _gpu(path, f"{key}.gpu", section.gpu)
-    try:
-        return NodeClass(
-            name=section.name,
-            count=section.count,
-            gpus=section.gpus,
-            gpu=gpu,
-            intra_bandwidth=gpu.link
-            if section.intra_bandwidth is None
-            else quantity("intra_bandwidth", section.intra_bandwidth, RATES),
-            inter_bandwidth=quantity("inter_bandwidth", section.inter_bandwidth, RATES),
-        )
-    except ValueError as error:
-        raise refusal(path, f"{key}.{error}") from None
-
-
-def _gpu(path: Path, key: str, given: object) -> GPU:
-    if isinstance(given, str):
-        for name, gpu in GPUS.items():
-            if name.casefold() == given.casefold():
-                return gpu
-        close = nearest(given, GPUS)
-        hint = f"did you mean {close}? Known are" if close else "known are"
-        raise refusal(
-            path,
-            f"{key}: unknown GPU {shown(given)}; {hint}"
-            f" {', '.join(GPUS)}; describe another one by a mapping of {', '.join(_GPUSection.model_fields)}",
-        )
-    if not isinstance(given, dict):
-        raise refusal(path, f"{key}: expected a name, such as A800, or a mapping (got {shown(given)})")
-    section = checked(path, _GPUSection, given, within=key)
-    taken = next((name for name in GPUS if name.casefold() == section.name.casefold()), None)
-    if taken is not None:
-        raise refusal(path, f"{key}.name: {taken} is known, with its own numbers and tables; name yours otherwise")
-    try:
-        return GPU(
-            name=section.name,
-            memory=quantity("memory", section.memory, SIZES),
-            bandwidth=quantity("bandwidth", section.bandwidth, RATES),
-            flops=quantity("flops", section.flops, SPEEDS),
-            link=quantity("link", section.link, RATES),
-            source=section.source,
-        )
-    except ValueError as error:
-        raise refusal(path, f"{key}.{error}") from None

@@ -1,7 +1,8 @@
 """How much of a device's KV memory is lent, and when it is taken back.
 
-Invariant: serving finds its reserve free at every boundary. Rollout gives way at once and by halves, and gets more only
-after a training step and a quiet time, so that memory does not swing with every burst.
+Invariant: serving is never refused memory that rollout has. Rollout (`KVQuota`) leaves it a reserve, gives way at once
+and by halves, and gets more only after a training step and a quiet time, so that memory does not swing with every
+burst. Serving (`ceded`) takes what it needs in any case: beyond the reserve before rollout has let go of it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class KVView:
+    """What a serving engine says of its KV memory between two steps, in bytes. As it stands: nothing can be lent."""
+
+    capacity: int = 0  # of all its blocks, ceded or not
+    reserve: int = 0  # always free: what requests can need while more is taken back, and one longest prompt
+    need: int = 0  # what its requests have, and may still take for the tokens that they have
+    ceded: int = 0  # what it leaves to rollout
+
+
+@dataclass(frozen=True, slots=True)
 class KVLimits:
     """Bytes of one device's KV memory, and the pace at which the lent part grows. Raises ValueError."""
 
     capacity: int  # both engines' together
-    reserve: int  # always free for serving: what it can need while more is taken, and one longest prompt
+    reserve: int  # of the serving engine (`KVView`)
     context: int  # one longest rollout context: a smaller loan is of no use
     quiet: float  # seconds without shrinking before the loan grows
 
@@ -35,13 +46,13 @@ class KVQuota:
         self.limits = limits
         self.lent = 0
         self._shrunk = -float("inf")
-        self._peak = 0  # of what serving used since the loan last grew
+        self._peak = 0  # of what serving needed since the loan last grew
         self._stepped = True  # a training step has passed since the loan last shrank
 
     def observe(self, serving: int, now: float) -> int:
-        """Bytes that rollout may hold from now on, with `serving` bytes in use by serving.
+        """Bytes that rollout may hold from now on, where serving needs `serving` bytes.
 
-        Raises ValueError where serving uses more than there is.
+        Raises ValueError where serving needs more than there is.
         """
         limits = self.limits
         if not 0 <= serving <= limits.capacity:
@@ -63,3 +74,16 @@ class KVQuota:
     def trained(self) -> None:
         """A training step has passed."""
         self._stepped = True
+
+
+def ceded(now: int, *, asked: int, held: int, free: int, wanted: int, reserve: int) -> int:
+    """What serving leaves to rollout from its next step on, in the unit of the arguments.
+
+    `now` is what it leaves so far. Rollout asks for `asked` and still has `held`. Of the rest `free` is in no request's
+    use, of which requests may take `wanted` in the next step.
+    """
+    if wanted > free:
+        return max(0, now - (wanted - free))
+    if asked > now:
+        return now + max(0, min(asked - now, free - wanted - reserve))
+    return min(now, max(asked, held))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from libra.hardware.model import require_at_least
 
@@ -45,6 +46,15 @@ class Allocation:
         """For people: `train 2 | short 1 <= 40 | long 1 <= 160`."""
         engines = (f"{bucket.shape} {bucket.engines} <= {bucket.up_to}" for bucket in self.buckets)
         return " | ".join([f"train {self.replicas}", *engines])
+
+    def without(self, shapes: Collection[str]) -> Allocation:
+        """What is left while all engines of the shapes are away: the next longer bucket serves their ranges. Those of
+        the longest contexts leave nobody behind."""
+        left: list[Bucket] = []
+        for bucket in self.buckets:
+            if bucket.shape not in shapes:
+                left.append(replace(bucket, above=left[-1].up_to if left else 0))
+        return replace(self, buckets=tuple(left))
 
     @property
     def engines(self) -> int:

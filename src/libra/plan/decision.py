@@ -107,6 +107,15 @@ class Case:
 
     problem: Problem
     weight: float  # probability
+    recalled: frozenset[str] = frozenset()  # shapes that are lent, and whose engines are all away
+
+    def left(self, allocation: Allocation) -> Allocation:
+        """What generates in this case."""
+        return allocation.without(self.recalled) if self.recalled else allocation
+
+    def infeasibility(self, allocation: Allocation) -> str | None:
+        """Why the allocation cannot serve the work in this case; None if it can."""
+        return infeasibility(self.problem, self.left(allocation))
 
 
 def decide(
@@ -130,7 +139,7 @@ def decide(
     if current is None:
         first = "nothing runs yet, or nothing that can go on: the best plan starts"
         return Decision(None, after, transition, None, *numbers, True, first)
-    unfit = next((reason for case in cases if (reason := infeasibility(case.problem, current)) is not None), None)
+    unfit = next((reason for case in cases if (reason := case.infeasibility(current)) is not None), None)
     if unfit is not None:
         return Decision(
             None, after, transition, None, *numbers, True, f"the current allocation no longer fits: {unfit}"
@@ -146,7 +155,7 @@ def decide(
 def expected(cases: Sequence[Case], allocation: Allocation) -> Prediction:
     """The mean price of an allocation over the cases; the bottleneck is that of the likeliest. Raises ValueError where
     it does not fit one of them."""
-    prices = [price(case.problem, allocation) for case in cases]
+    prices = [price(case.problem, case.left(allocation)) for case in cases]
     likeliest = max(range(len(cases)), key=lambda index: cases[index].weight)
 
     def mean(values: Iterable[float]) -> float:

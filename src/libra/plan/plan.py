@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from libra.hardware.parallel import ParallelLayout
 from libra.plan.allocation import Allocation
+from libra.plan.loan import Loan, loans_of, solve_loans
 from libra.plan.model.solve import solve
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.menu import Menu
@@ -26,7 +27,7 @@ from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup, place
 from libra.plan.problem import STRICT, InfeasiblePlanError, Prediction, Problem, Proof, Solution
 
-FORMAT = 3
+FORMAT = 4
 
 Solver = Literal["cp-sat", "ilp"]
 PlanRequest = SlotRequest | ClusterRequest
@@ -52,6 +53,7 @@ class Plan:
     max_num_seqs: tuple[int, ...]  # of each bucket's engines: sequences that decode together
     layout: ParallelLayout | None  # of the trainers; None where every device is a replica of its own
     placement: tuple[DeviceGroup, ...]  # empty where devices are interchangeable
+    loans: tuple[Loan, ...]  # lent engines that are counted on
     request: Annotated[PlanRequest, Field(discriminator="kind")]
     format: int = FORMAT
 
@@ -78,7 +80,7 @@ def make_plan(
     Raises `InfeasiblePlanError` when no allocation can serve the request, ModuleNotFoundError without the extra `ilp`.
     """
     menu = request.menu()
-    return answer(request, menu, _solved(menu.problem, seed, solver), placed)
+    return answer(request, menu, solve_loans(menu, lambda problem: _solved(problem, seed, solver)), placed)
 
 
 def confirm(plan: Plan, solver: Solver) -> Confirmation:
@@ -126,7 +128,8 @@ def answer(request: PlanRequest, menu: Menu, solution: Solution, placed: Sequenc
     max_num_seqs = tuple(bucket.option.max_num_seqs for bucket in bucket_prices(problem, allocation))
     layout = menu.layouts.get((allocation.layout, allocation.replicas))
     placement = () if layout is None else place(problem, allocation, placed)
-    return Plan(allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, request)
+    loans = loans_of(menu.lent, allocation)
+    return Plan(allocation, solution.predicted, solution.proof, max_num_seqs, layout, placement, loans, request)
 
 
 def require_answer(plan: Plan, problem: Problem) -> None:

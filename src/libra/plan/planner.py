@@ -15,6 +15,7 @@ from libra.cost.grid import EngineProfile
 from libra.cost.sources.roofline import node_roofline
 from libra.hardware.cluster import Cluster
 from libra.hardware.model import ModelSpec
+from libra.lend.lender import Lender
 from libra.lengths import LengthTracker, TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.cluster_request import ClusterRequest, Held
@@ -39,6 +40,8 @@ class Planner:
     model: ModelSpec
     recipe: Recipe
     profiles: tuple[EngineProfile, ...] | None = None
+    lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster
+    lent_profiles: tuple[EngineProfile, ...] | None = None  # one for each lender; None: rooflines
 
     def tracker(self, half_life_steps: float = PLANNER_HALF_LIFE_STEPS) -> LengthTracker:
         """An empty tracker that counts as the recipe says; observe finished trajectories with it."""
@@ -61,7 +64,13 @@ class Planner:
         """The planning question itself; it is what a plan embeds. `held` layouts are on the menu whatever is faster."""
         classes = statistics.classes(CLASSES) if isinstance(statistics, LengthTracker) else tuple(statistics)
         profiles = self.profiles if self.profiles is not None else rooflines(self.cluster, self.model, self.recipe)
-        return ClusterRequest(self.cluster, self.model, self.recipe, classes, profiles, current, held)
+        lent = self.lent_profiles
+        if lent is None:
+            on = (self.cluster.serving_pool(lender.pool).nodes for lender in self.lenders)
+            lent = tuple(node_roofline(nodes, self.model, self.recipe) for nodes in on)
+        return ClusterRequest(
+            self.cluster, self.model, self.recipe, classes, profiles, current, held, self.lenders, lent
+        )
 
 
 def what_runs(plan: Plan | None) -> tuple[Allocation | None, Held]:

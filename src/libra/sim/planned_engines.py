@@ -11,6 +11,7 @@ from libra.cost.engine_memory import BLOCK, BLOCK_TOKENS
 from libra.cost.grid import EngineGrid
 from libra.plan.options.cluster_request import ClusterRequest
 from libra.plan.options.engines import engine_kv_tokens
+from libra.plan.options.menu import LentEngine
 from libra.plan.options.slots import SlotRequest
 from libra.plan.placement import DeviceGroup
 from libra.plan.plan import Plan
@@ -59,12 +60,15 @@ def _of_slots(plan: Plan, request: SlotRequest) -> tuple[EngineSpec, ...]:
 
 def _of_cluster(plan: Plan, request: ClusterRequest) -> tuple[EngineSpec, ...]:
     made: dict[int, tuple[EngineConfig, IterationCost]] = {}
+    beside = {it.shape: it for it in request.menu().lent} if plan.loans else {}
     engines = []
     for group in plan.placement:
         if group.bucket is None:
             continue
         if group.bucket not in made:
-            made[group.bucket] = _engine(request, group, plan.max_num_seqs[group.bucket])
+            seqs = plan.max_num_seqs[group.bucket]
+            lent = beside.get(group.name)
+            made[group.bucket] = _engine(request, group, seqs) if lent is None else _lent(request, lent, seqs)
         config, cost = made[group.bucket]
         engines.append(
             EngineSpec(_name(group), config, cost, group.bucket, f"{group.pool}-{group.nodes[0]}", group.devices)
@@ -84,6 +88,19 @@ def _engine(request: ClusterRequest, group: DeviceGroup, max_num_seqs: int) -> t
     )
     profile = request.profiles[request.cluster.nodes.index(nodes)]
     return config, _cost(profile.grid(group.devices), config)
+
+
+def _lent(request: ClusterRequest, lent: LentEngine, max_num_seqs: int) -> tuple[EngineConfig, IterationCost]:
+    """An engine that has its share of the device at any moment, and is never recalled."""
+    config = EngineConfig(
+        max_model_len=lent.holds,
+        kv_blocks=lent.kv_tokens // BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(lent.batched_tokens, max_num_seqs),
+    )
+    profile = request.lent_profiles[request.lenders.index(lent.lender)]
+    return config, _cost(profile.grid(lent.lender.devices).slowed(1 / lent.share), config)
 
 
 @lru_cache(maxsize=64)

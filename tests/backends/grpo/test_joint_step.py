@@ -114,7 +114,7 @@ def test_a_replica_is_level_when_all_its_parts_are(
         ([Serving([40000], ""), Serving([], "no address")], Serving([40000], "no address")),
         ([Entered(4, ""), Entered(4, "")], Entered(4, "")),
         ([Entered(4, ""), Entered(4, "nobody came")], Entered(4, "nobody came")),
-        ([WarmedUp(0.25, 10), WarmedUp(0.5, 5)], WarmedUp(0.75, 15)),
+        ([WarmedUp(0.25), WarmedUp(0.5)], WarmedUp(0.75)),
         ([Acknowledged(), Acknowledged()], Acknowledged()),
         (
             [TrainingMeasured([(10, 1.0), (4, 3.0)], 0.5, 0.25), TrainingMeasured([(8, 2.0), (2, 1.0)], 0.75, 0.125)],

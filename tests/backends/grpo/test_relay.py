@@ -24,6 +24,7 @@ import torch
 from fakes.states import HOST, PATIENCE, RATE, TOKEN, make_state, parameters, step
 
 import libra.backends.grpo.relay
+from libra.backends.grpo.elastic import ElasticReplica
 from libra.backends.grpo.publication import Shape, UnreachableError, Update
 from libra.backends.grpo.relay import (
     YES,
@@ -36,8 +37,9 @@ from libra.backends.grpo.relay import (
     await_reader,
 )
 from libra.backends.grpo.train_state import BehindError, FlatLayout, Follower, TrainState
+from libra.backends.launch.worker import Pacer
 from libra.backends.transport.shared_memory import LayoutError
-from libra.backends.transport.trainer_messages import RelayPlace, Serve
+from libra.backends.transport.trainer_messages import RelayPlace, Serve, Serving
 
 LARGE = (4 << 20,)  # numbers: more bytes than sockets hold, so that the relay is in the middle when its reader is
 
@@ -213,6 +215,16 @@ def test_an_address_of_another_machine_is_told() -> None:
     core = make_state(0)
     with pytest.raises(OSError, match="assign requested address"):
         Relay(order("192.0.2.1"), core.place, core.shape)
+
+
+def test_a_core_serves_its_latest_joiner_or_says_why_not() -> None:
+    core = ElasticReplica(make_state(0), Pacer(1.0, order().cores))
+    first, refused = core.answer(order()), core.answer(order("192.0.2.1"))
+    assert isinstance(first, Serving) and isinstance(refused, Serving)
+    assert refused.ports == [] and "assign requested address" in refused.failure
+    [port] = first.ports
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, port))
 
 
 # --- ends that go --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 
 from libra.backends.lend.device_token import BorrowerToken, FencedError, LendingError, ServingStep, ServingToken
 from libra.lend.gate import ServingView
+from libra.lend.quota import KVView
 
 BORROWER = """
 import sys, time
@@ -52,9 +53,12 @@ def test_both_sides_see_what_the_other_says(tmp_path: Path) -> None:
     assert borrower.look().view == ServingView(0, 0, math.inf)
     view = ServingView(live=7, waiting=2, due=3.5, oldest=1.25, queued=900, context=4000, steps=5, came=70)
     assert serving.pace == 0.1
-    serving.publish(view, 31, 0.1)
+    kv = KVView(capacity=900, reserve=100, need=300, ceded=200)
+    serving.publish(view, kv, 0.1)
     said = borrower.look()
-    assert (said.view, said.free_blocks, said.pace, said.wants, said.pid) == (view, 31, 0.1, False, os.getpid())
+    assert (said.view, said.kv, said.pace, said.wants, said.pid) == (view, kv, 0.1, False, os.getpid())
+    borrower.say_kv(asked=250, held=200)
+    assert (serving.kv_asked, serving.kv_held) == (250, 200)
     serving.acquire()
     assert not borrower.try_take(time.monotonic() + 1)
     for number in range(3):
@@ -104,7 +108,7 @@ def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_p
 
     def serve(until: float) -> None:
         while not taken and time.monotonic() < until:
-            serving.publish(ServingView(2, 0, time.monotonic() + 10), 0, 0.1)
+            serving.publish(ServingView(2, 0, time.monotonic() + 10), KVView(), 0.1)
             serving.acquire()
             serving.release()
 
@@ -124,7 +128,7 @@ def test_serving_leaves_what_it_can_spare_to_a_borrower_that_wishes_for_it(tmp_p
         (0.5, ServingView(2, 0, 0.0)),
     ):
         borrower.wish(wish)
-        serving.publish(view, 0, 0.1)
+        serving.publish(view, KVView(), 0.1)
         assert not serving._can_spare(time.monotonic())
 
 
@@ -143,11 +147,11 @@ def test_a_borrower_that_overstays_learns_it(tmp_path: Path) -> None:
 def test_a_server_that_comes_back_goes_on_with_the_same_borrower(tmp_path: Path) -> None:
     first = ServingToken(tmp_path / "device")
     borrower = BorrowerToken(tmp_path / "device", 0.1)
-    first.publish(ServingView(3, 1, 9.0), 5, 0.1)
+    first.publish(ServingView(3, 1, 9.0), KVView(), 0.1)
     first.close()
     again = ServingToken(tmp_path / "device")
     assert borrower.look().view.live == 0
-    again.publish(ServingView(1, 1, math.inf), 5, 0.1)
+    again.publish(ServingView(1, 1, math.inf), KVView(), 0.1)
     assert borrower.look().view.live == 1
 
 

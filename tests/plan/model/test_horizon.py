@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -115,6 +116,14 @@ def test_each_period_is_also_solved_with_the_training_of_the_others() -> None:
     assert {(each.replicas, each.engines) for each in found} == {(1, 4), (4, 1), (1, 1)}
 
 
+def test_a_period_is_not_solved_with_a_training_that_it_has_no_devices_for() -> None:
+    """The second period has two devices, and the first one trains on four."""
+    large, small = make_problem(10.0, 40.0), replace(make_problem(40.0, 10.0), pools=(Pool("pool", 1, 2),))
+    found = optima([large, small], None)
+    assert [each.replicas for each in found if infeasibility(large, each) is None] == [4, 1]
+    assert [each.replicas for each in found if infeasibility(small, each) is None] == [1]
+
+
 def test_pool_sizes_count_what_trains_always_sometimes_and_never() -> None:
     problems = [make_problem(40.0, 40.0), make_problem(10.0, 40.0)]
     found = plan_horizon(problems, [10, 10], lambda *change: 0.0)
@@ -125,9 +134,7 @@ def test_pool_sizes_count_what_trains_always_sometimes_and_never() -> None:
 
 def test_what_does_not_fit_a_period_is_not_held_in_it() -> None:
     whole = make_problem(12.0, 24.0)
-    smaller = Problem(
-        **{name: getattr(whole, name) for name in whole.__slots__} | {"pools": (Pool("pool", 1, DEVICES - 1),)}
-    )
+    smaller = replace(whole, pools=(Pool("pool", 1, DEVICES - 1),))
     found = plan_horizon([whole, smaller], [1, 1], lambda *change: 1e6)
     assert infeasibility(smaller, found.allocations[1]) is None
     assert infeasibility(whole, found.allocations[0]) is None

@@ -133,19 +133,19 @@ H100 = NodeClass("h100", 32, 8, GPUS["H100"], intra_bandwidth=450e9, inter_bandw
 
 
 @pytest.mark.parametrize(
-    ("gpu", "rollout_dtype", "remedy"),
+    ("gpu", "recipe", "remedy"),
     [
-        ("H100", None, "it would fit with 8 H200 a node and rollout_dtype: fp8, or 8 B200 a node"),
-        ("H200", None, "it would fit with rollout_dtype: fp8, or 8 B200 a node"),
-        ("H100", "fp8", "it would fit with 8 H200 a node"),
+        ("H100", {}, "it would fit with 8 H200 a node and rollout_dtype: fp8, or 8 B200 a node"),
+        ("H200", {}, "it would fit with rollout_dtype: fp8, or 8 B200 a node"),
+        ("H100", {"rollout_dtype": "fp8"}, "it would fit with 8 H200 a node"),
+        ("H100", {"gpu_memory_utilization": 0.3}, "give nodes with more memory in all"),
     ],
 )
-def test_a_model_that_no_engine_holds_is_told_what_would(gpu: str, rollout_dtype: str | None, remedy: str) -> None:
+def test_a_model_that_no_engine_holds_is_told_what_would(gpu: str, recipe: dict[str, object], remedy: str) -> None:
     model = load_model("deepseek-ai/DeepSeek-V3")
     cluster = Cluster((replace(H100, gpu=GPUS[gpu]),))
-    recipe = RECIPE.model_copy(update={"rollout_dtype": rollout_dtype})
     with pytest.raises(InfeasiblePlanError, match=r"engines stay within a node: h100/tp8: .* GB of weights") as refusal:
-        request(cluster, model, recipe).menu()
+        request(cluster, model, RECIPE.model_copy(update=recipe)).menu()
     assert str(refusal.value).endswith(remedy)
 
 

@@ -127,8 +127,7 @@ def join(answers: Sequence[FromWorker]) -> FromWorker:
         case StateDigest():
             return _join_digests(cast(Sequence[StateDigest], answers))
         case WarmedUp():
-            losses = cast(Sequence[WarmedUp], answers)
-            return WarmedUp(sum(each.loss for each in losses), sum(each.tokens for each in losses))
+            return WarmedUp(sum(each.loss for each in cast(Sequence[WarmedUp], answers)))
         case led:
             return led
 

@@ -124,18 +124,18 @@ class TrainerProcess:
         ]
         gradient = self._open_gradient()
         gradient[-1] = self._inside.total(sum(sum(sample.generated[1:]) for sample in samples))
-        total, forward = 0.0, 0
+        total = 0.0
         for batch, last in self._micro_batches(samples):
             ids, mask, _, _ = collate(batch)
             with self.part.accumulating(last):
                 loss = -(self._logprobs(ids, temperature=1.0) * mask).sum()
                 self._accelerator.backward(loss)
-            total, forward = total + loss.item(), forward + ids.numel()
+            total += loss.item()
         demonstrated = float(gradient[-1])
         self.state.learning_rate = order.learning_rate
         self._step(gradient)
         self._pacer.pace()
-        return WarmedUp(total / demonstrated, forward)
+        return WarmedUp(total / demonstrated)
 
     def publish(self, buffer: int) -> int:
         """Write the whole weights for the engines; returns their checksum, 0 where this process does not lead."""

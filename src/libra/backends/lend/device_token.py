@@ -15,17 +15,19 @@ import os
 import struct
 import time
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
 from libra.lend.gate import IDLE, ServingView
+from libra.lend.quota import KVView
 
 _MAGIC = b"libralnd"
-_LAYOUT = 1
+_LAYOUT = 2
 _HEADER = struct.Struct("<8sQ")
-_SERVING = struct.Struct("<qqddqqqqqqddQ")  # see `ServingNotice`; its checksum follows
+_SERVING = struct.Struct("<qqddqqqqqqqqqddQ")  # see `ServingNotice`; its checksum follows
+_VIEW_FIELDS = len(fields(ServingView))
 _COUNT = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
 _STEP = struct.Struct("<qqqd")
@@ -33,10 +35,12 @@ _STEPS = 64  # of the last steps, how many can be read
 
 _SERVING_AT = 64
 _CHECKSUM_AT = _SERVING_AT + _SERVING.size
-_EPOCH_AT = 192  # grants that serving did not wait out
+_EPOCH_AT = 208  # grants that serving did not wait out
 _EXPIRES_AT = 256
 _PACE_AT = 264
 _WISH_AT = 272
+_KV_ASKED_AT = 280
+_KV_HELD_AT = 288
 _COUNT_AT = 320  # of steps
 _STEPS_AT = 384
 _SIZE = 4096
@@ -58,8 +62,8 @@ class ServingNotice(NamedTuple):
     """What serving said last."""
 
     view: ServingView
+    kv: KVView
     wants: bool  # it waits for the device
-    free_blocks: int  # of KV
     pace: float  # that `view.due` was reckoned with, seconds a token; 0: nobody had asked for one
     at: float
     pid: int
@@ -129,15 +133,25 @@ class ServingToken:
         self._wants = self._held = False
         self.lent = False  # the device was, before the step that is under way
         self.fenced = 0
-        self.publish(IDLE, 0, self.pace)
+        self.publish(IDLE, KVView(), self.pace)
 
     @property
     def pace(self) -> float:
         """Seconds a token that the borrower would have serving slowed down to; 0: there was none yet."""
         return float(_SECONDS.unpack_from(self._page.bytes, _PACE_AT)[0])
 
-    def publish(self, view: ServingView, free_blocks: int, pace: float) -> None:
-        self._said = view, free_blocks, pace
+    @property
+    def kv_asked(self) -> int:
+        """Bytes of KV that the borrower asks for."""
+        return int(_COUNT.unpack_from(self._page.bytes, _KV_ASKED_AT)[0])
+
+    @property
+    def kv_held(self) -> int:
+        """Bytes of KV that it has now, of what serving ceded."""
+        return int(_COUNT.unpack_from(self._page.bytes, _KV_HELD_AT)[0])
+
+    def publish(self, view: ServingView, kv: KVView, pace: float) -> None:
+        self._said = view, kv, pace
         self._write()
 
     def acquire(self) -> None:
@@ -194,8 +208,8 @@ class ServingToken:
         self._page.close()
 
     def _write(self) -> None:
-        view, free, pace = self._said
-        said = _SERVING.pack(*astuple(view), int(self._wants), free, pace, time.monotonic(), os.getpid())
+        view, kv, pace = self._said
+        said = _SERVING.pack(*astuple(view), *astuple(kv), int(self._wants), pace, time.monotonic(), os.getpid())
         self._page.bytes[_SERVING_AT : _CHECKSUM_AT + _COUNT.size] = said + _COUNT.pack(crc32(said))
 
 
@@ -218,6 +232,7 @@ class BorrowerToken:
         self._epoch = 0
         _SECONDS.pack_into(self._page.bytes, _PACE_AT, pace)
         self.wish(0.0)
+        self.say_kv(0, 0)  # memory of a borrower before this one went with it
 
     def look(self) -> ServingNotice:
         """What serving said last. Raises LendingError where its writer ended in the middle of it."""
@@ -230,13 +245,19 @@ class BorrowerToken:
             if time.monotonic() > until:
                 raise LendingError(f"{self._page.path}: the serving engine ended as it wrote; start it again")
             time.sleep(_POLL)
-        *view, wants, free, pace, at, pid = _SERVING.unpack(said)
-        return ServingNotice(ServingView(*view), bool(wants), free, pace, at, pid)
+        *views, wants, pace, at, pid = _SERVING.unpack(said)
+        view, kv = ServingView(*views[:_VIEW_FIELDS]), KVView(*views[_VIEW_FIELDS:])
+        return ServingNotice(view, kv, bool(wants), pace, at, pid)
 
     def wish(self, seconds: float) -> None:
         """What serving must have to spare for a grant to be of use: a step of its own and the shortest one of ours. 0:
         there is nothing to do."""
         _SECONDS.pack_into(self._page.bytes, _WISH_AT, seconds)
+
+    def say_kv(self, asked: int, held: int) -> None:
+        """Bytes of KV that we would have serving cede, and those that we have of what it ceded."""
+        _COUNT.pack_into(self._page.bytes, _KV_ASKED_AT, asked)
+        _COUNT.pack_into(self._page.bytes, _KV_HELD_AT, held)
 
     def try_take(self, expires: float) -> bool:
         """Have the device if nobody has it; serving waits until `expires` at most.
@@ -274,5 +295,6 @@ class BorrowerToken:
 
     def close(self) -> None:
         self.wish(0.0)
+        self.say_kv(0, 0)
         os.close(self._only)
         self._page.close()

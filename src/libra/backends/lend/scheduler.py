@@ -3,7 +3,7 @@
     LIBRA_LEND_DEVICE=/dev/shm/device-0 vllm serve MODEL --scheduler-cls libra.backends.lend.scheduler.LendingScheduler
 
 Invariant: what is scheduled, and in which order, is what vLLM's own scheduler says. Only when a step begins differs:
-with the token, or when the grant that is out is over.
+with the token, or when the grant that is out is over. KV blocks that are ceded are free ones that no request needs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from libra.backends.lend.device_token import LendingError, ServingStep, ServingToken
+from libra.backends.lend.kv_loan import CededKV
 from libra.lend.gate import ServingView, due
+from libra.lend.quota import KVView
+
+_log = init_logger(__name__)
 
 DEVICE = "LIBRA_LEND_DEVICE"  # environment variable: the file of the device's token
 
@@ -39,6 +44,11 @@ class _Lending(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token = ServingToken(device_of_environment())
+        self._kv: CededKV | None = None
+        try:
+            self._kv = CededKV(self)
+        except LendingError as error:
+            _log.warning("%s; the device is lent, its KV memory is not", error)
         self._first_tokens: dict[str, float] = {}
         self._under_way = 0  # steps scheduled whose output has not come
         self._began = 0.0
@@ -63,6 +73,8 @@ class _Lending(Scheduler):
         if not self._under_way:
             self._began = time.monotonic()
         try:
+            if self._kv is not None:
+                self._kv.settle(self._token.kv_asked, self._token.kv_held)
             output = super().schedule(*args, **kwargs)
         except BaseException:
             self._token.release()
@@ -109,7 +121,7 @@ class _Lending(Scheduler):
         self._first_tokens = known
         live, steps = len(self.requests), self._steps_since_grant
         view = ServingView(live, waiting, first_due, oldest, queued, context, steps, self._came)
-        self._token.publish(view, self.kv_cache_manager.block_pool.get_num_free_blocks(), pace)
+        self._token.publish(view, self._kv.view() if self._kv is not None else KVView(), pace)
 
     def _context(self) -> int:
         return sum(request.num_computed_tokens for request in self.running)

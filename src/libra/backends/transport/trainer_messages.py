@@ -225,7 +225,6 @@ class Trained(Message, frozen=True):
 
 class WarmedUp(Message, frozen=True):
     loss: float
-    tokens: int
 
 
 class Published(Message, frozen=True):

@@ -18,11 +18,13 @@ from libra.cost.transfer import colocated_switch_seconds
 from libra.hardware.cluster import GPUS, Cluster, NodeClass
 from libra.hardware.model import ModelSpec
 from libra.hardware.parallel import ParallelLayout
+from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.allocation import Allocation
 from libra.plan.options.engines import engine_kv_tokens, engine_options
 from libra.plan.options.layouts import Layouts, training_layouts
-from libra.plan.options.menu import Menu, Rejected, check_classes, most_buckets, reach
+from libra.plan.options.lent import availability, lent_options
+from libra.plan.options.menu import LentEngine, Menu, Rejected, check_classes, most_buckets, reach
 from libra.plan.problem import STRICT, EngineOption, InfeasiblePlanError, Pool, Problem, TrainingOption
 
 Held = tuple[tuple[str, ParallelLayout], ...]  # class of nodes and layout
@@ -43,6 +45,8 @@ class ClusterRequest:
     current: Allocation | None = None  # the running allocation: a hint, and the tie-break
     # Layouts, by class of nodes, that are on the menu whatever is faster: what runs must have a price to be compared.
     held: Held = ()
+    lenders: tuple[Lender, ...] = ()  # on serving pools of the cluster, each with its traffic of the coming period
+    lent_profiles: tuple[EngineProfile, ...] = ()  # one for each lender: of this model on its GPUs
     kind: Literal["cluster"] = "cluster"
 
     def __post_init__(self) -> None:
@@ -57,12 +61,25 @@ class ClusterRequest:
                 f"there are {len(self.profiles)} profiles for {len(self.cluster.nodes)} classes of nodes; give one each"
             )
 
-        for nodes, profile in zip(self.cluster.nodes, self.profiles, strict=True):
+        if len(self.lent_profiles) != len(self.lenders):
+            raise ValueError(
+                f"there are {len(self.lent_profiles)} profiles for {len(self.lenders)} lenders; give one each"
+            )
+        lending = tuple(self.lending_nodes(lender) for lender in self.lenders)
+        for nodes, profile in zip((*self.cluster.nodes, *lending), self.all_profiles, strict=True):
             if (profile.gpu, profile.model) != (nodes.gpu.name, self.model.name):
                 raise ValueError(
                     f"the profile for {nodes.name} is of {profile.model} on {profile.gpu}; give one of"
                     f" {self.model.name} on {nodes.gpu.name}"
                 )
+
+    @property
+    def all_profiles(self) -> tuple[EngineProfile, ...]:
+        return *self.profiles, *self.lent_profiles
+
+    def lending_nodes(self, lender: Lender) -> NodeClass:
+        """The nodes that a lender serves on. Raises ValueError where the cluster has no such pool."""
+        return self.cluster.serving_pool(lender.pool).nodes
 
     def menu(self, factors: BatchFactors = BATCH) -> Menu:
         """Everything that could be chosen, priced, and what cannot, with its reason. `factors` correct the price of
@@ -85,13 +102,21 @@ class ClusterRequest:
             raise InfeasiblePlanError(_nothing_trains(model, rejected_layouts))
         if not engines:
             raise InfeasiblePlanError(_nothing_generates(self, rejected_engines))
+        lent: list[LentEngine] = []
+        for lender, profile in zip(self.lenders, self.lent_profiles, strict=True):
+            nodes = self.lending_nodes(lender)
+            options, beside, rejected = lent_options(model, lender, nodes, recipe, classes, profile, factors)
+            engines += options
+            lent += beside
+            rejected_engines += rejected
+        every_pool = (*self.cluster.nodes, *map(self.lending_nodes, self.lenders))
         # A first turn that outgrows the first bucket goes on in a longer one, and where its end is foreseen it starts
         # there. So all buckets must have time for what may come: early work in the first one, or each one's own.
         foreseeing = (1.0,) * len(classes)
         routers = reach(classes, recipe.router_hit)
         colocated = recipe.mode == "colocated"
         problem = Problem(
-            pools=tuple(Pool(nodes.name, nodes.count, nodes.gpus) for nodes in self.cluster.nodes),
+            pools=tuple(Pool(nodes.name, nodes.count, nodes.gpus) for nodes in every_pool),
             engines=tuple(engines),
             training=tuple(training),
             peaks=tuple(cls.peak_context for cls in classes),
@@ -105,7 +130,7 @@ class ClusterRequest:
             most_buckets=most_buckets(recipe, classes),
             current=self.current,
         )
-        return Menu(problem, layouts, (*rejected_layouts, *rejected_engines))
+        return Menu(problem, layouts, (*rejected_layouts, *rejected_engines), tuple(lent), availability(lent))
 
     def layouts(self) -> dict[str, Layouts]:
         """The training half of the menu, by class of nodes."""

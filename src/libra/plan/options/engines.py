@@ -92,11 +92,11 @@ def engine_options(
                 )
             )
             continue
-        options += _shape_options(nodes, recipe, classes, profile.grid(tp), shape, kv, holds, model, factors)
+        options += shape_options(nodes, recipe, classes, profile.grid(tp), shape, kv, holds, model, factors)
     return tuple(options), tuple(rejected)
 
 
-def _shape_options(
+def shape_options(
     nodes: NodeClass,
     recipe: Recipe,
     classes: Sequence[TrajectoryClass],
@@ -105,8 +105,14 @@ def _shape_options(
     kv: int,
     holds: int,
     model: ModelSpec,
-    factors: BatchFactors,
+    factors: BatchFactors = BATCH,
+    *,
+    slowed: float = 1.0,
+    recalls: float = 0.0,
 ) -> list[EngineOption]:
+    """Options of engines with `kv` tokens of memory, none of which `holds` a longer context. All that they do takes
+    `slowed` times as long, and `recalls` a second put out whatever they have under way."""
+    grid = grid if slowed == 1 else grid.slowed(slowed)
     served = [cls for cls in classes if cls.peak_context <= holds]
     contexts = [cls.context_sum / cls.generated for cls in served if cls.generated] or [1.0]
     shortest, longest = max(1.0, min(contexts)), max(1.0, *contexts)
@@ -128,16 +134,21 @@ def _shape_options(
         devices=grid.tp,
         max_num_seqs=max_num_seqs,
         holds=holds,
-        stall=weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall,
+        stall=slowed * weight_sync(weights, trainer_nodes=1, engine_nodes=1, fabric=fabric(nodes)).stall,
     )
     return [
-        option(**_batch_prices(near, recipe, classes, kv, factors))
+        option(**_batch_prices(near, recipe, classes, kv, factors, recalls))
         for near in secant_timings(timing, grid, together, (max(1.0, mean), longest))
     ]
 
 
 def _batch_prices(
-    timing: EngineTiming, recipe: Recipe, classes: Sequence[TrajectoryClass], kv: int, factors: BatchFactors
+    timing: EngineTiming,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    kv: int,
+    factors: BatchFactors,
+    recalls: float,
 ) -> dict[str, Any]:
     """The prices of an option by one timing: what work, caches and the longest trajectory take."""
     batches = 1 + recipe.staleness  # that are under way, and that a step can wait for the longest trajectory of
@@ -154,11 +165,16 @@ def _batch_prices(
             refresh[j] = count * stay * max(0.0, cls.turns - 1) / max(1.0, cls.turns) * refill
             again = min(max(0.0, cls.turns - 1), float(batches)) * refill
             longest[j] = replace(its, generates=its.generates + again)
+    # A recall loses the contexts of the trajectories under way, of which a step has count * stay / step.
+    lost = [
+        recalls * count * (its.generates + its.waits) * refill_seconds(timing, cls) if recalls else 0.0
+        for count, cls, its in zip(expected, classes, longest, strict=True)
+    ]
     upto = [longest_upto([its.seconds(slowed) for its in longest], draws) for slowed in _SLOWED]
     lines = _chords(upto)
     work = [
-        [count * row for row in batch_work(timing, cls, kv, factors)]
-        for count, cls in zip(expected, classes, strict=True)
+        [count * row + again for row in batch_work(timing, cls, kv, factors)]
+        for count, cls, again in zip(expected, classes, lost, strict=True)
     ]
     prices = {
         "work": tuple(zip(*work, strict=True)),

@@ -13,14 +13,16 @@ from typing import Literal
 
 from libra.config.recipe import Recipe
 from libra.hardware.parallel import ParallelLayout
+from libra.lend.certificate import Certificate
+from libra.lend.lender import Lender
 from libra.lengths import TrajectoryClass
 from libra.plan.problem import Problem
 
 SHARE_TOLERANCE = 1e-6  # shares are normalised floats, perhaps printed and read again: they sum to 1 up to rounding
 
 # Its devices or degrees do not suit nodes or model; the profile has no times for it; it is too large, layouts at every
-# dp; another is faster wherever it fits.
-RejectionKind = Literal["does not divide", "no times", "does not fit", "slower"]
+# dp; another is faster wherever it fits. Of lent engines: traffic is beyond what is certified; no grant is long enough.
+RejectionKind = Literal["does not divide", "no times", "does not fit", "slower", "lends nothing", "too slow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,44 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class LentEngine:
+    """A rollout engine beside one that serves, under one certificate."""
+
+    lender: Lender
+    certificate: Certificate
+    kv_tokens: int  # that serving leaves, and that a step can read within a grant
+    batched_tokens: int  # of one step: as many as it can prefill within a grant after a context of mean length
+    holds: int  # tokens: the longest context it serves
+
+    @property
+    def shape(self) -> str:
+        return lent_shape(self.lender, self.certificate)
+
+    @property
+    def share(self) -> float:
+        """Of the devices' time, while anything is lent."""
+        return self.lender.share(self.certificate)
+
+    @property
+    def away(self) -> float:
+        """Probability that nothing is lent in the coming period."""
+        return self.lender.away(self.certificate)
+
+
+def lent_shape(lender: Lender, certificate: Certificate) -> str:
+    """The name of engines that are lent at the certificate's `use`."""
+    return f"{lender.pool}/tp{lender.devices}@{certificate.use:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """One way in which traffic may turn out."""
+
+    away: frozenset[str]  # lent shapes, none of whose engines is there
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
 class Menu:
     """A problem, and what its options stand for."""
 
@@ -40,6 +80,8 @@ class Menu:
     # By layout and replicas of the training option; empty where every device is a replica of its own.
     layouts: Mapping[tuple[str, int], ParallelLayout] = field(default_factory=dict)
     rejected: tuple[Rejected, ...] = ()
+    lent: tuple[LentEngine, ...] = ()  # one for each shape that is lent
+    availability: tuple[Availability, ...] = (Availability(frozenset(), 1.0),)  # the likeliest first
 
 
 def check_classes(classes: Sequence[TrajectoryClass], longest_context: int) -> None:

@@ -1,0 +1,117 @@
+"""The cluster file: classes of nodes, and pools that serve.
+
+Invariant: a file gives a cluster that could exist, or is refused in one line that names the key and the remedy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import StrictInt
+
+from libra.config.units import RATES, SIZES, SPEEDS, quantity
+from libra.config.yaml_file import Section, checked, nearest, read_section, refusal, shown
+from libra.hardware.cluster import GPU, GPUS, Cluster, NodeClass, ServingPool
+from libra.hardware.loan_terms import LoanSection
+
+
+class _GPUSection(Section):
+    name: str
+    memory: Any
+    bandwidth: Any
+    flops: Any
+    link: Any
+    source: str
+
+
+class _NodeSection(Section):
+    name: str
+    count: StrictInt
+    gpus: StrictInt
+    gpu: Any
+    inter_bandwidth: Any
+    intra_bandwidth: Any = None
+
+
+class _ServingSection(_NodeSection):
+    lends: LoanSection | None = None
+
+
+class _ClusterSection(Section):
+    nodes: tuple[_NodeSection, ...]
+    serving: tuple[_ServingSection, ...] = ()
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """Read a cluster file, such as `examples/cluster_mixed.yaml`. Raises `ConfigError` naming file, key and remedy."""
+    path = Path(path)
+    section = read_section(path, _ClusterSection, "examples/cluster_48_a800.yaml")
+    nodes = tuple(_node_class(path, f"nodes.{i}", node) for i, node in enumerate(section.nodes))
+    serving = tuple(_serving_pool(path, f"serving.{i}", pool) for i, pool in enumerate(section.serving))
+    try:
+        return Cluster(nodes, serving)
+    except ValueError as error:
+        raise refusal(path, str(error)) from None
+
+
+def _serving_pool(path: Path, key: str, section: _ServingSection) -> ServingPool:
+    nodes = _node_class(path, key, section)
+    if section.lends is None:
+        return ServingPool(nodes)
+    try:
+        terms = section.lends.terms()
+    except ValueError as error:
+        raise refusal(path, f"{key}.lends.{error}") from None
+    try:
+        return ServingPool(nodes, terms)
+    except ValueError as error:
+        raise refusal(path, f"{key}.{error}") from None
+
+
+def _node_class(path: Path, key: str, section: _NodeSection) -> NodeClass:
+    gpu = _gpu(path, f"{key}.gpu", section.gpu)
+    try:
+        return NodeClass(
+            name=section.name,
+            count=section.count,
+            gpus=section.gpus,
+            gpu=gpu,
+            intra_bandwidth=gpu.link
+            if section.intra_bandwidth is None
+            else quantity("intra_bandwidth", section.intra_bandwidth, RATES),
+            inter_bandwidth=quantity("inter_bandwidth", section.inter_bandwidth, RATES),
+        )
+    except ValueError as error:
+        raise refusal(path, f"{key}.{error}") from None
+
+
+def _gpu(path: Path, key: str, given: object) -> GPU:
+    if isinstance(given, str):
+        for name, gpu in GPUS.items():
+            if name.casefold() == given.casefold():
+                return gpu
+        close = nearest(given, GPUS)
+        hint = f"did you mean {close}? Known are" if close else "known are"
+        raise refusal(
+            path,
+            f"{key}: unknown GPU {shown(given)}; {hint}"
+            f" {', '.join(GPUS)}; describe another one by a mapping of {', '.join(_GPUSection.model_fields)}",
+        )
+    if not isinstance(given, dict):
+        raise refusal(path, f"{key}: expected a name, such as A800, or a mapping (got {shown(given)})")
+    section = checked(path, _GPUSection, given, within=key)
+    taken = next((name for name in GPUS if name.casefold() == section.name.casefold()), None)
+    if taken is not None:
+        raise refusal(path, f"{key}.name: {taken} is known, with its own numbers and tables; name yours otherwise")
+    try:
+        return GPU(
+            name=section.name,
+            memory=quantity("memory", section.memory, SIZES),
+            bandwidth=quantity("bandwidth", section.bandwidth, RATES),
+            flops=quantity("flops", section.flops, SPEEDS),
+            link=quantity("link", section.link, RATES),
+            source=section.source,
+        )
+    except ValueError as error:
+        raise refusal(path, f"{key}.{error}") from None

@@ -1,0 +1,86 @@
+"""Engines that serve users and lend: what was certified of them, and the traffic that is expected.
+
+Invariant: every certificate is of the model, the hardware and an SLO no laxer than what the engines serve, so whatever
+is counted on here was proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from libra.hardware.cluster import ServingPool
+from libra.hardware.model import ModelSpec
+from libra.lend.certificate import Certificate
+from libra.lend.gate import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """The engines of one serving pool; its traffic is spread evenly over them. Raises ValueError."""
+
+    pool: str
+    model: ModelSpec  # that they serve
+    devices: int  # of one engine
+    certificates: tuple[Certificate, ...]  # by rising `use`
+    rates: tuple[float, ...]  # requests/s that one engine may be asked for in the coming period, each as probable
+    period: float  # seconds
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(0 <= rate < math.inf for rate in self.rates):
+            raise ValueError(f"rates of {self.pool} are {self.rates}; give one or more, 0 or more and finite")
+        if self.devices < 1 or not 0 < self.period < math.inf:
+            raise ValueError(f"{self.pool} has engines of {self.devices} devices and a period of {self.period:g} s")
+        uses = [it.use for it in self.certificates]
+        if not uses or any(low >= high for low, high in pairwise(uses)):
+            raise ValueError(f"certificates of {self.pool} are of use {uses}; give one of each, by rising use")
+
+    def share(self, certificate: Certificate) -> float:
+        """Of an engine's time that is lent while anything is: the harmonic mean over the expected rates, since rollout
+        takes 1 / share as long. 0 where nothing is lent at any of them."""
+        lent = [share for rate in self.rates if (share := certificate.share_at(rate)) > 0]
+        return len(lent) / math.fsum(1 / share for share in lent) if lent else 0.0
+
+    def away(self, certificate: Certificate) -> float:
+        """Probability that nothing is lent in the period."""
+        return sum(certificate.share_at(rate) == 0 for rate in self.rates) / len(self.rates)
+
+    def recalls(self, certificate: Certificate) -> float:
+        """Recalls a second, where periods follow upon each other by chance: of those that lend, those before one that
+        does not."""
+        away = self.away(certificate)
+        return (1 - away) * away / self.period
+
+
+def make_lender(
+    pool: ServingPool,
+    model: ModelSpec,
+    certificates: Sequence[tuple[str, Certificate]],
+    rates: Sequence[float],
+    period: float,
+) -> Lender:
+    """The lender that a serving pool's terms describe. `certificates` come with the names of their files, `rates` are
+    of all its engines together. Raises ValueError naming the key under `lends`."""
+    terms = pool.lends
+    if terms is None:
+        raise ValueError(f"pool {pool.name} has no lends; say what it serves and what is certified")
+    hardware = f"{terms.tensor_parallel_size} x {pool.nodes.gpu.name}"
+    for name, certificate in certificates:
+        mismatch = certificate.mismatch(model.name, hardware, Slo(terms.ttft, terms.tpot))
+        if mismatch is not None:
+            raise ValueError(f"certificates: {name}: {mismatch}: certify this pool with `libra lend check`")
+    ordered = sorted((certificate for _, certificate in certificates), key=lambda it: it.use)
+    for low, high in pairwise(ordered):
+        if low.use == high.use:
+            raise ValueError(f"certificates: two are of use {low.use:g}; keep the one of the later traffic")
+    engines = pool.nodes.devices // terms.tensor_parallel_size
+    return Lender(
+        pool.name,
+        model,
+        terms.tensor_parallel_size,
+        tuple(ordered),
+        tuple(sorted(rate / engines for rate in rates)),
+        period,
+    )

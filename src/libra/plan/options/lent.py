@@ -1,0 +1,168 @@
+"""Engines on devices that serve users, priced: what a certificate and a forecast make of a lender.
+
+Invariant: no option is faster than the share of its device that is certified for the traffic to come, holds more than
+serving leaves inside the certified envelope, or takes steps longer than a certified grant. None holds the longest
+context, so that engines of one's own serve it, and whatever is recalled has somewhere to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+from libra.config.recipe import Recipe
+from libra.cost.corrections import BATCH, BatchFactors
+from libra.cost.engine_memory import BLOCK, held_bytes, kv_tokens
+from libra.cost.grid import EngineGrid, EngineProfile
+from libra.hardware.cluster import NodeClass
+from libra.hardware.model import ModelSpec
+from libra.lend.certificate import Certificate
+from libra.lend.lender import Lender
+from libra.lengths import TrajectoryClass
+from libra.plan.options.engines import shape_options
+from libra.plan.options.menu import Availability, LentEngine, Rejected, lent_shape
+from libra.plan.problem import EngineOption
+
+_WIDTH = 2  # bytes of a weight and of a KV entry of serving: certificates do not tell
+_LEAST_PREFILL = BLOCK  # tokens that a step must be able to prefill, after the longest context
+
+
+def lent_options(
+    model: ModelSpec,
+    lender: Lender,
+    nodes: NodeClass,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    profile: EngineProfile,
+    factors: BatchFactors = BATCH,
+) -> tuple[tuple[EngineOption, ...], tuple[LentEngine, ...], tuple[Rejected, ...]]:
+    """Options of every certificate of a lender, the engines that they are of, and the certificates that lend nothing to
+    such engines."""
+    options: list[EngineOption] = []
+    engines: list[LentEngine] = []
+    rejected: list[Rejected] = []
+    for certificate in lender.certificates:
+        engine = lent_engine(model, lender, certificate, nodes, recipe, classes, profile)
+        if isinstance(engine, Rejected):
+            rejected.append(engine)
+            continue
+        engines.append(engine)
+        options += shape_options(
+            nodes,
+            recipe,
+            classes,
+            profile.grid(lender.devices),
+            engine.shape,
+            engine.kv_tokens,
+            engine.holds,
+            model,
+            factors,
+            slowed=1 / engine.share,
+            recalls=lender.recalls(certificate),
+        )
+    return tuple(options), tuple(engines), tuple(rejected)
+
+
+def lent_engine(
+    model: ModelSpec,
+    lender: Lender,
+    certificate: Certificate,
+    nodes: NodeClass,
+    recipe: Recipe,
+    classes: Sequence[TrajectoryClass],
+    profile: EngineProfile,
+) -> LentEngine | Rejected:
+    """What a borrowing engine can do under a certificate, or why it can do nothing."""
+    shape, tp = lent_shape(lender, certificate), lender.devices
+    if lender.share(certificate) == 0:
+        least = min(lender.rates)
+        return Rejected(
+            shape,
+            "lends nothing",
+            f"{least:.3g} requests/s or more are expected of an engine, and lending is certified up to"
+            f" {certificate.rate:.3g}: certify a higher rate, or spread the traffic over more engines",
+        )
+    if model.tp_refusal(tp) is not None:
+        return Rejected(shape, "does not divide", f"{model.name} on {tp} devices: {model.tp_refusal(tp)}")
+    if all(grid.tp != tp for grid in profile.engines):
+        return Rejected(shape, "no times", f"the profile has no times for it ({profile.source})")
+    kv = _kv_left(model, lender, certificate, nodes, recipe)
+    shortest = classes[0].peak_context
+    if kv < shortest:
+        return Rejected(
+            shape,
+            "does not fit",
+            f"beside {lender.model.name}, its certified KV and {model.name} there is room for {kv:,} tokens of"
+            f" {nodes.gpu.memory / 1e9:.1f} GB; the shortest class has {shortest:,}",
+        )
+    grid, grant, mean = profile.grid(tp), certificate.longest_grant, _mean_context(classes)
+    kv = _tokens_within(grid, grant, kv, mean)
+    holds = min(kv, recipe.max_length - 1)
+    chunk = recipe.max_batched_tokens
+    while chunk > _LEAST_PREFILL and grid.prefill_seconds(chunk, min(mean, holds)) > grant:
+        chunk //= 2
+    if holds < shortest or grid.prefill_seconds(_LEAST_PREFILL, holds) > grant:
+        needed = max(grid.decode_seconds(1, shortest), grid.prefill_seconds(_LEAST_PREFILL, max(holds, shortest)))
+        return Rejected(
+            shape,
+            "too slow",
+            f"a step of the shortest class takes {1e3 * needed:.3g} ms, a certified grant is {1e3 * grant:.3g}:"
+            " certify with a longer --longest-grant",
+        )
+    return LentEngine(lender, certificate, kv, chunk, holds)
+
+
+def _kv_left(model: ModelSpec, lender: Lender, certificate: Certificate, nodes: NodeClass, recipe: Recipe) -> int:
+    """Tokens of KV that serving leaves while it keeps to its envelope: its contexts, and the prompts that wait."""
+    tp, inside = lender.devices, certificate.envelope
+    serving = held_bytes(lender.model, tp, weight_bytes=_WIDTH, batched_tokens=recipe.max_batched_tokens)
+    reserve = (inside.context + inside.queued) * lender.model.kv_bytes_per_token(_WIDTH, tp, 1)
+    return kv_tokens(
+        model,
+        nodes.gpu.memory,
+        recipe.gpu_memory_utilization,
+        tp,
+        weight_bytes=recipe.rollout_weight_bytes,
+        kv_bytes=recipe.kv_bytes,
+        batched_tokens=recipe.max_batched_tokens,
+        taken=serving + reserve,
+    )
+
+
+def _tokens_within(grid: EngineGrid, grant: float, most: int, context: float) -> int:
+    """As many tokens of context, in sequences of `context` each, as one decode iteration reads within a grant."""
+
+    def seconds(tokens: int) -> float:
+        sequences = min(max(1.0, tokens / context), float(grid.batches[-1]))
+        return grid.decode_seconds(sequences, min(tokens / sequences, float(grid.contexts[-1])))
+
+    fits, too_many = 0, most + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if seconds(middle) <= grant else (fits, middle)
+    return fits
+
+
+def _mean_context(classes: Sequence[TrajectoryClass]) -> float:
+    generated = sum(cls.share * cls.generated for cls in classes)
+    return max(1.0, sum(cls.share * cls.context_sum for cls in classes) / generated) if generated else 1.0
+
+
+def availability(lent: Sequence[LentEngine]) -> tuple[Availability, ...]:
+    """Which shapes are away in the coming period, and the probability of each such case; the likeliest first.
+
+    Traffic of several lenders is taken to be high at the same time: day is day for all of them, and it is the cautious
+    assumption, as no lender then stands in for another.
+    """
+    edges = {Fraction(0), Fraction(1)}
+    edges |= {Fraction(k, len(engine.lender.rates)) for engine in lent for k in range(len(engine.lender.rates))}
+    found: dict[frozenset[str], Fraction] = {}
+    for low, high in pairwise(sorted(edges)):
+        away = frozenset(
+            engine.shape
+            for engine in lent
+            if engine.certificate.share_at(engine.lender.rates[int(low * len(engine.lender.rates))]) == 0
+        )
+        found[away] = found.get(away, Fraction(0)) + high - low
+    return tuple(Availability(away, float(weight)) for away, weight in sorted(found.items(), key=lambda it: -it[1]))
