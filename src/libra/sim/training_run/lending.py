@@ -1,13 +1,13 @@
-"""The loan of a simulated run while it goes on: who lends now, who has been recalled, and which weights they have.
+"""The lent engines of a simulated run: who lends now, who has been recalled, and which weights they have.
 
-Invariant: an engine takes turns only with weights that are not older than those that the turn's group began with, and a
-loan that is recalled loses no token: its turns go on elsewhere at the same tick.
+Invariant: an engine takes turns only with weights that are not older than those that the turn's group began with. No
+version waits for lent engines. A recall loses no token: turns go on elsewhere at the same tick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from libra.sim.clock import seconds, ticks
@@ -17,62 +17,96 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.state import Pause
 from libra.sim.lent_engine import LentDevice, LentEngine
 from libra.sim.tenant import ServingTenant, misses
-from libra.sim.training_run.loan import Lender, Loan
 from libra.sim.training_run.outcome import LenderOutcome
+from libra.sim.training_run.serving import Serving, ServingDevice
 
 
 @dataclass(slots=True)
-class _Lent:
-    lender: Lender
+class _Lender:
+    serving: ServingDevice
     device: LentDevice
     recalls: int = 0
-    away: int = 0  # ticks, of the loans that have been given again
+    away: int = 0  # ticks, of the recalls that are over
     recalled_at: int | None = None
 
 
 class Lending:
-    """Adds the engines of a loan to a cluster, closes and adds them as lenders recall and give, and brings weights."""
+    """Adds lent engines to a cluster, closes and adds them as serving recalls and returns, and brings them weights."""
 
-    def __init__(self, loan: Loan, cluster: SimCluster, bucket: Callable[[], int], load: Pause, *, exact: bool) -> None:
-        """`bucket` says which one lent engines are now, `load` is the pause in which an engine takes new weights."""
-        self._loan, self._cluster, self._bucket, self._load = loan, cluster, bucket, load
-        self._devices = {it.name: _Lent(it, _device(it, exact)) for it in loan.lenders}
-        self._version = self._newest = 0  # of the weights that lenders have, and that there are
+    def __init__(self, serving: Serving, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
+        """`load` is the pause in which an engine takes new weights."""
+        self._serving, self._cluster, self._load, self._exact = serving, cluster, load, exact
+        self._wanted: dict[str, EngineSpec] = {}
+        self._named: set[str] = set()  # whatever was wanted once
+        self._lenders: dict[str, _Lender] = {}  # of the devices that serve
+        self._version = self._newest = 0  # of the weights that lent engines have, and that there are
         self._sending = False
-        for name in self._devices:
-            cluster.at(0, partial(self._lend, name))
-        for spec in loan.whole:
-            cluster.at(ticks(loan.start), partial(self._add_whole, spec))
 
     def outcome(self, now: int) -> tuple[LenderOutcome, ...]:
         """Of each lender, once the run is over at tick `now`."""
-        return tuple(_outcome(name, it, now) for name, it in self._devices.items())
+        return tuple(_outcome(name, it, now) for name, it in self._lenders.items())
 
     # Engines
 
-    def _lend(self, name: str, now: int) -> None:
-        it = self._devices[name]
-        if it.recalled_at is not None:
-            it.away, it.recalled_at = it.away + now - it.recalled_at, None
-        make = partial(LentEngine, device=it.device, recalled=partial(self._recall, name))
-        self._cluster.add(replace(it.lender.rollout, bucket=self._bucket()), make)
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all engines that were ever lent."""
+        return frozenset(self._named)
 
-    def _add_whole(self, spec: EngineSpec, now: int) -> None:
-        self._cluster.add(replace(spec, bucket=self._bucket()))
+    def want(self, specs: Iterable[EngineSpec], now: int) -> None:
+        """These are borrowed from now on, and no others."""
+        before, self._wanted = self._wanted, {spec.name: spec for spec in specs}
+        self._named |= self._wanted.keys()
+        here = self._here()
+        for name in sorted(here.keys() - self._wanted.keys()):
+            self._cluster.close(name)
+        for name in self._wanted:
+            if name in before or name in here:
+                continue
+            if name not in self._serving.devices:
+                self._cluster.at(now + ticks(self._serving.start), partial(self._lend, name))
+            elif name not in self._lenders or self._lenders[name].recalled_at is None:
+                self._cluster.at(now, partial(self._lend, name))
+        self._see()
+
+    def _lend(self, name: str, now: int) -> None:
+        if name not in self._wanted or name in self._here():
+            return
+        spec, serving = self._wanted[name], self._serving.devices.get(name)
+        if serving is None:
+            self._cluster.add(spec)
+            return
+        if name not in self._lenders:
+            self._lenders[name] = _Lender(serving, _device(serving, self._exact))
+        make = partial(LentEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
+        self._cluster.add(spec, make)
 
     def _recall(self, name: str, now: int) -> None:
         self._cluster.at(now, partial(self._close, name))
 
     def _close(self, name: str, now: int) -> None:
-        it = self._devices[name]
+        if name not in self._here():
+            return
+        it = self._lenders[name]
         it.recalls, it.recalled_at = it.recalls + 1, now
         self._cluster.close(name)
-        # Nobody else has a say in what serving does now, so that it can be made up to its return at once.
-        self._cluster.at(max(now, it.device.returns()), partial(self._lend, name))
+        # Nobody else has a say in what serving does until it lends again, so all of that can be made at once.
+        self._cluster.at(max(now, it.device.returns()), partial(self._return, name))
+
+    def _return(self, name: str, now: int) -> None:
+        it = self._lenders[name]
+        assert it.recalled_at is not None
+        it.away, it.recalled_at = it.away + now - it.recalled_at, None
+        self._lend(name, now)
+
+    def _here(self) -> dict[str, int]:
+        """Index of each lent engine in service."""
+        instances = self._cluster.placer.fleet.instances
+        return {it.id: it.engine.index for it in instances if it.id in self._named}
 
     # Weights
 
-    def published(self, version: int, now: int) -> None:
+    def made(self, version: int, now: int) -> None:
         """A version is made, and sent as soon as the one before it is there; what came in between is skipped."""
         self._newest = version
         self._see()
@@ -81,33 +115,34 @@ class Lending:
 
     def _send(self, now: int) -> None:
         self._sending = True
-        self._cluster.at(now + ticks(self._loan.weights), partial(self._arrived, self._newest))
+        self._cluster.at(now + ticks(self._serving.weights), partial(self._arrived, self._newest))
 
     def _arrived(self, version: int, now: int) -> None:
         self._version, self._sending = version, False
         self._see()
-        here = frozenset(it.engine.index for it in self._cluster.placer.fleet.instances if it.id in self._loan.names)
+        here = self._here()
         if here:
-            self._cluster.update(WeightUpdate(now, self._load.ticks, self._load.refresh, here))
+            update = WeightUpdate(now, self._load.ticks, self._load.refresh, frozenset(here.values()))
+            self._cluster.update(update)
         if version < self._newest:
             self._send(now)
 
     def _see(self) -> None:
         """Say which engines are behind."""
         late = self._version < self._newest
-        self._cluster.placer.behind = dict.fromkeys(self._loan.names, self._version) if late else {}
+        self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
-def _device(lender: Lender, exact: bool) -> LentDevice:
-    case = lender.case
-    pace = ticks(case.slo.pace(lender.use))
+def _device(serving: ServingDevice, exact: bool) -> LentDevice:
+    case = serving.case
+    pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
-    return LentDevice(tenant, lender.rule(), lender.share, exact=exact)
+    return LentDevice(tenant, serving.rule(), serving.share, exact=exact)
 
 
-def _outcome(name: str, it: _Lent, now: int) -> LenderOutcome:
-    device, slo = it.device, it.lender.case.slo
-    served = device.serve_out(now)
+def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:
+    slo = it.serving.case.slo
+    served = it.device.serve_out(now)
     away = it.away + (now - it.recalled_at if it.recalled_at is not None else 0)
     missed = misses(served, slo.ttft, slo.tpot)
-    return LenderOutcome(name, len(served), missed, seconds(device.lent), seconds(away), it.recalls)
+    return LenderOutcome(name, len(served), missed, seconds(it.device.lent), seconds(away), it.recalls)

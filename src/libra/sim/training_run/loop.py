@@ -29,7 +29,7 @@ from libra.sim.handover import KVMoves
 from libra.sim.training_run.episodes import Episodes
 from libra.sim.training_run.lending import Lending
 from libra.sim.training_run.outcome import PlanChange, SimulatedRun, SimulatedStep
-from libra.sim.training_run.service import Service
+from libra.sim.training_run.service import Service, limits_of
 from libra.sim.training_run.system import Moment, System
 from libra.sim.training_run.trainer import SimulatedTrainer, training_nodes
 from libra.sim.workload.caller import EpisodeCaller, calls
@@ -96,12 +96,12 @@ class _Run:
         self._stall = weight_sync(request.model.parameters * self._recipe.rollout_weight_bytes, 1, 1, link).stall
         kv_bytes = request.model.kv_bytes_per_token(self._recipe.kv_bytes)
 
-        def cluster(specs: tuple[EngineSpec, ...], limits: tuple[int, ...]) -> SimCluster:
+        def cluster(specs: tuple[EngineSpec, ...]) -> SimCluster:
             return SimCluster(
                 specs,
                 self,
                 self._policy,
-                limits=limits,
+                limits=limits_of(self._plan),
                 turn_tokens=1,
                 exact=exact,
                 patient=True,
@@ -110,14 +110,9 @@ class _Run:
                 interrupted=self._resume,
             )
 
-        self._service = Service(system, cluster)
-        self._cluster = self._service.cluster
-        self._lending: Lending | None = None
-        if system.loan is not None:
-            load, service = Pause(ticks(self._stall), self._refreshes), self._service
-            self._lending = Lending(
-                system.loan, self._cluster, lambda: service.buckets(self._plan)[1], load, exact=exact
-            )
+        load = Pause(ticks(self._stall), self._refreshes)
+        self._service = Service(system, cluster, lambda serving, made: Lending(serving, made, load, exact=exact))
+        self._cluster, self._lending = self._service.cluster, self._service.lending
         self._trainer = SimulatedTrainer(
             system, self._admission, self._cluster, lambda: self._service.devices, self._stepped
         )
@@ -128,8 +123,8 @@ class _Run:
         cluster.run()
         if len(self._trained) < self._steps:
             raise AssertionError(f"the run ended after {len(self._trained)} of {self._steps} steps")
-        loan = self._system.loan
-        lent = frozenset[str]() if loan is None else loan.names
+        lending = self._lending
+        lent = frozenset[str]() if lending is None else lending.names
         return SimulatedRun(
             system=self._system.name,
             steps=tuple(self._trained),
@@ -147,7 +142,7 @@ class _Run:
             moved_tokens=cluster.moved_tokens,
             interrupted=self._interruptions,
             preemptions=sum(engine.preemptions for engine in cluster.engines),
-            lenders=() if self._lending is None else self._lending.outcome(self._published_at),
+            lenders=() if lending is None else lending.outcome(self._published_at),
         )
 
     # What the cluster asks
@@ -259,7 +254,7 @@ class _Run:
         self._cluster.at(there - stall, lambda at: self._load(at, stall))
         self._cluster.at(there, lambda at: self._publish(step.version, at))
         if self._lending is not None:
-            self._lending.published(step.version, now)
+            self._lending.made(step.version, now)
         if self._replan is not None and step.version < self._steps and step.version % self._replan.period == 0:
             self._decide(step.version, now)
 
