@@ -5,8 +5,10 @@ page is one set of findings.
 
     python -m benchmarks.fidelity [--quick] [--schedule-cases N] [--models small,tiny] [--repeats N]
                                   [--save FOLDER | --measured FOLDER] [--json FILE] [--markdown FILE]
+    python -m benchmarks.fidelity --schedule KIND [--schedule-cases N] [--json FILE]
 
-Leave the machine alone meanwhile. Exits with 1 if a schedule differs.
+The second compares schedules of one kind, and no times. Leave the machine alone meanwhile. Exits with 1 if a schedule
+differs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from benchmarks.fidelity.comparison import Comparison, compare
 from benchmarks.fidelity.comparison import rows as rows_of_times
@@ -30,7 +32,12 @@ from benchmarks.fidelity.models import ModelName
 from benchmarks.rows import report
 from libra.backends.launch.fork_server import WORKER_ENVIRONMENT
 
+if TYPE_CHECKING:  # it imports vLLM
+    from benchmarks.fidelity.schedule import Kind
+
 SEED = 0  # of the first random schedule
+SCHEDULES = ("sync", "async")  # as `schedule.Kind`, which imports vLLM
+KIND_CASES = 1000
 _SAID_EVERY = 100  # schedules
 
 
@@ -59,11 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
 
     compared = []
-    for done, case in enumerate(schedule.compare(range(SEED, SEED + options.schedule_cases))):
+    kind: Kind = options.schedule or "sync"
+    for done, case in enumerate(schedule.compare(range(SEED, SEED + options.schedule_cases), kind)):
         if done % _SAID_EVERY == 0:
             say(f"schedules: {done} of {options.schedule_cases}")
         compared.append(case)
     schedules = schedule.summary(compared)
+    if options.schedule is not None:
+        report(schedule.rows(schedules), options.json)
+        if schedules.difference is not None:
+            print(schedules.difference)
+        return int(schedules.difference is not None)
     comparisons: list[Comparison] = []
     for model in options.models:
         measured = _measured(model, options, environment)
@@ -84,6 +97,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="the tiny model and few cases: a first look, not a verdict"
     )
+    parser.add_argument("--schedule", choices=SCHEDULES, help="compare schedules of this kind only")
     parser.add_argument("--schedule-cases", type=int, metavar="N", help=f"random schedules ({FULL.schedule_cases})")
     parser.add_argument("--models", help=f"of {', '.join(get_args(ModelName))}, with commas ({FULL.models})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"of each workload, 2 or more ({FULL.repeats})")
@@ -94,6 +108,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the part of FILE between the markers")
     options = parser.parse_args(given)
     effort = QUICK if options.quick else FULL
+    if options.schedule is not None and options.schedule_cases is None:
+        options.schedule_cases = KIND_CASES
     for name in ("schedule_cases", "models", "repeats"):
         if getattr(options, name) is None:
             setattr(options, name, getattr(effort, name))

@@ -8,8 +8,10 @@ had, how many blocks are free, and who finishes in which order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
+from random import Random
+from typing import Literal
 
 from benchmarks.fidelity.random_workloads import random_case
 from benchmarks.fidelity.vllm_schedule import Step, vllm_schedule
@@ -22,6 +24,8 @@ from libra.sim.engine.state import Iteration
 from libra.sim.workload.requests import Requests
 
 CASE = "schedule, simulated and vLLM's"
+
+Kind = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,24 @@ class Summary:
     difference: str | None  # of the first case that has one
 
 
-def compare(seeds: Iterable[int]) -> Iterator[Compared]:
+def case_of(kind: Kind, seed: int) -> tuple[EngineConfig, tuple[Request, ...]]:
+    """With asynchronous scheduling half of the requests end with a token that nobody knows beforehand."""
+    config, requests = random_case(seed)
+    if kind == "async":
+        config, random = replace(config, async_scheduling=True), Random(seed)
+        for request in requests:
+            if request.output_tokens > 1 and random.random() < 0.5:
+                request.stop = "eos"
+    return config, requests
+
+
+def compare(seeds: Iterable[int], kind: Kind = "sync") -> Iterator[Compared]:
     """The cases of these seeds, each when it is asked for: a few tens of milliseconds."""
     for seed in seeds:
-        config, requests = random_case(seed)
+        config, requests = case_of(kind, seed)
         wanted = vllm_schedule(config, requests)
         finished = {number for step in wanted for number in step.finished}
-        found = difference(simulated_schedule(*random_case(seed)), wanted)
+        found = difference(simulated_schedule(*case_of(kind, seed)), wanted)
         yield Compared(
             seed=seed,
             steps=len(wanted),

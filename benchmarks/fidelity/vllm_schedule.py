@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +21,8 @@ from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -33,13 +35,14 @@ from libra.sim.engine.request import Chain, Request
 
 _NUMBER_DIGITS = 10  # vLLM breaks ties by comparing names as text
 _LONGEST_CONTEXT = 2**30  # tokens; of the model that is never run
+_EOS = 2**62  # no token of a context
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One call of `schedule()` and what came of it. Requests go by their numbers."""
 
-    time: int  # ticks
+    time: int  # ticks, at which it begins
     scheduled: tuple[tuple[int, int], ...]  # (request, tokens), in vLLM's order: running ones, then admitted ones
     preempted: tuple[int, ...]  # in the order in which it happened
     cached: tuple[tuple[int, int], ...]  # (request, tokens found in the prefix cache) of those admitted or resumed now
@@ -53,7 +56,8 @@ def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[St
     A step that schedules something takes one tick. One that only preempts takes none: with the priority policy, a
     request that finds no block and is itself the lowest is preempted, and no other is looked at in that step. What
     happens at one instant happens in this order: steps end, requests are cancelled by rising number, requests arrive by
-    rising number, the next step is scheduled. Whoever is cancelled no later than it arrives is never seen.
+    rising number, the next step is scheduled: with asynchronous scheduling the one after that. Whoever is cancelled no
+    later than it arrives is never seen.
 
     `requests` are read, not written. Raises ValueError for what the scheduler alone cannot answer.
     """
@@ -75,10 +79,12 @@ def vllm_schedule(config: EngineConfig, requests: Sequence[Request]) -> tuple[St
             engine.add(request)
             if request.cancel_at is not None:
                 cancellations[request.number] = request.cancel_at
-        if engine.busy:
-            step = engine.step(time)
+        if not engine.busy or (engine.unfinished and engine.schedule()):
+            continue
+        step = engine.end_oldest(time)
+        if step.scheduled or step.preempted:
             steps.append(step)
-            time += 1 if step.scheduled else 0
+        time += 1 if step.scheduled else 0
     return tuple(steps)
 
 
@@ -113,10 +119,16 @@ class _Engine:
         self._tokens = _Tokens(config.max_model_len)
         self._requests: dict[str, Request] = {}
         self._preempted: list[int] = []
+        self._under_way: deque[tuple[SchedulerOutput, Step, dict[str, bool]]] = deque()
+        self._most_under_way = 2 if config.async_scheduling else 1
         self._listen_for_preemptions()
 
     @property
     def busy(self) -> bool:
+        return bool(self._under_way) or self.unfinished
+
+    @property
+    def unfinished(self) -> bool:
         return bool(self._scheduler.has_unfinished_requests())
 
     def add(self, request: Request) -> None:
@@ -126,7 +138,7 @@ class _Engine:
             VllmRequest(
                 request_id=name,
                 prompt_token_ids=[self._tokens.at(request, position) for position in range(request.prompt_tokens)],
-                sampling_params=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+                sampling_params=_sampling(request),
                 pooling_params=None,
                 arrival_time=request.arrival,
                 priority=request.priority,
@@ -138,20 +150,29 @@ class _Engine:
         """Nothing happens to a request that is no longer there."""
         self._scheduler.finish_requests(_name(number), RequestStatus.FINISHED_ABORTED)
 
-    def step(self, time: int) -> Step:
+    def schedule(self) -> bool:
+        """Schedule a step. True: another one may be scheduled before this one has ended."""
         self._preempted.clear()
         output = self._scheduler.schedule()
         scheduled = tuple((int(name), tokens) for name, tokens in output.num_scheduled_tokens.items())
         free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if not scheduled and not self._preempted:
-            raise RuntimeError(f"vLLM scheduled nothing at {time}, with requests waiting: the driver is at fault")
+        if not scheduled and not self._preempted and not self._under_way:
+            raise RuntimeError("vLLM scheduled nothing, with requests waiting: the driver is at fault")
+        step = Step(0, scheduled, tuple(self._preempted), _cached(output), (), free_blocks)
+        samples = {name: not self._scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        self._under_way.append((output, step, samples))
+        return len(self._under_way) < self._most_under_way
+
+    def end_oldest(self, time: int) -> Step:
+        """What came of the oldest step under way, which began at `time`."""
+        output, step, samples = self._under_way.popleft()
         names = list(output.num_scheduled_tokens)
         results = self._scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=[self._sample(name) for name in names],
+                sampled_token_ids=[self._sample(name) if samples[name] else [] for name in names],
             ),
         )
         finished = (
@@ -160,12 +181,15 @@ class _Engine:
             for result in client.outputs
             if result.finish_reason is not None
         )
-        return Step(time, scheduled, tuple(self._preempted), _cached(output), tuple(finished), free_blocks)
+        return replace(step, time=time, finished=tuple(finished))
 
     def _sample(self, name: str) -> list[int]:
-        """No token before the last chunk of a prompt: vLLM wants that of a model."""
-        context = self._scheduler.requests[name]
-        return [] if context.is_prefill_chunk else [self._tokens.at(self._requests[name], context.num_tokens)]
+        """The next token of a request. None comes of one that was given up, or of a prompt before its last chunk."""
+        context, request = self._scheduler.requests.get(name), self._requests[name]
+        if context is None:
+            return []
+        stops = request.stop == "eos" and context.num_output_tokens + 1 == request.output_tokens
+        return [_EOS if stops else self._tokens.at(request, context.num_tokens)]
 
     def _listen_for_preemptions(self) -> None:
         """The scheduler's output names preempted requests as a set, and their order is part of the schedule."""
@@ -193,6 +217,12 @@ class _Tokens:
                 chain = chain.parent
             owner = chain
         return self._owners.setdefault(owner, len(self._owners)) * self._stride + position
+
+
+def _sampling(request: Request) -> SamplingParams:
+    if request.stop == "eos":
+        return SamplingParams(max_tokens=request.output_tokens + _LONGEST_CONTEXT, stop_token_ids=[_EOS])
+    return SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
 
 
 def _name(number: int) -> str:
@@ -237,7 +267,8 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
         ),
         device_config=DeviceConfig(device="cpu"),
     )
-    scheduler = Scheduler(
+    vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # vLLM turns it off for a CPU
+    scheduler = (AsyncScheduler if config.async_scheduling else Scheduler)(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(
             num_blocks=blocks,
@@ -291,7 +322,7 @@ def _check_settings(config: EngineConfig, scheduler: Scheduler) -> None:
         "enable_prefix_caching": (config.enable_prefix_caching, scheduler.kv_cache_manager.enable_caching),
         "watermark": (config.watermark_blocks, scheduler.kv_cache_manager.watermark_blocks),
         "reserve_full_prompt": (config.reserve_full_prompt, scheduler.scheduler_reserve_full_isl),
-        "async_scheduling": (False, scheduler.scheduler_config.async_scheduling),
+        "async_scheduling": (config.async_scheduling, scheduler.scheduler_config.async_scheduling),
     }
     changed = {field: pair for field, pair in asked_and_set.items() if pair[0] != pair[1]}
     if changed:

@@ -20,7 +20,7 @@ from test_batching_equality import affine_costs, knee_costs, small_configs
 from libra.sim.engine.config import EngineConfig
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.iteration_cost import AffineCost, IterationCost
-from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.request import Chain, Request, Stop
 from libra.sim.engine.state import Iteration, Pause
 
 _OUTCOME = [
@@ -70,6 +70,7 @@ class Turn:
     asked: tuple[int, ...]  # rising: when it has generated so many tokens, as far as it comes
     cancelled_after: int | None
     interrupted_after: int | None  # if it is not cancelled
+    stop: Stop = "length"
 
     @property
     def cancel_at(self) -> int | None:
@@ -157,6 +158,7 @@ class Case:
                     priority=turn.priority,
                     cancel_at=turn.cancel_at,
                     ask_at=turn.asked[0] if turn.asked else None,
+                    stop="length" if turn.trunk else turn.stop,
                 )
             )
         return trunk, made
@@ -264,7 +266,8 @@ class Served:
 
     def _committed(self, engine: SimEngine) -> None:
         for request in engine.asked:
-            assert request.status == "running" and request.ask_at is None
+            preempted = engine.config.async_scheduling and request.status == "waiting"  # its token was under way
+            assert (request.status == "running" or preempted) and request.ask_at is None
             self.asked.append((engine.end, request.number, request.generated))
             following = [it for it in self.case.turns[request.number].asked if it > request.generated]
             if following:

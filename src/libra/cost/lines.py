@@ -35,13 +35,14 @@ def fit_linear(features: Sequence[Sequence[float]], seconds: Sequence[float]) ->
     errors = []
     for left_out in range(len(times)):
         keep = np.arange(len(times)) != left_out
-        predicted = rows[left_out] @ _non_negative(rows[keep], times[keep])
+        predicted = rows[left_out] @ non_negative(rows[keep], times[keep])
         errors.append(abs(predicted - times[left_out]) / times[left_out])
-    return LinearFit(tuple(float(value) for value in _non_negative(rows, times)), float(np.mean(errors)))
+    return LinearFit(tuple(float(value) for value in non_negative(rows, times)), float(np.mean(errors)))
 
 
-def _non_negative(rows: Array, times: Array) -> Array:
-    """Lawson and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23) on rows scaled by 1 / time."""
+def non_negative(rows: Array, times: Array) -> Array:
+    """The coefficients (k) that make rows [samples, k] the times (samples, above 0) with least relative error: Lawson
+    and Hanson's active set (Solving Least Squares Problems, 1974, ch. 23) on rows scaled by 1 / time."""
     scaled, ones = rows / times[:, None], np.ones(len(times))
     lengths = np.linalg.norm(scaled, axis=0)
     lengths[lengths == 0] = 1.0

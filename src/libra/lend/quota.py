@@ -24,41 +24,60 @@ class KVView:
 class KVLimits:
     """Bytes of one device's KV memory, and the pace at which the lent part grows. Raises ValueError."""
 
-    capacity: int  # both engines' together
-    reserve: int  # of the serving engine (`KVView`)
+    capacity: int  # of the serving engine (`KVView`)
+    reserve: int  # likewise
     context: int  # one longest rollout context: a smaller loan is of no use
+    addresses: int  # of all blocks of the rollout engine: a larger loan is of no use
     quiet: float  # seconds without shrinking before the loan grows
+    beside: int = 0  # memory of the device that neither the serving engine nor the rollout engine's weights take
 
     def __post_init__(self) -> None:
         if self.reserve < 0 or self.context < 1 or self.quiet < 0:
             raise ValueError("reserve and quiet are 0 or more, context is 1 byte or more")
-        if self.reserve + self.context > self.capacity:
+        if self.beside < 0:
+            raise ValueError(
+                f"the rollout engine's weights are {-self.beside:,} bytes more than the memory beside the serving"
+                " engine: lower the serving engine's KV memory, or roll out with a smaller model"
+            )
+        if self.context > self.addresses:
+            raise ValueError(
+                f"one rollout context is {self.context:,} bytes of KV and the rollout engine has addresses for"
+                f" {self.addresses:,}: shorten its max_model_len or raise its kv_cache_memory_bytes"
+            )
+        if self.reserve + self.context > self.capacity + self.beside:
             raise ValueError(
                 f"a reserve of {self.reserve:,} and one rollout context of {self.context:,} bytes are more than the"
-                f" {self.capacity:,} there are: shorten the rollout's max_model_len or lower the reserve"
+                f" {self.capacity + self.beside:,} there are: shorten the rollout's max_model_len or lower the reserve"
+                " (the serving engine's max_model_len and max_num_seqs)"
             )
 
 
 class KVQuota:
-    """Bytes of KV that rollout may hold. Begins with nothing lent."""
+    """Bytes of KV that rollout may have. Begins with nothing lent."""
 
     def __init__(self, limits: KVLimits) -> None:
         self.limits = limits
-        self.lent = 0
+        self.lent = 0  # beside included; serving may not have ceded it yet
         self._shrunk = -float("inf")
         self._peak = 0  # of what serving needed since the loan last grew
         self._stepped = True  # a training step has passed since the loan last shrank
 
-    def observe(self, serving: int, now: float) -> int:
-        """Bytes that rollout may hold from now on, where serving needs `serving` bytes.
+    @property
+    def asked(self) -> int:
+        """What serving is to cede. Rollout says it once it has given way to the last answer."""
+        return max(0, self.lent - self.limits.beside)
+
+    def observe(self, serving: KVView, now: float) -> int:
+        """Bytes that rollout may have from now on.
 
         Raises ValueError where serving needs more than there is.
         """
-        limits = self.limits
-        if not 0 <= serving <= limits.capacity:
-            raise ValueError(f"serving uses {serving:,} of {limits.capacity:,} bytes of KV")
-        self._peak = max(self._peak, serving)
-        room = limits.capacity - limits.reserve - serving
+        limits, said = self.limits, self.asked
+        total = limits.capacity + limits.beside
+        if not 0 <= serving.need <= total:
+            raise ValueError(f"serving needs {serving.need:,} of {total:,} bytes of KV")
+        self._peak = max(self._peak, serving.need)
+        room = total - limits.reserve - serving.need
         if self.lent > room:
             while self.lent > max(room, 0):
                 self.lent //= 2
@@ -66,10 +85,11 @@ class KVQuota:
                 self.lent = 0
             self._shrunk, self._stepped = now, False
         elif self._stepped and now - self._shrunk >= limits.quiet:
-            quiet = limits.capacity - limits.reserve - self._peak
+            quiet = min(total - limits.reserve - self._peak, limits.addresses)
             if quiet >= limits.context and quiet > self.lent:
-                self.lent, self._peak = quiet, serving
-        return self.lent
+                self.lent, self._peak = quiet, serving.need
+        # Serving may be taking back what it ceded and was not asked for: only what it was asked for is there to stay.
+        return min(self.lent, limits.beside + min(serving.ceded, said))
 
     def trained(self) -> None:
         """A training step has passed."""

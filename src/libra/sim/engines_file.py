@@ -68,6 +68,7 @@ class EngineSection(Section):
     watermark: float = 0.0
     reserve_full_prompt: _Flag = True
     capture_sizes: tuple[_Count, ...] = ()
+    async_scheduling: _Flag = False
     overhead: OverheadSection = OverheadSection()
     bucket: _Index = 0
 

@@ -30,6 +30,7 @@ class EngineConfig:
     reserve_full_prompt: bool = True  # admit what fits whole, not just its first chunk: `scheduler_reserve_full_isl`
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
+    async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
 
     def __post_init__(self) -> None:
         for field in (
@@ -42,6 +43,11 @@ class EngineConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; set it to 1 or more")
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling with pipeline_parallel_size {self.pipeline_parallel_size} is not simulated: leave"
+                " one of them out"
+            )
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy is {self.policy!r}; set it to fcfs or priority")
         if not 0 <= self.watermark < 1:

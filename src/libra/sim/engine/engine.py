@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from libra.sim.clock import TICKS
 from libra.sim.engine.admission import cached_blocks, refusal, take_in
+from libra.sim.engine.ahead import complete_ahead, drain_ahead, plan_ahead
 from libra.sim.engine.jump import catch_up, cut_stretch, end_of, ended_by, settle
 from libra.sim.engine.preemption import leave, mark, refresh
 from libra.sim.engine.request import Chain, Request
@@ -132,6 +133,9 @@ class SimEngine(EngineState):
             return False
         generation.ask(request)
         steps = generation.steps_to(request, tokens)
+        if not steps and self.under_way is not None:  # that token is under way
+            self.under_way.asks.append((request, tokens))
+            steps = 1
         return self.busy and steps < self.steps and cut_stretch(self, end_of(self.pieces, steps))
 
     def adopt(self, context: Chain | Request, tokens: int, now: int) -> int:
@@ -170,7 +174,11 @@ class SimEngine(EngineState):
         """Tokens that a request which runs or waits here has generated at tick `now`."""
         ended = settle(self, now)
         generation = self.generation_of(request)
-        return request.generated if generation is None else generation.generated(request) + ended
+        if generation is None:
+            return request.generated + (ended if request in self.ending else 0)
+        if self.under_way is not None:
+            ended = (ended - 1) * self.lag(request)
+        return generation.generated(request) + ended
 
     def cached_tokens(self, context: Chain | Request, now: int) -> int:
         """How many tokens of a context's beginning have KV that could be found: of a chain all that there are, of a
@@ -197,7 +205,7 @@ class SimEngine(EngineState):
         if now > self.seen:
             self.count_held(now)
         self.steps = 0
-        if self.closing and not self.flights.under_way and self._pause is None:
+        if self.closing and not self.flights.under_way and self.under_way is None and self._pause is None:
             self._close(now)
             return None
         if self.leaving:
@@ -208,7 +216,7 @@ class SimEngine(EngineState):
             under_way = fill(self, now)
             self.busy, self.open = under_way > 0, under_way < len(self.flights.all)
             return self.end if under_way else None
-        if not self.running and not self.waiting:
+        if not self.running and not self.waiting and self.under_way is None:
             self.busy = False
             return None
         return self._iterate(now)
@@ -218,7 +226,9 @@ class SimEngine(EngineState):
         self.start = now
         self.busy = True
         self.events += 1
-        if not schedule(self, now):
+        if self.config.async_scheduling:
+            plan_ahead(self, now)
+        elif not schedule(self, now, self.most_steps):
             raise nothing_fits(self)
         return self.end
 
@@ -226,6 +236,8 @@ class SimEngine(EngineState):
         """No batch is sent until those under way have landed; then the pause begins."""
         if self.flights.under_way:
             self.end = self.flights.under_way[0].end
+        elif self.under_way is not None:
+            drain_ahead(self, now)
         elif self._pause is None:
             self._pause = self._due.pop(0)
             self.start = now
@@ -250,7 +262,7 @@ class SimEngine(EngineState):
             # A full pipeline is busy all the time, and not as many times as it has stages.
             self.start = flight.end - (flight.end - flight.start) // len(self.flights.all)
             self.end = flight.end
-        return complete(self)
+        return complete_ahead(self) if self.under_way is not None else complete(self)
 
     def stop(self, now: int) -> None:
         """Time is up: iterations that have ended by `now` count, and of the one under way its time until now."""
@@ -264,7 +276,7 @@ class SimEngine(EngineState):
         for request in self.running:
             generation = self.generation_of(request)
             if generation is not None:
-                request.generated = generation.generated(request)
+                request.generated = generation.generated(request) - self.lag(request)
         for request, status in self.leaving.items():
             if status == "cancelled":
                 request.status, request.finish = status, now

@@ -1,4 +1,4 @@
-"""Batches under way: one at a time, or one in each pipeline stage.
+"""Batches under way: one at a time, one in each pipeline stage, or one that is computed while the next is decided.
 
 Invariant: a request is in one batch at a time; a batch passes all stages, in the order in which batches were
 scheduled, and a stage works on one batch at a time. Waiting requests, KV blocks and `max_num_seqs` are the engine's.
@@ -6,7 +6,7 @@ scheduled, and a stage works on one batch at a time. Waiting requests, KV blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from libra.sim.engine.generation import Generation
@@ -23,6 +23,31 @@ class Flight:
     under_way: bool = False
     start: int = 0  # ticks, of the iteration under way
     end: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """The iteration that is computed while the next one is decided: with asynchronous scheduling. What comes of it is
+    known at its end."""
+
+    ticks: int
+    absent: Collection[Request] = ()  # that generate, but are not in it
+    started: list[Request] = field(default_factory=list)  # whose prompts are computed with it
+    ending: list[Request] = field(default_factory=list)  # of which it is the last: their length is known
+    stopping: list[Request] = field(default_factory=list)  # the same, but that is seen only when it has ended
+    asks: list[tuple[Request, int]] = field(default_factory=list)  # (request, tokens): it reaches its `ask_at`
+    stale: list[tuple[int, Request]] = field(default_factory=list)  # (admission, request) of those preempted since
+
+    @property
+    def eventful(self) -> bool:
+        """Whether anything but tokens comes with its end."""
+        return bool(self.started or self.ending or self.stopping or self.asks or self.stale)
+
+    def forget(self, request: Request) -> None:
+        """A request leaves: its token will be dropped."""
+        for requests in (self.started, self.ending, self.stopping):
+            if request in requests:
+                requests.remove(request)
 
 
 class Flights:

@@ -23,7 +23,7 @@ class Generation:
     of iterations. `asks` has whoever is to be asked about, at least; it is empty where nobody is.
     """
 
-    __slots__ = ("_ends", "_phases", "_size", "_stalled", "asks", "context", "count", "iteration")
+    __slots__ = ("_ends", "_phases", "_size", "asks", "context", "count", "iteration", "stalled")
 
     def __init__(self, block_size: int) -> None:
         self.iteration = 0  # the next one
@@ -32,7 +32,7 @@ class Generation:
         self._size = block_size
         self._phases = [0] * block_size  # requests that need a block in iterations of this remainder
         self._ends: list[tuple[int, int, Request]] = []  # (last iteration, admission, request), also of some that left
-        self._stalled: set[Request] = set()  # in the next iteration they generate nothing
+        self.stalled: set[Request] = set()  # in the next iteration they generate nothing
         self.asks: list[tuple[int, int, Request]] = []  # (iteration that reaches `ask_at`, admission, request)
 
     def batch(self, requests: int) -> DecodeBatch:
@@ -59,8 +59,8 @@ class Generation:
         self.context -= tokens + 1
         self.count -= 1
         self._phases[-offset % self._size] -= 1
-        if request in self._stalled:
-            self._stalled.remove(request)
+        if request in self.stalled:
+            self.stalled.remove(request)
             self.context -= 1  # it was put off by one already
         return tokens
 
@@ -70,7 +70,7 @@ class Generation:
 
     def generated(self, request: Request) -> int:
         """Tokens that a request has generated before the next iteration."""
-        return request.output_tokens - (request.last + 1 - self.iteration) + (request in self._stalled)
+        return request.output_tokens - (request.last + 1 - self.iteration) + (request in self.stalled)
 
     def needs(self, request: Request) -> int:
         """Blocks that a request needs for the next iteration."""
@@ -78,7 +78,7 @@ class Generation:
 
     def stall(self, requests: set[Request]) -> None:
         """Let these requests generate nothing in the next iteration: each of their tokens is one iteration later."""
-        self._stalled = requests
+        self.stalled = requests
         for request in requests:
             self._phases[-request.offset % self._size] -= 1
             request.offset -= 1
@@ -155,9 +155,9 @@ class Generation:
     def advance(self, steps: int) -> list[Request]:
         """Count these iterations as done. Returns the requests that generated their last token in them, in the order of
         admission; they are still here."""
-        if self._stalled:
-            self.context += self.count - len(self._stalled)
-            self._stalled = set()
+        if self.stalled:
+            self.context += self.count - len(self.stalled)
+            self.stalled = set()
         else:
             self.context += steps * self.count
         self.iteration = iteration = self.iteration + steps
@@ -177,9 +177,7 @@ class Generation:
         while asks and asks[0][0] < self.iteration:
             entry = heappop(asks)
             if _holds(entry):
-                request = entry[2]
-                request.generated, request.ask_at = self.generated(request), None
-                asked.append(request)
+                asked.append(entry[2])
         return asked
 
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from math import sqrt
 
+from libra.sim.engine.flight import UnderWay
 from libra.sim.engine.iteration_cost import DecodeBatch, IterationCost
 from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState, Iteration, Piece
 
 
-def plan_stretch(state: EngineState, now: int, taken: int = 0) -> None:
+def plan_stretch(state: EngineState, now: int, most: int, taken: int = 0) -> None:
     """Plan iterations until one of the requests is done or blocks run out. `taken` blocks of the first iteration are
-    held already."""
-    generation = state.flight.generation
-    steps = min(generation.steps_to_end(), state.most_steps)
+    held already. With one under way that one ends first, and the last that is planned only begins with the end."""
+    generation, under_way = state.flight.generation, state.under_way
+    steps = 1 if most == 1 else min(generation.steps_to_end(), most)
     if steps > 1:
         steps = generation.affordable(steps, state.pool.free + taken)
         if generation.asks:
             steps = generation.steps_to_ask(steps)
-    state.taken = taken
-    state.pieces, state.end = stretch(state.cost, now, generation.batch(generation.count), generation.context, steps)
-    state.steps = steps
+    state.taken, state.steps = taken, steps
+    if under_way is None:
+        state.pieces, state.end = _of_batch(state, now, steps)
+    else:
+        _plan_after(state, now - under_way.ticks, under_way.ticks)
 
 
 def cut_stretch(state: EngineState, now: int) -> bool:
@@ -50,22 +53,27 @@ def count_stretch(state: EngineState) -> list[Request]:
     state.iterations += steps
     if demand:
         pool.take(demand)
+    if state.under_way is not None:
+        batch, context = generation.batch(generation.count), generation.context + (steps - 1) * generation.count
+        base, slope, _ = state.cost.line(batch, context)
+        state.under_way = UnderWay(base + slope * context)
     return generation.advance(steps)
 
 
 def catch_up(state: EngineState, now: int) -> None:
     """Count those of the planned iterations that ended before now, but not the last one: the rest stays planned as it
     is."""
-    steps, pieces, generation = state.steps, state.pieces, state.flight.generation
+    steps, pieces = state.steps, state.pieces
     ended = cut([*pieces], steps, now)[0] - 1
     if not ended:
         return
     state.steps, state.end = cut(pieces, steps, end_of(pieces, ended))
     count_stretch(state)
     state.start, state.steps, state.taken = state.end, steps - ended, 0
-    state.pieces, state.end = stretch(
-        state.cost, state.start, generation.batch(generation.count), generation.context, state.steps
-    )
+    if state.under_way is None:
+        state.pieces, state.end = _of_batch(state, state.start, state.steps)
+    else:
+        _plan_after(state, state.start, state.under_way.ticks)
 
 
 def settle(state: EngineState, now: int) -> int:
@@ -92,16 +100,39 @@ def ended_by(state: EngineState, now: int) -> int:
     return steps if end <= now else steps - 1
 
 
+def _of_batch(state: EngineState, start: int, steps: int) -> tuple[list[Piece], int]:
+    generation = state.flight.generation
+    return stretch(state.cost, start, generation.batch(generation.count), generation.context, steps)
+
+
+def _plan_after(state: EngineState, start: int, ticks: int) -> None:
+    """Let an iteration of so many ticks be the first of those planned, before the batch's next ones."""
+    state.pieces, state.end = [(0, start, ticks, 0)], start + ticks
+    if state.steps > 1:
+        pieces, state.end = _of_batch(state, state.end, state.steps - 1)
+        state.pieces += [(before + 1, at, first, growth) for before, at, first, growth in pieces]
+
+
 def _tell(state: EngineState) -> None:
     """Trace each planned iteration, as if it had been visited."""
     assert state.trace is not None
-    free = state.pool.free + state.taken
-    scheduled = tuple((request.number, 1) for request in state.running)
+    generation, free = state.flight.generation, state.pool.free + state.taken
+    ending = state.ending
+    scheduled = tuple((request.number, 1) for request in state.running if request not in ending)
+    if state.under_way is not None:
+        batch, context = generation.batch(generation.count), generation.context
+        for step in range(1, state.steps + 1):
+            start = end_of(state.pieces, step)
+            base, slope, _ = state.cost.line(batch, context)
+            left = free - generation.demand(step)
+            state.trace(Iteration(state.index, start, start + base + slope * context, scheduled, (), (), left))
+            context += generation.count
+        return
     following = [piece[0] for piece in state.pieces[1:]] + [state.steps]
     for (before, at, first, growth), after in zip(state.pieces, following, strict=True):
         for step in range(after - before):
             start = at + ticks_of(step, first, growth)
-            left = free - state.flight.generation.demand(before + step + 1)
+            left = free - generation.demand(before + step + 1)
             state.trace(Iteration(state.index, start, start + first + step * growth, scheduled, (), (), left))
 
 

@@ -22,7 +22,7 @@ def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
     preempted: list[Request] = []
     chunk = 0
     for request in state.members():
-        if request.admission < 0:
+        if request.admission < 0 or request in state.ending:
             continue
         if budget <= 0:
             break
@@ -50,7 +50,7 @@ def make_room(state: EngineState) -> tuple[list[Request], set[Request], int]:
             chunk = new
         else:
             scheduled.add(request)
-    skipped = {request for request in state.members() if request is not state.partial} - scheduled
+    skipped = {it for it in state.members() if it is not state.partial and it not in state.ending} - scheduled
     return preempted, skipped, chunk
 
 
@@ -66,16 +66,29 @@ def _preempt(state: EngineState, request: Request, scheduled: int) -> None:
     """Send a request back to the queue. `scheduled` tokens of it, 0 or 1, are in this iteration already."""
     state.preemptions += 1
     request.preemptions += 1
-    _let_go(state, request, scheduled)
+    admission, under_way = request.admission, state.under_way
+    if _let_go(state, request, scheduled) and under_way is not None:
+        under_way.stale.append((admission, request))
     request.status = "waiting"
     state.waiting.requeue(request)
 
 
-def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> None:
-    """Stop running a request that is not finished."""
-    if request.flight < 0:
+def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> int:
+    """Stop running a request that is not finished. Returns how many of its tokens are under way."""
+    lag, under_way = 0, state.under_way
+    if request is state.partial:
         state.partial = None
         tokens = request.computed
+    elif under_way is not None:
+        lag = state.lag(request)
+        if request in under_way.ending:
+            under_way.ending.remove(request)
+            tokens = request.computed
+        else:
+            request.generated = state.flight.generation.generated(request) - lag
+            tokens = stop_generating(state, request) + scheduled
+            if request in under_way.stopping:
+                under_way.stopping.remove(request)
     else:
         flight = state.flight = state.flights.all[request.flight]
         if request in flight.finishing:  # its last chunk is under way
@@ -85,9 +98,12 @@ def _let_go(state: EngineState, request: Request, scheduled: int = 0) -> None:
             request.generated = flight.generation.generated(request)
             # While its batch is under way its next token has a place already.
             tokens = stop_generating(state, request) + (1 if flight.under_way else scheduled)
+    # The token that is under way is not known yet, but what is computed of a prompt always is.
+    known = max(tokens - lag, request.target) if lag else tokens
     if state.pool.caching:
-        state.write(request, tokens)
-    state.release(request, tokens)
+        state.write(request, known)
+    state.release(request, tokens, known)
+    return lag
 
 
 def stop_generating(state: EngineState, request: Request) -> int:
@@ -120,6 +136,8 @@ def leave(state: EngineState, requests: Iterable[Request], now: int) -> None:
         status = state.leaving.pop(request)
         if request.status == "running":
             _let_go(state, request)
+            if state.under_way is not None:
+                state.under_way.forget(request)
         elif request.status == "waiting":
             state.waiting.remove(request)
             state.blocked = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
+Stop = Literal["length", "eos"]
 Status = Literal["waiting", "running", "finished", "cancelled", "interrupted", "refused", "unfinished"]
 
 
@@ -41,8 +42,9 @@ class Request:
     """What is asked, and what became of it. Times are ticks, lengths are tokens.
 
     `output_tokens` is how many tokens it will generate (the simulator is told; a policy is not). A request without a
-    chain shares its tokens with no other. `ask_at` is a count of generated tokens, 1 or more, at which the engine stops
-    to be asked about the request; while an engine has it, `SimEngine.ask` sets it.
+    chain shares its tokens with no other. `stop` is what ends it: a length, which a scheduler knows beforehand, or a
+    token, which it has to see. `ask_at` is a count of generated tokens, 1 or more, at which the engine stops to be
+    asked about the request; while an engine has it, `SimEngine.ask` sets it.
     """
 
     number: int  # ties between equal arrivals go to the lower one
@@ -52,6 +54,7 @@ class Request:
     _: KW_ONLY
     chain: Chain | None = None
     priority: int = 0  # lower is served first
+    stop: Stop = "length"
     cancel_at: int | None = None
     ask_at: int | None = None
     owner: object = None  # whoever submitted it

@@ -16,18 +16,19 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.state import EngineState, Iteration
 
 
-def schedule(state: EngineState, now: int) -> bool:
-    """Schedule an iteration of the batch that is looked at, of any kind, or several that only generate; they end at
-    `state.end`. False: nothing fits."""
+def schedule(state: EngineState, now: int, most: int) -> bool:
+    """Schedule an iteration of the batch that is looked at, of any kind, or `most` that only generate; they begin now,
+    and end at `state.end`. False: nothing fits."""
     config, pool, generation = state.config, state.pool, state.flight.generation
     demand, partial = generation.demand(), state.partial
     if (
-        state.most_steps
+        most
+        and generation.count
         and partial is None
         and (not state.waiting or state.blocked or len(state.running) >= config.max_num_seqs)
         and demand <= pool.free
     ):
-        plan_stretch(state, now)
+        plan_stretch(state, now, most)
         return True
     order = state.members() if state.trace is not None else ()
     batch, context = generation.batch(generation.count), generation.context
@@ -58,15 +59,15 @@ def schedule(state: EngineState, now: int) -> bool:
         ticks = state.cost.mixed(batch, context, chunks)
     elif not generating:
         ticks = 0
-    elif not preempted and state.most_steps:
-        plan_stretch(state, now, demand)
+    elif not preempted and most:
+        plan_stretch(state, now, most, demand)
         return True
     else:
         base, slope, _ = state.cost.line(batch, context)
         ticks = base + slope * context
     state.end = state.flights.end_of(now, ticks) if state.overlapping and ticks else now + ticks
-    if state.trace is not None:
-        gone = {*preempted, *skipped, partial}
+    if state.trace is not None and (ticks or preempted):
+        gone = {*preempted, *skipped, *state.ending, partial}
         scheduled = [(request.number, 1) for request in order if request not in gone]
         new = [tokens for tokens, _ in chunks]
         if partial is not None and chunk:
@@ -76,7 +77,8 @@ def schedule(state: EngineState, now: int) -> bool:
         state.trace(Iteration(state.index, now, state.end, tuple(scheduled), numbers, tuple(cached), pool.free))
     if generating or chunks:
         return True
-    return bool(preempted) and schedule(state, now)  # the only one that was looked at was preempted
+    # The only one that was looked at was preempted; a step that does no more takes no time, unless one is under way.
+    return bool(preempted) and state.under_way is None and schedule(state, now, most)
 
 
 def fill(state: EngineState, now: int) -> int:
@@ -89,7 +91,7 @@ def fill(state: EngineState, now: int) -> int:
             continue
         state.start = now
         state.events += 1
-        schedule(state, now)  # what does not fit waits for the batches that hold the blocks
+        schedule(state, now, 0)  # what does not fit waits for the batches that hold the blocks
         if flight.generation.count or flight.finishing or state.partial is not None:
             flights.depart(flight, now, state.end)
     if flights.under_way:
@@ -110,16 +112,14 @@ def complete(state: EngineState) -> list[Request]:
     if state.steps:
         done = count_stretch(state)
     else:
-        pool = state.pool
-        state.held_ticks += 2 * (pool.blocks - pool.blank - pool.findable) * (now - state.seen)
-        state.seen = now
-        state.busy_ticks += now - state.start
-        state.iterations += 1
+        count_iteration(state)
         done = generation.advance(1)
     if generation.asks:
-        state.asked = generation.reached()
+        for request in generation.reached():
+            tell_asked(state, request)
     for request in done:
-        finish(state, request, stop_generating(state, request), now)
+        tokens = stop_generating(state, request)
+        finish(state, request, tokens, tokens, now)
     if flight.finishing:
         finishing, flight.finishing = flight.finishing, []
         for request in finishing:
@@ -128,13 +128,28 @@ def complete(state: EngineState) -> list[Request]:
             request.generated += 1
             if request.generated < request.output_tokens:
                 if request.generated == request.ask_at:
-                    request.ask_at = None
-                    state.asked.append(request)
+                    tell_asked(state, request)
                 start_generating(state, request)
             else:
-                finish(state, request, request.target, now)
+                finish(state, request, request.target, request.target, now)
                 done.append(request)
     return done
+
+
+def count_iteration(state: EngineState) -> None:
+    """Count the iteration that ends as visited."""
+    now, pool = state.end, state.pool
+    state.held_ticks += 2 * (pool.blocks - pool.blank - pool.findable) * (now - state.seen)
+    state.seen = now
+    state.busy_ticks += now - state.start
+    state.iterations += 1
+
+
+def tell_asked(state: EngineState, request: Request) -> None:
+    """A request has generated its `ask_at` tokens."""
+    assert request.ask_at is not None
+    request.generated, request.ask_at = request.ask_at, None
+    state.asked.append(request)
 
 
 def start_generating(state: EngineState, request: Request) -> None:
@@ -149,14 +164,15 @@ def start_generating(state: EngineState, request: Request) -> None:
             )
 
 
-def finish(state: EngineState, request: Request, tokens: int, now: int) -> None:
-    """End a request that has generated all its tokens; `tokens` of its context are computed."""
+def finish(state: EngineState, request: Request, tokens: int, known: int, now: int) -> None:
+    """End a request that has generated all its tokens; `tokens` of its context are computed, and so many of them
+    known."""
     request.generated = request.output_tokens
     request.status = "finished"
     request.finish = now
     if request not in state.leaving:
         state.load_tokens -= request.prompt_tokens
     if state.pool.caching and (request.chain is not None or request.written):
-        state.write(request, tokens)
-    state.release(request, tokens)
+        state.write(request, known)
+    state.release(request, tokens, known)
     request.path = ()

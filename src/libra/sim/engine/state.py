@@ -7,13 +7,13 @@ the queue is the request that is admitted next; nothing overtakes it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush
 
 from libra.sim.engine.block_pool import BlockPool
 from libra.sim.engine.config import EngineConfig
-from libra.sim.engine.flight import Flight, Flights
+from libra.sim.engine.flight import Flight, Flights, UnderWay
 from libra.sim.engine.generation import Generation
 from libra.sim.engine.iteration_cost import UNLIMITED, IterationCost
 from libra.sim.engine.request import Owner, Path, Request, Status
@@ -118,6 +118,7 @@ class EngineState:
     flights: Flights = field(init=False)
     flight: Flight = field(init=False)  # the batch that is looked at
     overlapping: bool = field(init=False)  # batches: every iteration of theirs is visited
+    under_way: UnderWay | None = field(default=None, init=False)  # only with asynchronous scheduling
     most_steps: int = field(init=False)  # that may be planned at once
     writers: dict[Owner, Request] = field(default_factory=dict, init=False)  # who generates on a chain
     leaving: dict[Request, Status] = field(default_factory=dict, init=False)  # cancelled, ..: until the next boundary
@@ -128,6 +129,7 @@ class EngineState:
     start: int = field(default=0, init=False)  # tick
     end: int = field(default=0, init=False)
     steps: int = field(default=0, init=False)  # iterations that only generate; 0: one of another kind, or a pause
+    ticks: int = field(default=0, init=False)  # of the one that is decided while another is under way; 0: none is
     pieces: list[Piece] = field(default_factory=list, init=False)  # of these iterations
     taken: int = field(default=0, init=False)  # blocks of their demand that have been taken already
     # Counted
@@ -159,6 +161,16 @@ class EngineState:
             return list(self.running)
         index = self.flight.index
         return [request for request in self.running if request is self.partial or request.flight == index]
+
+    @property
+    def ending(self) -> Collection[Request]:
+        """Running requests whose last token is under way."""
+        return self.under_way.ending if self.under_way is not None else ()
+
+    def lag(self, request: Request) -> int:
+        """Tokens under way, 0 or 1, of a request that generates or has its last one under way."""
+        under_way = self.under_way
+        return int(under_way is not None and request not in under_way.absent)
 
     def generation_of(self, request: Request) -> Generation | None:
         """The `Generation` that a request is in; None if it does not generate."""
@@ -193,14 +205,15 @@ class EngineState:
         for owner, _, _ in path:
             writer = self.writers.get(owner)
             if writer is not None:
-                self.write(writer, self.flights.all[writer.flight].generation.computed(writer) + more)
+                late = more if self.under_way is None else (more - 1) * self.lag(writer)
+                self.write(writer, self.flights.all[writer.flight].generation.computed(writer) + late)
 
     def is_written(self, request: Request) -> bool:
         """Whether another request generates on a chain that this one's context follows."""
         return any(owner in self.writers for owner, _, _ in request.path)
 
-    def release(self, request: Request, tokens: int) -> None:
-        """Stop running a request, and release the blocks of its computed tokens."""
+    def release(self, request: Request, tokens: int, known: int) -> None:
+        """Stop running a request, and release the blocks of its computed tokens; so many of them are known."""
         del self.running[request]
         request.admission = request.flight = -1
         size = self.config.block_size
@@ -210,5 +223,5 @@ class EngineState:
         elif request.written:
             self.pool.release(request, held)
         else:
-            self.pool.discard(tokens // size, held)
+            self.pool.discard(known // size, held)
         self.blocked = False

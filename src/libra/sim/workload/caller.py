@@ -96,11 +96,10 @@ class Caller:
         return Chain(self.name, self.prompt, kept) if self.call.context_tokens >= kept else Chain(self.name)
 
     def request(self, number: int, arrival: int, chain: Chain | None) -> Request:
-        """What is left of the turn."""
+        """What is left of the turn, which ends with a token of its own choice."""
         call, before = self.call, self.generated_before
-        return Request(
-            number, arrival, call.context_tokens + before, call.output_tokens - before, chain=chain, owner=self
-        )
+        prompt, output = call.context_tokens + before, call.output_tokens - before
+        return Request(number, arrival, prompt, output, chain=chain, owner=self, stop="eos")
 
     def routing_request(self) -> policy.TurnRequest:
         """The turn as it was last placed."""
@@ -186,5 +185,6 @@ def rest_of(request: Request, number: int, now: int) -> Request:
         chain=request.chain,
         priority=request.priority,
         cancel_at=request.cancel_at,
+        stop=request.stop,
         owner=owner,
     )

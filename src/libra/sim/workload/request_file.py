@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from libra.config.json_line import line_problem
 from libra.sim.clock import TICKS, ticks
+from libra.sim.engine.request import Stop
 from libra.sim.workload.requests import RecordedRequest
 
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -45,6 +46,7 @@ class _Line:
     prefix_tokens: _Tokens | None = None
     priority: int = 0
     cancel_at: _Instant | None = None
+    stop: Stop = "length"
 
     def __post_init__(self) -> None:
         if not self.arrival >= 0:
@@ -68,7 +70,7 @@ def _adapter() -> TypeAdapter[_Line]:
 
 def parse_request(line: str | bytes, where: str) -> RecordedRequest:
     """One JSON line: `arrival` in seconds, `prompt_tokens`, `output_tokens`, and where needed `prefix` with
-    `prefix_tokens`, `priority`, and `cancel_at` in seconds of the same clock. `where` opens the error message."""
+    `prefix_tokens`, `priority`, `stop`, and `cancel_at` in seconds of the same clock. `where` opens the message."""
     try:
         read = _adapter().validate_json(line, strict=True)
     except ValidationError as error:
@@ -81,6 +83,7 @@ def parse_request(line: str | bytes, where: str) -> RecordedRequest:
         prefix_tokens=read.prefix_tokens or 0,
         priority=read.priority,
         cancel_at=None if read.cancel_at is None else ticks(read.cancel_at),
+        stop=read.stop,
     )
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from libra.sim.clock import LONGEST, TICKS, ticks
-from libra.sim.engine.request import Chain, Request
+from libra.sim.engine.request import Chain, Request, Stop
 
 
 class Workload(Protocol):
@@ -73,6 +73,7 @@ class RecordedRequest:
     prefix_tokens: int = 0
     priority: int = 0  # lower is served first
     cancel_at: int | None = None
+    stop: Stop = "length"
 
 
 def recorded_requests(
@@ -122,4 +123,5 @@ def _requests(records: list[RecordedRequest], start: int, rate_scale: float) -> 
             chain=chain,
             priority=record.priority,
             cancel_at=None if record.cancel_at is None else arrival + record.cancel_at - record.arrival,
+            stop=record.stop,
         )
