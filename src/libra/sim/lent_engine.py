@@ -130,9 +130,10 @@ class LentEngine(SimEngine):
 
     def __post_init__(self) -> None:
         SimEngine.__post_init__(self)
-        if self.overlapping or not self.config.enable_chunked_prefill:
+        if self.overlapping or self.config.async_scheduling or not self.config.enable_chunked_prefill:
             raise ValueError(
-                "a lent engine fits its steps to grants: set pipeline_parallel_size to 1 and enable_chunked_prefill"
+                "a lent engine fits each step to a grant: set pipeline_parallel_size to 1 and enable_chunked_prefill,"
+                " and leave async_scheduling out"
             )
         self._budgets = StepBudgets(self.config)
 
@@ -179,7 +180,7 @@ class LentEngine(SimEngine):
             return False
         self.config, self.start, self.busy = config, now, True
         self.events += 1
-        if not schedule(self, now):
+        if not schedule(self, now, self.most_steps):
             raise nothing_fits(self)
         if self.steps > 1:
             self._cut_run()
