@@ -28,9 +28,9 @@ from benchmarks.evaluation.page import markdown_table
 from benchmarks.rows import Row
 from benchmarks.workloads.definition import FILES
 
-# Groups of a step: with 32, as elsewhere, the longest trajectory is most of a step; with 128 work is.
+# With 32 groups a step, as elsewhere, the longest trajectory is most of a step; with 128 work is.
 SETTINGS = tuple(LendingSetting("search_r1", 6, 8, groups, 4096 // (2 * groups)) for groups in (32, 128))
-_QUICK = (LendingSetting("search_r1", 2, 3, 42, 8),)  # the same per GPU as the second
+_QUICK = (LendingSetting("search_r1", 2, 3, 43, 8),)  # the same per GPU as the second
 ROLLOUT_SYSTEMS = ("gate", "published", "elastic")  # whose rollout is timed, in steps that wait for it
 OVER_FIXED, OVER_ELASTIC, OVER_PUBLISHED = 1.3, 1.2, 1.0
 PUBLISHED = {"fixed": "1.2 to 3.3", "elastic": "1.2 to 1.5"}
@@ -58,12 +58,17 @@ def _cell(setting: LendingSetting, system: str) -> Cell:
     inputs = (*shapes, FILES / f"{setting.workload}.json", *(() if found is None else (found,)))
     cost = float(setting.steps * setting.groups * (setting.lending if system in RULES else 1))
     arguments = {"setting": setting.arguments(), "system": system}
-    return Cell(f"{words_of(setting)}, {system}", run, arguments, inputs, cost)
+    return Cell(f"{size_of(setting)}, {system}", run, arguments, inputs, cost)
+
+
+def size_of(setting: LendingSetting) -> str:
+    """The same whatever the size of the clusters."""
+    waits = "" if setting.staleness else ", synchronous"
+    return f"{setting.trajectories_a_gpu} trajectories a step and GPU{waits}"
 
 
 def words_of(setting: LendingSetting) -> str:
-    waits = "" if setting.staleness else ", synchronous"
-    return f"{8 * setting.nodes} own, {8 * setting.lending} lending, {setting.groups} groups a step{waits}"
+    return f"{8 * setting.nodes} own, {8 * setting.lending} lending, {size_of(setting)}"
 
 
 def found_of(results: Sequence[Result]) -> dict[LendingSetting, dict[str, Values]]:
@@ -106,7 +111,7 @@ def _rollout_rows(case: str, systems: Mapping[str, Values]) -> list[Row]:
 
 def _tables(results: Sequence[Result]) -> dict[str, str]:
     return {
-        f"{setting.groups}-groups": _table(systems)
+        f"{setting.trajectories_a_gpu}-a-gpu": _table(systems)
         for setting, systems in found_of(results).items()
         if setting.staleness
     }
@@ -136,7 +141,7 @@ def _table(systems: Mapping[str, Values]) -> str:
 def _figures(results: Sequence[Result]) -> dict[str, str]:
     found = {setting: systems for setting, systems in found_of(results).items() if setting.staleness}
     bars = [Bars(name, tuple(systems[name]["steady"] for systems in found.values())) for name in SYSTEMS]
-    groups = [f"{setting.groups} groups a step" for setting in found]
+    groups = [size_of(setting) for setting in found]
     (first, *_) = found
     return {
         "systems": grouped_bars(

@@ -41,8 +41,8 @@ from libra.sim.tenant import misses
 from libra.sim.training_run.episodes import Episodes, generator_of
 from libra.sim.training_run.loop import simulate_posttraining
 from libra.sim.training_run.outcome import LenderOutcome, SimulatedRun
-from libra.sim.training_run.serving import Serving, ServingDevice
 from libra.sim.training_run.system import System
+from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 from libra.sim.workload.request_file import read_requests
 from libra.sim.workload.requests import RecordedRequest
 from libra.traffic.envelope import Envelope
@@ -76,6 +76,11 @@ class LendingSetting:
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def trajectories_a_gpu(self) -> int:
+        """Of a step, for each GPU of the run's own."""
+        return round(self.groups * self.episodes.samples_per_prompt / (8 * self.nodes))
 
     @cached_property
     def episodes(self) -> Episodes:
@@ -193,9 +198,9 @@ def _system(where: LendingSetting, name: str) -> System:
     if name == "fixed":
         return make(where.plan(0, 0.0))
     if name == "elastic":  # of the devices that are asked for, half are granted
-        return make(where.plan(where.lending // 2, 1.0), serving=Serving({}, START, _WEIGHTS))
+        return make(where.plan(where.lending // 2, 1.0), tenancy=Tenancy({}, START, _WEIGHTS))
     if name == "whole":  # what no way of lending can exceed
-        return make(where.plan(where.lending, 1.0), serving=Serving({}, 0.0, 0.0))
+        return make(where.plan(where.lending, 1.0), tenancy=Tenancy({}, 0.0, 0.0))
     inside = Envelope(**_certified("gate")["envelope"])
     if name == "half-device":  # both always at half of the speed
         return make(where.plan(where.lending, 0.5, inside))
@@ -207,12 +212,12 @@ def _system(where: LendingSetting, name: str) -> System:
         engine: ServingDevice(_case(number, _HOUR), _USES.get(name, 1.0), rule, share)
         for number, engine in enumerate(sorted(lent_engines(plan)))
     }
-    return make(plan, serving=Serving(devices, weights=_WEIGHTS))
+    return make(plan, tenancy=Tenancy(devices, weights=_WEIGHTS))
 
 
 def _lent(where: LendingSetting, name: str, system: System, outcome: SimulatedRun) -> dict[str, Any]:
     """What lenders gave, and what it cost those whom they serve."""
-    devices = {} if system.serving is None else system.serving.devices
+    devices = {} if system.tenancy is None else system.tenancy.devices
     lenders = outcome.lenders
     attributable = 0
     for lender in lenders:

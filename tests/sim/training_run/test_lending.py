@@ -25,8 +25,8 @@ from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.planned_engines import lent_engines, planned_engines
 from libra.sim.tenant import misses
-from libra.sim.training_run.serving import Serving, ServingDevice
 from libra.sim.training_run.system import System
+from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 from libra.sim.workload.caller import EpisodeCaller
 from libra.sim.workload.requests import RecordedRequest
 from libra.traffic.envelope import Envelope
@@ -66,7 +66,7 @@ def traffic(number: int) -> tuple[RecordedRequest, ...]:
     return tuple(sorted([*steady, *burst], key=lambda it: it.arrival))
 
 
-def served(plan: Plan, weights: float = 0.0) -> Serving:
+def served(plan: Plan, weights: float = 0.0) -> Tenancy:
     def device(number: int) -> ServingDevice:
         case = LendingCase(SERVING, "m", "1 x A800", SLO, "traffic", traffic(number), GRANT)
         recall = RecallPolicy(0.5, 4.0)
@@ -75,11 +75,11 @@ def served(plan: Plan, weights: float = 0.0) -> Serving:
         )
 
     names = sorted(lent_engines(plan))
-    return Serving({name: device(number) for number, name in enumerate(names)}, weights=weights)
+    return Tenancy({name: device(number) for number, name in enumerate(names)}, weights=weights)
 
 
-def system(plan: Plan, serving: Serving | None, **others: object) -> System:
-    return System("lent", plan, lambda: policy_named("cmlfq"), serving=serving, serve_by_priority=True, **others)
+def system(plan: Plan, serving: Tenancy | None, **others: object) -> System:
+    return System("lent", plan, lambda: policy_named("cmlfq"), tenancy=serving, serve_by_priority=True, **others)
 
 
 def test_advanced_together_is_step_by_step_and_nothing_is_lost() -> None:
@@ -135,7 +135,7 @@ def test_misses_are_those_of_the_same_arrivals_served_alone() -> None:
 def test_a_device_that_is_handed_over_whole_starts_late_and_is_not_slowed() -> None:
     plan = plan_with(2)
     with seeing() as seen:
-        run(system(plan, Serving({}, start=3.0)), EPISODES, 3)
+        run(system(plan, Tenancy({}, start=3.0)), EPISODES, 3)
     names, engines = lent_engines(plan), zip(seen.cluster.engines, seen.cluster.specs, strict=True)
     lent = [engine for engine, spec in engines if spec.name in names]
     assert len(lent) == 2 and all(it.busy_ticks for it in lent)

@@ -15,16 +15,16 @@ from libra.sim.cluster import SimCluster
 from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.state import Pause
-from libra.sim.lent_engine import LentDevice, LentEngine
+from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.tenant import ServingTenant, misses
 from libra.sim.training_run.outcome import LenderOutcome
-from libra.sim.training_run.serving import Serving, ServingDevice
+from libra.sim.training_run.tenancy import ServingDevice, Tenancy
 
 
 @dataclass(slots=True)
 class _Lender:
     serving: ServingDevice
-    device: LentDevice
+    device: LenderDevice
     recalls: int = 0
     away: int = 0  # ticks, of the recalls that are over
     recalled_at: int | None = None
@@ -33,9 +33,9 @@ class _Lender:
 class Lending:
     """Adds lent engines to a cluster, closes and adds them as serving recalls and returns, and brings them weights."""
 
-    def __init__(self, serving: Serving, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
+    def __init__(self, tenancy: Tenancy, cluster: SimCluster, load: Pause, *, exact: bool) -> None:
         """`load` is the pause in which an engine takes new weights."""
-        self._serving, self._cluster, self._load, self._exact = serving, cluster, load, exact
+        self._tenancy, self._cluster, self._load, self._exact = tenancy, cluster, load, exact
         self._wanted: dict[str, EngineSpec] = {}
         self._named: set[str] = set()  # whatever was wanted once
         self._lenders: dict[str, _Lender] = {}  # of the devices that serve
@@ -63,8 +63,8 @@ class Lending:
         for name in self._wanted:
             if name in before or name in here:
                 continue
-            if name not in self._serving.devices:
-                self._cluster.at(now + ticks(self._serving.start), partial(self._lend, name))
+            if name not in self._tenancy.devices:
+                self._cluster.at(now + ticks(self._tenancy.start), partial(self._lend, name))
             elif name not in self._lenders or self._lenders[name].recalled_at is None:
                 self._cluster.at(now, partial(self._lend, name))
         self._see()
@@ -72,13 +72,13 @@ class Lending:
     def _lend(self, name: str, now: int) -> None:
         if name not in self._wanted or name in self._here():
             return
-        spec, serving = self._wanted[name], self._serving.devices.get(name)
+        spec, serving = self._wanted[name], self._tenancy.devices.get(name)
         if serving is None:
             self._cluster.add(spec)
             return
         if name not in self._lenders:
             self._lenders[name] = _Lender(serving, _device(serving, self._exact))
-        make = partial(LentEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
+        make = partial(GrantedEngine, device=self._lenders[name].device, recalled=partial(self._recall, name))
         self._cluster.add(spec, make)
 
     def _recall(self, name: str, now: int) -> None:
@@ -115,7 +115,7 @@ class Lending:
 
     def _send(self, now: int) -> None:
         self._sending = True
-        self._cluster.at(now + ticks(self._serving.weights), partial(self._arrived, self._newest))
+        self._cluster.at(now + ticks(self._tenancy.weights), partial(self._arrived, self._newest))
 
     def _arrived(self, version: int, now: int) -> None:
         self._version, self._sending = version, False
@@ -133,11 +133,11 @@ class Lending:
         self._cluster.placer.behind = dict.fromkeys(self._wanted, self._version) if late else {}
 
 
-def _device(serving: ServingDevice, exact: bool) -> LentDevice:
+def _device(serving: ServingDevice, exact: bool) -> LenderDevice:
     case = serving.case
     pace = ticks(case.slo.pace(serving.use))
     tenant = ServingTenant(case.spec, case.arrivals(1.0).start(), pace=pace, prompt=case.prompt)
-    return LentDevice(tenant, serving.rule(), serving.share, exact=exact)
+    return LenderDevice(tenant, serving.rule(), serving.share, exact=exact)
 
 
 def _outcome(name: str, it: _Lender, now: int) -> LenderOutcome:

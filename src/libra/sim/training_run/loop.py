@@ -111,7 +111,7 @@ class _Run:
             )
 
         load = Pause(ticks(self._stall), self._refreshes)
-        self._service = Service(system, cluster, lambda serving, made: Lending(serving, made, load, exact=exact))
+        self._service = Service(system, cluster, lambda tenancy, made: Lending(tenancy, made, load, exact=exact))
         self._cluster, self._lending = self._service.cluster, self._service.lending
         self._trainer = SimulatedTrainer(
             system, self._admission, self._cluster, lambda: self._service.devices, self._stepped

@@ -17,8 +17,8 @@ from libra.sim.engine.config import EngineSpec
 from libra.sim.placement import EngineInstance
 from libra.sim.planned_engines import lent_engines, planned_engines
 from libra.sim.training_run.lending import Lending
-from libra.sim.training_run.serving import Serving
 from libra.sim.training_run.system import System
+from libra.sim.training_run.tenancy import Tenancy
 
 
 class Service:
@@ -29,7 +29,7 @@ class Service:
         self,
         system: System,
         make: Callable[[tuple[EngineSpec, ...]], SimCluster],
-        lend: Callable[[Serving, SimCluster], Lending],
+        lend: Callable[[Tenancy, SimCluster], Lending],
     ) -> None:
         self._system = system
         self._pending: dict[str, tuple[EngineSpec, int]] = {}  # engines that are being started, until which tick
@@ -37,8 +37,8 @@ class Service:
         own, lent = self._specs(system.plan)
         self.cluster = make(own)
         self.lending: Lending | None = None
-        if system.serving is not None:
-            self.lending = lend(system.serving, self.cluster)
+        if system.tenancy is not None:
+            self.lending = lend(system.tenancy, self.cluster)
             self.lending.want(lent, 0)
 
     @property
@@ -91,11 +91,11 @@ class Service:
 
     def _specs(self, plan: Plan) -> tuple[tuple[EngineSpec, ...], tuple[EngineSpec, ...]]:
         """Of the engines that are the run's own, and of those on devices that serve."""
-        serving = self._system.serving is not None
-        specs = planned_engines(plan, granted=serving)
+        granted = self._system.tenancy is not None
+        specs = planned_engines(plan, granted=granted)
         if self._system.serve_by_priority:
             specs = tuple(replace(spec, config=replace(spec.config, policy="priority")) for spec in specs)
-        lent = lent_engines(plan) if serving else frozenset[str]()
+        lent = lent_engines(plan) if granted else frozenset[str]()
         return tuple(it for it in specs if it.name not in lent), tuple(it for it in specs if it.name in lent)
 
 

@@ -23,7 +23,7 @@ from libra.sim.tenant import ServingTenant
 _HORIZON = 30.0  # seconds over which the granted share is averaged
 
 
-class LentDevice:
+class LenderDevice:
     """A serving engine's device, whether or not rollout has it: it outlives the engines that borrow it.
 
     `share` is the share of the time that is granted while rollout has work: of the latest seconds, or at first what is
@@ -113,7 +113,7 @@ class LentDevice:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LentEngine(SimEngine):
+class GrantedEngine(SimEngine):
     """The rollout engine of one loan. It is told that the loan is `recalled`, and by when, through that call: whoever
     added the engine closes it then.
 
@@ -121,7 +121,7 @@ class LentEngine(SimEngine):
     """
 
     _: KW_ONLY
-    device: LentDevice
+    device: LenderDevice
     recalled: Callable[[int], None]
     _budgets: StepBudgets = field(init=False)
     _waits: bool = field(default=False, init=False)  # for the device, until `end`

@@ -20,7 +20,7 @@ from libra.sim.deployment import WeightUpdate
 from libra.sim.engine.config import EngineConfig, EngineSpec
 from libra.sim.engine.iteration_cost import AffineCost
 from libra.sim.engine.request import Request
-from libra.sim.lent_engine import LentDevice, LentEngine
+from libra.sim.granted_engine import GrantedEngine, LenderDevice
 from libra.sim.shared_device import RolloutBorrower, SharedDevice
 from libra.sim.tenant import ServingTenant
 from libra.sim.workload.requests import RecordedRequest, recorded_requests
@@ -95,10 +95,10 @@ def test_in_a_cluster_it_is_the_shared_device(records, rule, under_way) -> None:
     turns = Turns(under_way, 10**9)
     borrower = RolloutBorrower(ROLLOUT, under_way, turns.turn)
     shared = SharedDevice(SERVING, rule(), borrower, pace=PACE, prompt=PROMPT).run(recorded_requests(records).start())
-    device = LentDevice(tenant(records), rule(), 0.7)
+    device = LenderDevice(tenant(records), rule(), 0.7)
     cluster = SimCluster([OWN], again := Turns(under_way, 10**9), policy_named("least-loaded"), time_limit=shared.end)
     cluster.close("own")
-    cluster.at(0, lambda now: cluster.add(ROLLOUT, partial(LentEngine, device=device, recalled=pytest.fail)))
+    cluster.at(0, lambda now: cluster.add(ROLLOUT, partial(GrantedEngine, device=device, recalled=pytest.fail)))
     cluster._patient = True
     cluster.run()
     assert came_of(device.serve_out(shared.end)) == came_of(shared.requests)
@@ -111,7 +111,7 @@ class Loaned:
     """A lender and an engine of one's own in a cluster, with updates and recalls."""
 
     def __init__(self, records, rule, under_way: int, most: int, updates: Sequence[WeightUpdate], exact: bool) -> None:
-        self.device = LentDevice(tenant(records), rule(), 0.7, exact=exact)
+        self.device = LenderDevice(tenant(records), rule(), 0.7, exact=exact)
         self.turns = Turns(under_way, most)
         self.recalls: list[int] = []
         self.cluster = SimCluster([OWN], self.turns, policy_named("least-loaded"), updates=updates, exact=exact)
@@ -120,7 +120,7 @@ class Loaned:
         self.served = self.device.serve_out(self.cluster.now)
 
     def lend(self, now: int) -> None:
-        self.cluster.add(ROLLOUT, partial(LentEngine, device=self.device, recalled=self.recalled))
+        self.cluster.add(ROLLOUT, partial(GrantedEngine, device=self.device, recalled=self.recalled))
 
     def recalled(self, now: int) -> None:
         self.recalls.append(now)

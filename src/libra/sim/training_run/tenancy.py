@@ -24,7 +24,7 @@ class ServingDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class Tenancy:
     """`devices` are named as the engines that borrow them. A lent engine that is not among them has its device to
     itself, `start` seconds after it is wanted."""
 
