@@ -1,8 +1,9 @@
 """A slow link between two places on this machine: a process that forwards TCP connections at a rate and with a delay.
 
-Invariant: in each direction no more than `rate` bytes leave it in a second, all connections together, and no byte
-leaves it earlier than `delay` seconds after it came. It holds no more than is under way on such a link and one piece of
-each connection, so a sender feels how slow it is.
+Invariant: in each direction no more than `rate` bytes cross it in a second, all connections together, and no byte
+leaves it earlier than `delay` seconds after it crossed. What a busy machine holds up is sent on when it gets to it; the
+link itself goes on meanwhile. It holds no more than is under way on such a link and one piece of each connection, so a
+sender feels how slow it is.
 
     python -m benchmarks.weights.slow_link --to PORT --rate 12.5e6 --delay 0.02
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 _PIECE = 1 << 14  # bytes that are sent at a time
+_AT_ONCE = 0.002  # seconds within which a piece was there already: the link would have gone on with it
 
 
 class Direction:
@@ -39,16 +41,24 @@ class Direction:
         """All that one end says, until it has said all."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         delivering = asyncio.create_task(self._deliver(under_way, writer))
+        late = 0.0  # seconds for which this process held up a piece that was there
         try:
-            while piece := await reader.read(_PIECE):
+            while True:
+                asked = time.monotonic()
+                if not (piece := await reader.read(_PIECE)):
+                    break
+                came = time.monotonic()
+                if came - asked < _AT_ONCE:
+                    came -= late
                 while self._waiting > self._most:
                     self._taken.clear()
                     await self._taken.wait()
-                self._free = max(self._free, time.monotonic()) + len(piece) / self._rate
+                self._free = max(self._free, came) + len(piece) / self._rate
                 self.bytes += len(piece)
                 self._waiting += len(piece)
                 under_way.put_nowait((self._free + self._delay, piece))
                 await asyncio.sleep(max(0.0, self._free - time.monotonic()))
+                late = time.monotonic() - self._free
             under_way.put_nowait((0.0, b""))
             await delivering
         finally:

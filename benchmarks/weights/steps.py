@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks.rows import Row
 from libra.backends.transport.shared_memory import Vector
+from libra.backends.weights.copying import add_difference, difference
 from libra.backends.weights.feed import Feed
 from libra.backends.weights.grid import Grid
 from libra.backends.weights.mirror import Mirror
@@ -80,6 +81,29 @@ def measured() -> list[Row]:
     return rows
 
 
+def _even_rate(before: Vector, after: Vector) -> float:
+    """GB/s of the link on which a difference in one piece, made and applied by one core each and checked as nodes do,
+    takes as long as everything."""
+    into, seconds = np.full(len(before), 1, np.uint8), list[float]()
+    for way in (_by_copy, _by_difference):
+        began = time.process_time()
+        way(before, after, into)
+        seconds.append(time.process_time() - began)
+    saved = len(after) - len(difference(before, after))
+    return saved / (seconds[1] - seconds[0]) / 1e9
+
+
+def _by_copy(before: Vector, after: Vector, into: Vector) -> None:
+    np.copyto(into, after)
+
+
+def _by_difference(before: Vector, after: Vector, into: Vector) -> None:
+    zlib.crc32(before.data)
+    packed = difference(before, after)
+    zlib.crc32(before.data)
+    add_difference(packed, before, into)
+
+
 def _rows(training: _Training, rate: float, most: float | None) -> Iterator[Row]:
     """Of the last step at a rate. Rates follow each other, from small to large, on the same weights."""
     for _ in range(_STEPS - 1):
@@ -100,6 +124,7 @@ def _rows(training: _Training, rate: float, most: float | None) -> Iterator[Row]
         speed = size / seconds / 1e9
         goal, met = (None, None) if most is None else (f">= {least}", speed >= least)
         yield Row(case, f"{name}, per core", speed, "GB/s of dense", goal, met)
+    yield Row(case, "in one piece, as fast as everything on a link of", _even_rate(before, after), "GB/s")
 
 
 async def _carried(before: Vector, after: Vector) -> tuple[int, float, float, bool]:

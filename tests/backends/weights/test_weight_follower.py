@@ -21,6 +21,7 @@ from libra.backends.weights.feed import Feed
 from libra.backends.weights.follower import FollowerPlace, FollowerWord, FollowWeights
 from libra.backends.weights.grid import Grid
 from libra.backends.weights.node import Address, LinkPatience, served
+from libra.backends.weights.publisher import PublishWeights
 from libra.backends.weights.source import Source
 
 GRID = Grid(200_000, "bfloat16", 8192)
@@ -111,6 +112,48 @@ async def test_versions_over_a_slow_link_by_a_relay_that_is_killed() -> None:
         assert node.process.stdin is not None  # its owner goes
         node.process.stdin.close()
         assert await node.process.wait() == 0
+
+
+@contextlib.asynccontextmanager
+async def publishing(memory: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, Address]]:
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-m", "libra.backends.weights.publisher")
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(memory,))
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(PublishWeights(GRID, memory, "127.0.0.1", TOKEN)) + b"\n")
+        place = msgspec.json.decode(await process.stdout.readline(), type=FollowerPlace)
+        yield process, Address("127.0.0.1", place.port)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_publisher_gives_what_lies_there_and_says_what_does_not() -> None:
+    memory = os.memfd_create("weights", 0)
+    os.ftruncate(memory, BUFFERS * GRID.size)
+    async with publishing(memory) as (process, address), following(address) as node:
+        assert process.stdin is not None and process.stderr is not None
+
+        def publish(version: int, checksum: int | None = None) -> None:
+            content = content_of(version)
+            os.pwrite(memory, content.data, version % BUFFERS * GRID.size)
+            order = LoadWeights(version, version % BUFFERS, zlib.crc32(content.data) if checksum is None else checksum)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+
+        for version in (0, 1):
+            publish(version)
+            await node.loads(version)
+        publish(2, checksum=42)  # which is overwritten by now
+        said = (await process.stderr.readline()).decode()
+        assert said.startswith("weights: weights v2 are gone: ") and "all who follow get everything" in said
+        publish(3)
+        await node.loads(3)
+        process.stdin.close()
+        assert await process.wait() == 0
+    os.close(memory)
 
 
 async def test_what_ends_a_follower_is_said_in_a_line() -> None:
