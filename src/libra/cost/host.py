@@ -45,6 +45,11 @@ class HostCost:
     def priced(self) -> bool:
         return any(getattr(self, field.name) for field in fields(self) if field.name not in ("source", "overlapped"))
 
+    @property
+    def admits(self) -> bool:
+        """Whether admissions have a price."""
+        return bool(self.admission or self.context_token or self.cached_token)
+
     def slowed(self, factor: float) -> HostCost:
         """Of a host that takes `factor` times as long for everything."""
         seconds = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.type == "float"}
