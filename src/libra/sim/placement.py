@@ -21,8 +21,6 @@ class EngineInstance:
 
     __slots__ = ("_now", "bucket", "capacity_tokens", "engine", "id")
 
-    recall_rate = 0.0
-
     def __init__(self, spec: EngineSpec, engine: SimEngine, now: Callable[[], int]) -> None:
         self._now = now  # tick
         self.id = spec.name
@@ -37,6 +35,10 @@ class EngineInstance:
     @property
     def token_seconds(self) -> float:
         return self.engine.token_seconds(self._now())
+
+    @property
+    def recall_rate(self) -> float:
+        return self.engine.recall_rate(self._now())
 
 
 @dataclass(frozen=True, slots=True)
