@@ -195,6 +195,10 @@ class SimEngine(EngineState):
         base, slope, _ = self.cost.line(batch, more)
         return (base + slope * more) / TICKS
 
+    def recall_rate(self, now: int) -> float:
+        """How often a second its device is wanted back."""
+        return 0.0
+
     # What happens next
 
     def plan(self, now: int) -> int | None:
@@ -219,6 +223,10 @@ class SimEngine(EngineState):
         if not self.running and not self.waiting and self.under_way is None:
             self.busy = False
             return None
+        return self._iterate(now)
+
+    def _iterate(self, now: int) -> int | None:
+        """There is something to compute: plan it."""
         self.start = now
         self.busy = True
         self.events += 1
