@@ -74,6 +74,38 @@ class Deployment:
         return policy_named(self.route, sticky=self.sticky, seed=seed)
 
 
+def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Sequence[bool]) -> None:
+    """Raises ValueError unless engines with roles have each other, and a way for their KV."""
+    of_role: dict[str, list[EngineSpec]] = {}
+    for engine in engines:
+        of_role.setdefault(engine.role.name, []).append(engine)
+    prefill, decode = of_role.get("prefill", []), of_role.get("decode", [])
+    if not prefill and not decode:
+        if transfers:
+            raise ValueError("kv_transfer is given, and no engine has the role prefill or decode: give them one")
+        return
+    for some, role, other in ((prefill, "prefill", "decode"), (decode, "decode", "prefill")):
+        if not some and not (role == "prefill" and "colocated" in of_role):
+            raise ValueError(f"engines have the role {other}, and none has {role}: add one, or make them colocated")
+    if not transfers:
+        raise ValueError("kv_transfer is missing: engines with roles need a way for their KV: give its bandwidth")
+    first = prefill[0] if prefill else decode[0]
+    for engine in (*prefill, *decode):
+        if engine.config.block_size != first.config.block_size:
+            raise ValueError(
+                f"block_size of {engine.name} is {engine.config.block_size}, that of {first.name}"
+                f" {first.config.block_size}: KV is read block by block, so make them equal"
+            )
+        for option in ("pipeline_parallel_size", "async_scheduling"):
+            if getattr(engine.config, option) > 1 or getattr(engine.config, option) is True:
+                raise ValueError(
+                    f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
+                    " not simulated: leave it out"
+                )
+    if any(refreshes):
+        raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")
+
+
 def check_engines(engines: Sequence[EngineSpec], limits: Sequence[int] | None) -> None:
     """Raises ValueError unless there are engines, of different names, in buckets that `limits` name."""
     if not engines:

@@ -63,6 +63,10 @@ class Placer:
     def engines(self) -> list[SimEngine]:
         return list(self._by_name.values())
 
+    def __contains__(self, name: str) -> bool:
+        """Whether an engine of this name is in service."""
+        return name in self._by_name
+
     def serves(self, name: str, engine: SimEngine) -> bool:
         """Whether it is this engine that has the name."""
         return self._by_name.get(name) is engine

@@ -30,6 +30,7 @@ class EngineConfig:
     reserve_full_prompt: bool = True  # admit what fits whole, not just its first chunk: `scheduler_reserve_full_isl`
     capture_sizes: tuple[int, ...] = ()  # CUDA graphs: a smaller batch is padded to the next size; none: no padding
     pipeline_parallel_size: int = 1
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"  # of requests whose KV does not come
     async_scheduling: bool = False  # an iteration is scheduled when the one before it begins
 
     def __post_init__(self) -> None:
@@ -85,6 +86,21 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Role:
+    """What an engine does of a request."""
+
+    name: str
+    takes: Literal["prompt", "context"]  # what comes to it: requests, or those whose prompts were computed elsewhere
+    hands_over: bool  # another engine goes on where the prompt is computed
+
+
+COLOCATED = Role("colocated", "prompt", hands_over=False)
+PREFILL = Role("prefill", "prompt", hands_over=True)
+DECODE = Role("decode", "context", hands_over=False)
+ROLES = {role.name: role for role in (COLOCATED, PREFILL, DECODE)}
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine of a cluster."""
 
@@ -94,3 +110,4 @@ class EngineSpec:
     bucket: int = 0
     node: str = ""  # where it is; engines of one node move KV over its links
     devices: int = 1  # GPUs
+    role: Role = COLOCATED
