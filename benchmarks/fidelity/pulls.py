@@ -49,7 +49,7 @@ def vllm_pulls(
     engine = VllmEngine(config, pulls=True)
     steps: list[Step] = []
     ends: dict[int, int] = {}  # of pulls under way, by request
-    alarms = _alarms(requests)
+    alarms = alarms_of(requests)
     step_end = None
     now = 0
     while alarms or ends or step_end is not None:
@@ -98,7 +98,7 @@ def simulated_pulls(
     engine = SimEngine(config, AffineCost(1), exact=exact, trace=iterations.append)
     finished: dict[int, list[int]] = {}
     ends: dict[Request, int] = {}
-    alarms = _alarms(requests)
+    alarms = alarms_of(requests)
     while alarms or ends or engine.busy:
         now = min([*[tick for tick, *_ in alarms[:1]], *ends.values(), *([engine.end] if engine.busy else [])])
         if engine.busy and engine.end == now:
@@ -132,7 +132,7 @@ def simulated_pulls(
     )
 
 
-def _alarms(requests: Sequence[Request]) -> list[tuple[int, bool, int, Request]]:
+def alarms_of(requests: Sequence[Request]) -> list[tuple[int, bool, int, Request]]:
     """(tick, whether it arrives or is cancelled, number, request), in order."""
     seen = [request for request in requests if request.cancel_at is None or request.cancel_at > request.arrival]
     alarms = [(request.arrival, True, request.number, request) for request in seen]

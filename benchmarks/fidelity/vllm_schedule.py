@@ -136,6 +136,11 @@ class VllmEngine:
         return bool(self._under_way[-1][1].scheduled)
 
     @property
+    def scheduled_tokens(self) -> int:
+        """In the youngest step under way."""
+        return sum(tokens for _, tokens in self._under_way[-1][1].scheduled)
+
+    @property
     def unfinished(self) -> bool:
         return bool(self._scheduler.has_unfinished_requests())
 
@@ -181,12 +186,10 @@ class VllmEngine:
         started, connector.started = connector.started, []
         return [int(name) for name in started]
 
-    def blocks_of(self, number: int) -> int:
-        return len(self._scheduler.kv_cache_manager.get_block_ids(name_of(number))[0])
-
-    @property
-    def free_blocks(self) -> int:
-        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+    def pulled_blocks(self, number: int) -> int:
+        """Blocks that a request holds and that are not in the prefix cache: those that its pull fills."""
+        blocks = self._scheduler.kv_cache_manager.get_blocks(name_of(number)).blocks[0]
+        return sum(block.block_hash is None for block in blocks)
 
     def hear(self, transfers: KVConnectorOutput) -> tuple[int, ...]:
         """Transfers that ended while no step was under way. Returns the requests that end with that."""

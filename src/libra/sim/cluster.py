@@ -19,8 +19,9 @@ from libra.sim.engine.request import Request
 from libra.sim.engine.state import Iteration, Pause
 from libra.sim.events import ARRIVAL, EventQueue
 from libra.sim.handover import Handover, Handovers, KVMoves
+from libra.sim.kv_transfer import KVTransfer
 from libra.sim.placement import Placer
-from libra.sim.prefill_decode import KVTransfer, Prefill, PrefillDecode
+from libra.sim.prefill_decode import Prefill, PrefillDecode
 from libra.sim.workload.caller import Caller, rest_of
 from libra.sim.workload.requests import Workload
 
@@ -64,10 +65,11 @@ class SimCluster:
         request of its own, numbered after all others."""
         check_engines(specs, limits)
         check_roles(specs, kv_transfer is not None, [update.refresh for update in updates])
-        if route is None and (len(specs) > 1 or patient):
-            raise ValueError(f"there are {len(specs)} engines and no policy: say where requests go")
-        if (kv_transfer is None) != (decode_route is None):
-            raise ValueError("kv_transfer and decode_route must both be given, or neither")
+        entries = sum(spec.role.takes == "prompt" for spec in specs)
+        if route is None and (entries > 1 or patient):
+            raise ValueError(f"there are {entries} engines and no policy: say where requests go")
+        if decode_route is None and len(specs) - entries > 1:
+            raise ValueError(f"there are {len(specs) - entries} engines that decode, and no decode_route: say where to")
         if limits is None:
             limits = (max(spec.config.max_model_len for spec in specs),)
         self.engines: list[SimEngine] = []  # all that there ever were
@@ -267,7 +269,7 @@ class SimCluster:
             return
         engine = None if self.pairs is None else self.pairs.stays(request, self.now)
         if engine is None:
-            engine = self.placer.place(request, again=again) if self._routed else self.engines[0]
+            engine = self.placer.place(request, again=again) if self._routed or self.pairs else self.engines[0]
         if engine is None:
             self._unplaced_or_refused(request)
             return

@@ -17,8 +17,10 @@ from libra.route.cmlfq import CMLFQ
 from libra.route.policy import Policy
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
+from libra.sim.kv_transfer import KVTransfer
 
 DEFAULT_ROUTE = CMLFQ.NAME  # as in `libra run`
+DEFAULT_DECODE_ROUTE = "least-loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +57,29 @@ class Deployment:
     sticky: bool = True  # a later turn follows its prefix where it can
     updates: Sequence[WeightUpdate] = ()
     time_limit: float | None = None  # seconds
+    kv_transfer: KVTransfer | None = None  # where engines have roles
+    decode_route: str = DEFAULT_DECODE_ROUTE  # which engine goes on where a prompt is computed
 
     def __post_init__(self) -> None:
         check_engines(self.engines, self.limits)
+        check_roles(self.engines, self.kv_transfer is not None, [update.refresh for update in self.updates])
         if self.limits is not None and any(longer <= shorter for shorter, longer in pairwise((0, *self.limits))):
             raise ValueError(f"limits is {list(self.limits)}; list numbers of tokens that rise, shortest bucket first")
         if self.turn_tokens < 1:
             raise ValueError(f"turn_tokens is {self.turn_tokens}; a turn generates 1 token or more")
         self.policy()
+        self.decode_policy()
 
     @property
     def longest_context(self) -> int:
         """Tokens that some engine holds."""
         return max(engine.config.max_model_len for engine in self.engines)
+
+    def decode_policy(self, seed: int = 0) -> Policy | None:
+        """The same for the engines that decode; None where there are none."""
+        if self.kv_transfer is None:
+            return None
+        return policy_named(self.decode_route, sticky=self.sticky, seed=seed)
 
     def policy(self, seed: int = 0) -> Policy:
         """A new one, which has seen nothing. `seed` is for the rules that draw."""
@@ -102,6 +114,9 @@ def check_roles(engines: Sequence[EngineSpec], transfers: bool, refreshes: Seque
                     f"{option} of {engine.name} is {getattr(engine.config, option)}; with role {engine.role.name} it is"
                     " not simulated: leave it out"
                 )
+    for engine in decode:
+        if engine.kv_bytes <= 0:
+            raise ValueError(f"kv_bytes of {engine.name} is {engine.kv_bytes}: say what a token's KV takes")
     if any(refreshes):
         raise ValueError("weight_updates.refresh with prefill and decode apart is not simulated: set it to false")
 

@@ -99,7 +99,8 @@ class Placer:
         """The engine that it goes to, or None where none holds it. `again`: the policy has been asked about the request
         before, and was told of the return that it follows."""
         route = self._route
-        assert route is not None
+        if route is None:
+            return next(iter(self._by_name.values()), None)
         placement = self._destined.pop(request.number, None)
         if placement is not None and placement.instance not in self._by_name:
             placement = None

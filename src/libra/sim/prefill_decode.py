@@ -9,39 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 
 from libra.sim.clock import ticks
 from libra.sim.engine.config import EngineSpec
 from libra.sim.engine.engine import SimEngine
 from libra.sim.engine.request import Request
+from libra.sim.kv_transfer import KVTransfer
 from libra.sim.link import Link, Network, link
 from libra.sim.placement import Placer
 
-DEFAULT_LEASE = 30.0  # seconds, as vLLM's `kv_lease_duration`
 _HEARTBEATS = 6  # in a lease
 _EXTENSION = (2, 3)  # of a lease, that a heartbeat gives from then on
-
-
-@dataclass(frozen=True, slots=True)
-class KVTransfer:
-    """How KV goes from prefill to decode."""
-
-    bytes_per_token: float  # of all layers and heads
-    bandwidth: float  # bytes/s of an engine's network, in each direction
-    latency: float = 0.0  # seconds from the last byte's sending to its arrival
-    lease: float = DEFAULT_LEASE  # seconds that KV is kept for a request of which nothing is heard
-    local_below: int = 0  # prompts with fewer tokens to compute stay on the engine that generates
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_token", "bandwidth", "lease"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value > 0):
-                raise ValueError(f"kv_transfer.{name} is {value}; give a finite number above 0")
-        if not (isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"kv_transfer.latency is {self.latency}; give seconds, 0 or more")
-        if self.local_below < 0:
-            raise ValueError(f"kv_transfer.local_below is {self.local_below}; give tokens, 0 or more")
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +73,17 @@ class PrefillDecode:
         self._broken: set[int] = set()  # engines that nothing can be read from
         self._alarm: int | None = None  # tick of the earliest action that looks at the network
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is handed over, or kept for that."""
+        return not self._prefills and not len(self._network)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Sent by all engines, and received: of transfers that ended."""
+        moved = [(out, it.moved) for (_, out), it in self._links.items()]
+        return sum(size for out, size in moved if out), sum(size for out, size in moved if not out)
+
     def stays(self, request: Request, now: int) -> SimEngine | None:
         """The engine that generates, if it computes the prompt, too: little of that is missing there."""
         if not self.settings.local_below:
@@ -145,7 +134,8 @@ class PrefillDecode:
                 name = self._specs[source.index].name
                 self._at(now, lambda tick, it=prefill, name=name: self._lost(it, f"nothing comes from {name}", tick))  # type: ignore[misc]
                 continue
-            size = round(blocks * engine.config.block_size * self.settings.bytes_per_token)
+            size = round(blocks * engine.config.block_size * self._specs[engine.index].kv_bytes)
+            self.transferred_bytes += size
             self._network.begin(prefill, self._link(source, True), self._link(engine, False), max(1, size), now)
         self._set_alarm(now)
 
@@ -237,7 +227,7 @@ class PrefillDecode:
     def _link(self, engine: SimEngine, out: bool) -> Link:
         key = (engine.index, out)
         if key not in self._links:
-            self._links[key] = link(self.settings.bandwidth)
+            self._links[key] = link(self.settings.bandwidth * self._specs[engine.index].devices)
         return self._links[key]
 
 
